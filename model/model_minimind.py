@@ -1,0 +1,413 @@
+"""MiniMind: a decoder-only transformer, dense or mixture of experts (MoE), in one plain file.
+
+Pre-norm RMSNorm, rotary positions (with YaRN for longer contexts), grouped-query attention with q/k norm, SwiGLU, tied
+embeddings. Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so its weights run
+in a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` as they are.
+
+There are two ways in (shape legend: B batch, T padded length, N all tokens of a flat batch, S samples, M trained
+targets, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per token):
+
+    padded  model(input_ids [B, T], attention_mask [B, T])             generation; `generate()` is transformers' own
+    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1],  training without padding: the samples lie end
+                  max_seqlen, target_index [M], targets [M])            to end, attention is closed at their borders
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+try:  # the kernel for flat batches on CUDA; torch 2.10 and newer
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+
+class MiniMindConfig(PretrainedConfig):
+    """Shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
+
+    Args:
+        hidden_size: width C; must be `num_attention_heads * head_dim` unless `head_dim` is given.
+        num_hidden_layers: depth.
+        use_moe: replace each SwiGLU by `num_experts` of them, `num_experts_per_tok` of which see a token.
+        intermediate_size: SwiGLU width, ceil(hidden_size * pi / 64) * 64 unless given.
+        dropout: probability at the embedding and at the end of each attention block, while training.
+        rope_scaling: transformers' rope parameters for longer contexts, e.g. `{"rope_type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 2048}` (YaRN: arXiv:2309.00071).
+        inference_rope_scaling: MiniMind's switch for its own YaRN setting, 16 times 2048 positions.
+        norm_topk_prob, router_aux_loss_coef: routing weights sum to one; weight of the load-balancing loss.
+    """
+
+    model_type = "minimind"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        hidden_size: int = 512,
+        num_hidden_layers: int = 8,
+        use_moe: bool = False,
+        vocab_size: int = 6400,
+        num_attention_heads: int = 8,
+        num_key_value_heads: int = 4,
+        head_dim: int | None = None,
+        intermediate_size: int | None = None,
+        hidden_act: str = "silu",
+        dropout: float = 0.0,
+        max_position_embeddings: int = 32768,
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float = 1e6,
+        rope_scaling: dict | None = None,
+        inference_rope_scaling: bool = False,
+        num_experts: int = 4,
+        num_experts_per_tok: int = 1,
+        moe_intermediate_size: int | None = None,
+        norm_topk_prob: bool = True,
+        router_aux_loss_coef: float = 5e-4,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = True,
+        pad_token_id: int = 0,
+        bos_token_id: int = 1,
+        eos_token_id: int = 2,
+        **kwargs,
+    ):
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.use_moe = bool(use_moe)
+        self.vocab_size = vocab_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.intermediate_size = intermediate_size or math.ceil(hidden_size * math.pi / 64) * 64
+        self.hidden_act = hidden_act
+        self.dropout = dropout
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        if inference_rope_scaling:
+            yarn = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+            rope_scaling = {**yarn, "original_max_position_embeddings": 2048}
+        rope_parameters = kwargs.pop("rope_parameters", None) or rope_scaling or {"rope_type": "default"}
+        self.rope_parameters = {"rope_theta": rope_theta, **rope_parameters}
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.moe_intermediate_size = moe_intermediate_size or self.intermediate_size
+        self.norm_topk_prob = norm_topk_prob
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.initializer_range = initializer_range
+        token_ids = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **token_ids, **kwargs)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension (arXiv:1910.07467), computed in float32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), optionally rescaled by YaRN."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.config = config
+        inv_freq, self.attention_scaling = self.frequencies()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)  # [D / 2]
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Inverse frequencies [D / 2] and the factor on cos and sin (1.0 without YaRN)."""
+        rope = self.config.rope_parameters
+        if rope["rope_type"] != "default":
+            return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
+        dim = self.config.head_dim
+        return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq  # [..., D / 2]
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of each head of x [..., heads, D] by the angles cos, sin [..., D]."""
+    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], max_seqlen: int) -> Tensor:
+    """Causal attention inside each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
+
+    One variable-length kernel on CUDA. Elsewhere one call per sample, which computes no masked block: on a CPU the
+    samples of a batch would run one after the other anyway.
+    """
+    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        ends = cu_seqlens
+        return varlen_attn(q, k, v, ends, ends, max_seqlen, max_seqlen, window_size=(-1, 0), enable_gqa=True)
+    if not lengths:
+        return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
+    pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    out = [padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces]
+    return torch.cat(out)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of q [B, T, H, D] over k, v [B, T', G, D]; `mask` [B, 1, T, T'] replaces the causal one."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245) with RMSNorm on each query and key head."""
+
+    def __init__(self, config: MiniMindConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
+        heads = (*x.shape[:-1], -1, self.head_dim)  # [B, T, H, D] or [N, H, D]
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)), *rotary)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)), *rotary)
+        v = self.v_proj(x).view(heads)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # the norm weights are float32, also under autocast
+        if flat is not None:
+            out = flat_attention(q, k, v, *flat)
+        else:
+            if cache is not None:  # transformers' caches hold [B, G, T, D]
+                k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+            out = padded_attention(q, k, v, mask)
+        return self.dropout(self.o_proj(out.flatten(-2)))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: MiniMindConfig, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor) -> Tensor:
+    """Linear layer i on rows [ends[i-1], ends[i]) of x [R, in] -> [R, out], as one grouped matrix product.
+
+    The number of rows per layer stays on the device: no host sync, and a layer without rows gets a zero gradient.
+    """
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    weights = torch.stack([layer.weight.to(dtype) for layer in layers]).transpose(1, 2)  # [E, in, out]
+    if hasattr(F, "grouped_mm") and (x.device.type == "cpu" or dtype == torch.bfloat16):
+        return F.grouped_mm(x.to(dtype), weights, offs=ends)
+    bounds = [0, *ends.tolist()]  # where torch has no such kernel (float32 on a GPU): one host sync
+    return torch.cat([x[a:b].to(dtype) @ w for a, b, w in zip(bounds[:-1], bounds[1:], weights, strict=True)])
+
+
+class MOEFeedForward(nn.Module):
+    """Top-k routed experts (Qwen3-MoE's arithmetic): softmax over experts, the best K of them, weighted sum."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.top_k = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        width = config.moe_intermediate_size
+        self.experts = nn.ModuleList(FeedForward(config, width) for _ in range(config.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N, K])."""
+        flat = x.reshape(-1, x.shape[-1])  # [N, C]
+        probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
+        weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
+        if self.norm_topk_prob:
+            weight = weight / weight.sum(dim=-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # the N * K assignments, sorted by expert
+        token = order // self.top_k
+        counts = F.one_hot(chosen.flatten(), self.num_experts).sum(dim=0)
+        ends = counts.cumsum(0).to(torch.int32)  # [E]
+        rows = flat[token]
+        gate = grouped_linear(rows, [e.gate_proj for e in self.experts], ends)
+        up = grouped_linear(rows, [e.up_proj for e in self.experts], ends)
+        out = grouped_linear(F.silu(gate) * up, [e.down_proj for e in self.experts], ends)
+        out = out * weight.flatten()[order, None].to(out.dtype)
+        mixed = torch.zeros_like(flat, dtype=out.dtype).index_add(0, token, out)
+        return mixed.view(x.shape), (probs, chosen)
+
+
+def load_balancing_loss(probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, for one layer.
+
+    f_e is the share of a sample's tokens routed to expert e and P_e its mean probability (Switch Transformer,
+    arXiv:2101.03961, eq. 4), taken per sample as in DeepSeek-V3 (arXiv:2412.19437, eq. 17). Per sample the loss is a
+    sum that does not change with the micro-batch, the accumulation or the number of ranks.
+
+    Args:
+        probs: router probabilities [N, E], float32.
+        chosen: experts of each token [N, K].
+        sample: which sample each token belongs to [N]; tokens numbered `num_samples` (padding) are left out.
+    """
+    picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
+    totals = probs.new_zeros(num_samples + 1, probs.shape[-1])
+    counts = totals.index_add(0, sample, picked)[:num_samples]
+    masses = totals.index_add(0, sample, probs)[:num_samples]
+    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)
+    return probs.shape[-1] * ((counts * masses).sum(dim=-1) / lengths).sum()
+
+
+class MiniMindBlock(nn.Module):
+    """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream."""
+
+    def __init__(self, config: MiniMindConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = Attention(config, layer_idx)
+        self.mlp = MOEFeedForward(config) if config.use_moe else FeedForward(config, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rotary, mask=None, cache=None, flat=None):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache, flat)
+        out = self.mlp(self.post_attention_layernorm(x))
+        out, routing = out if isinstance(out, tuple) else (out, None)
+        return x + out, routing
+
+
+class MiniMindModel(nn.Module):
+    """The body: token ids -> hidden states, and the routing of each MoE layer."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(MiniMindBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+
+    def forward(self, embeds: Tensor, position_ids: Tensor, mask=None, cache=None, flat=None):
+        x = self.dropout(embeds)
+        rotary = self.rotary_emb(position_ids)
+        routings = []
+        for layer in self.layers:
+            x, routing = layer(x, rotary, mask, cache, flat)
+            routings.append(routing)
+        return self.norm(x), routings
+
+
+class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
+    """MiniMind with its language-model head."""
+
+    config_class = MiniMindConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _no_split_modules = ("MiniMindBlock",)
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own form)
+
+    def __init__(self, config: MiniMindConfig | None = None):
+        super().__init__(config or MiniMindConfig())
+        self.model = MiniMindModel(self.config)
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.post_init()  # initial weights, and the tie of lm_head to the embedding
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, RotaryEmbedding):  # from_pretrained builds on the meta device: fill the buffer again
+            module.inv_freq.copy_(module.frequencies()[0])
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding table, for transformers' utilities."""
+        return self.model.embed_tokens
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        target_index: Tensor | None = None,
+        targets: Tensor | None = None,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
+
+        Flat: `target_index` are the positions whose next token is trained and `targets` those tokens. The loss is the
+        SUM of their cross entropies and `aux_loss` a sum over tokens, so that the caller can divide by the counts of
+        the whole update; without targets, logits [N, vocab] come back instead.
+        Padded: `labels` [B, T] as in transformers (-100 is ignored), loss and aux_loss are means.
+        """
+        embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if cu_seqlens is not None:
+            return self._forward_flat(embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
+        mask = create_causal_mask(self.config, embeds, attention_mask, past_key_values, position_ids)
+        hidden, routings = self.model(embeds, position_ids, mask, past_key_values)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, keep])
+        loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs) if labels is not None else None
+        aux_loss = None
+        if labels is not None and self.config.use_moe:
+            real = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+            row = torch.arange(len(labels), device=labels.device)[:, None]
+            sample = torch.where(real, row, len(labels)).flatten()
+            aux_loss = self._aux_loss(routings, sample, len(labels)) / real.sum()
+            loss = loss + aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=past_key_values if use_cache else None
+        )
+
+    def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):
+        # The lengths are needed on the host for the split on CPU; on CUDA cu_seqlens stays on the device, unread.
+        lengths = [] if embeds.is_cuda else cu_seqlens.diff().tolist()
+        hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, lengths, max_seqlen))
+        if targets is None:
+            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden))
+        hidden = hidden.index_select(0, target_index)  # [M, C]
+        if hasattr(F, "linear_cross_entropy"):
+            loss = F.linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum")
+        else:
+            loss = F.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
+        aux_loss = loss.new_zeros(())
+        if self.config.use_moe:
+            positions = torch.arange(len(embeds), device=embeds.device)
+            sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)  # [N]
+            aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
+
+    def _aux_loss(self, routings: list, sample: Tensor, num_samples: int) -> Tensor:
+        """The load-balancing losses of all layers, weighted, as a sum over tokens."""
+        losses = [load_balancing_loss(probs, chosen, sample, num_samples) for probs, chosen in routings]
+        return self.config.router_aux_loss_coef * torch.stack(losses).sum()
