@@ -32,76 +32,47 @@ except ImportError:
 class MiniMindConfig(PretrainedConfig):
     """Shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
 
-    Args:
-        hidden_size: width C; must be `num_attention_heads * head_dim` unless `head_dim` is given.
-        num_hidden_layers: depth.
-        use_moe: replace each SwiGLU by `num_experts` of them, `num_experts_per_tok` of which see a token.
-        intermediate_size: SwiGLU width, ceil(hidden_size * pi / 64) * 64 unless given.
-        dropout: probability at the embedding and at the end of each attention block, while training.
-        rope_scaling: transformers' rope parameters for longer contexts, e.g. `{"rope_type": "yarn", "factor": 4.0,
-            "original_max_position_embeddings": 2048}` (YaRN: arXiv:2309.00071).
-        inference_rope_scaling: MiniMind's switch for its own YaRN setting, 16 times 2048 positions.
-        norm_topk_prob, router_aux_loss_coef: routing weights sum to one; weight of the load-balancing loss.
+    `dropout` acts on the embedding and at the end of each attention, while training. For contexts beyond the training
+    length pass transformers' `rope_scaling`, e.g. `{"rope_type": "yarn", "factor": 4.0,
+    "original_max_position_embeddings": 2048}`; `inference_rope_scaling` is MiniMind's switch for its own setting.
     """
 
     model_type = "minimind"
+    default_theta = 1e6  # rope_theta, unless given
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    def __init__(
-        self,
-        hidden_size: int = 512,
-        num_hidden_layers: int = 8,
-        use_moe: bool = False,
-        vocab_size: int = 6400,
-        num_attention_heads: int = 8,
-        num_key_value_heads: int = 4,
-        head_dim: int | None = None,
-        intermediate_size: int | None = None,
-        hidden_act: str = "silu",
-        dropout: float = 0.0,
-        max_position_embeddings: int = 32768,
-        rms_norm_eps: float = 1e-6,
-        rope_theta: float = 1e6,
-        rope_scaling: dict | None = None,
-        inference_rope_scaling: bool = False,
-        num_experts: int = 4,
-        num_experts_per_tok: int = 1,
-        moe_intermediate_size: int | None = None,
-        norm_topk_prob: bool = True,
-        router_aux_loss_coef: float = 5e-4,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = True,
-        pad_token_id: int = 0,
-        bos_token_id: int = 1,
-        eos_token_id: int = 2,
-        **kwargs,
-    ):
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.use_moe = bool(use_moe)
-        self.vocab_size = vocab_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.intermediate_size = intermediate_size or math.ceil(hidden_size * math.pi / 64) * 64
-        self.hidden_act = hidden_act
-        self.dropout = dropout
-        self.max_position_embeddings = max_position_embeddings
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = rope_theta
-        if inference_rope_scaling:
+    hidden_size: int = 512  # C
+    num_hidden_layers: int = 8
+    use_moe: bool = False
+    vocab_size: int = 6400
+    num_attention_heads: int = 8  # H
+    num_key_value_heads: int = 4  # G
+    head_dim: int | None = None  # D; hidden_size / num_attention_heads
+    intermediate_size: int | None = None  # of SwiGLU; ceil(hidden_size * pi / 64) * 64
+    dropout: float = 0.0
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    inference_rope_scaling: bool = False
+    num_experts: int = 4  # E, if use_moe
+    num_experts_per_tok: int = 1  # K
+    moe_intermediate_size: int | None = None  # intermediate_size
+    norm_topk_prob: bool = True  # the K routing weights sum to one
+    router_aux_loss_coef: float = 5e-4
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs):
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.intermediate_size = self.intermediate_size or math.ceil(self.hidden_size * math.pi / 64) * 64
+        self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
+        if self.inference_rope_scaling:
             yarn = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-            rope_scaling = {**yarn, "original_max_position_embeddings": 2048}
-        rope_parameters = kwargs.pop("rope_parameters", None) or rope_scaling or {"rope_type": "default"}
-        self.rope_parameters = {"rope_theta": rope_theta, **rope_parameters}
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.moe_intermediate_size = moe_intermediate_size or self.intermediate_size
-        self.norm_topk_prob = norm_topk_prob
-        self.router_aux_loss_coef = router_aux_loss_coef
-        self.initializer_range = initializer_range
-        token_ids = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **token_ids, **kwargs)
+            kwargs["rope_scaling"] = {**yarn, "original_max_position_embeddings": 2048}
+        super().__post_init__(**kwargs)
 
 
 class RMSNorm(nn.Module):
@@ -147,15 +118,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], max_seqlen: int) -> Tensor:
+def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Causal attention inside each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
     One variable-length kernel on CUDA. Elsewhere one call per sample, which computes no masked block: on a CPU the
-    samples of a batch would run one after the other anyway.
+    samples of a batch would run one after the other anyway, and there reading the lengths costs no wait.
     """
     if varlen_attn is not None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        ends = cu_seqlens
-        return varlen_attn(q, k, v, ends, ends, max_seqlen, max_seqlen, window_size=(-1, 0), enable_gqa=True)
+        borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True)
+    lengths = cu_seqlens.diff().tolist()
     if not lengths:
         return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
     pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -187,10 +159,11 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
-        heads = (*x.shape[:-1], -1, self.head_dim)  # [B, T, H, D] or [N, H, D]
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), *rotary)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), *rotary)
-        v = self.v_proj(x).view(heads)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (
+            y.unflatten(-1, (y.shape[-1] // self.head_dim, self.head_dim)) for y in (q, k, v)
+        )  # [..., H or G, D]
+        q, k = rotate(self.q_norm(q), *rotary), rotate(self.k_norm(k), *rotary)
         q, k = q.to(v.dtype), k.to(v.dtype)  # the norm weights are float32, also under autocast
         if flat is not None:
             out = flat_attention(q, k, v, *flat)
@@ -338,10 +311,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, RotaryEmbedding):  # from_pretrained builds on the meta device: fill the buffer again
             module.inv_freq.copy_(module.frequencies()[0])
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding table, for transformers' utilities."""
-        return self.model.embed_tokens
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -380,19 +349,16 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs) if labels is not None else None
         aux_loss = None
         if labels is not None and self.config.use_moe:
-            real = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+            real = torch.ones_like(labels) if attention_mask is None else attention_mask
             row = torch.arange(len(labels), device=labels.device)[:, None]
-            sample = torch.where(real, row, len(labels)).flatten()
-            aux_loss = self._aux_loss(routings, sample, len(labels)) / real.sum()
+            aux_loss = self._aux_loss(routings, row.where(real > 0, len(labels)).flatten(), len(labels)) / real.sum()
             loss = loss + aux_loss
         return MoeCausalLMOutputWithPast(
             loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=past_key_values if use_cache else None
         )
 
     def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):
-        # The lengths are needed on the host for the split on CPU; on CUDA cu_seqlens stays on the device, unread.
-        lengths = [] if embeds.is_cuda else cu_seqlens.diff().tolist()
-        hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, lengths, max_seqlen))
+        hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, max_seqlen))
         if targets is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden))
         hidden = hidden.index_select(0, target_index)  # [M, C]

@@ -1,0 +1,285 @@
+"""The model against references nobody here wrote (stock Qwen3 and Qwen3-MoE), and the flat batch against the padded."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+VOCAB = 300
+SHAPES = {
+    "dense": {},
+    "moe": {"use_moe": True},
+    "moe_top2": {"use_moe": True, "num_experts": 5, "num_experts_per_tok": 2},
+}
+
+
+def build(shape: str, seed: int = 0, **kwargs) -> MiniMindForCausalLM:
+    """A small model whose weights are large enough that a mistake shows."""
+    config = MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=VOCAB, **SHAPES[shape], **kwargs)
+    model = MiniMindForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        spread = 0.1 if parameter.ndim > 1 else 0.3
+        centre = 0.0 if parameter.ndim > 1 else 1.0
+        parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
+    model.tie_weights()
+    return model
+
+
+def stock(model: MiniMindForCausalLM) -> Qwen3ForCausalLM:
+    """Stock transformers, loaded from the very same state dict."""
+    c = model.config
+    names = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps"
+    names += " intermediate_size max_position_embeddings tie_word_embeddings rope_parameters"
+    names += " pad_token_id bos_token_id eos_token_id"
+    config_class, model_class = Qwen3Config, Qwen3ForCausalLM
+    if c.use_moe:
+        names += " num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+    config = config_class(**{name: getattr(c, name) for name in names.split()})
+    reference, info = model_class.from_pretrained(
+        None, config=config, state_dict=model.state_dict(), output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return reference.eval()
+
+
+def ragged(lengths: list[int], seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def flat_batch(samples: list[torch.Tensor], trained: list[torch.Tensor] | None = None) -> dict:
+    """A plain reference of the collate: every next token inside a sample is a target unless `trained` says no."""
+    index, targets, start = [], [], 0
+    for s, ids in enumerate(samples):
+        for t in range(len(ids) - 1):
+            if trained is None or trained[s][t + 1]:
+                index.append(start + t)
+                targets.append(int(ids[t + 1]))
+        start += len(ids)
+    lengths = torch.tensor([0] + [len(ids) for ids in samples])
+    return {
+        "input_ids": torch.cat(samples),
+        "position_ids": torch.cat([torch.arange(len(ids)) for ids in samples]),
+        "cu_seqlens": lengths.cumsum(0).to(torch.int32),
+        "max_seqlen": int(lengths.max()),
+        "target_index": torch.tensor(index, dtype=torch.long),
+        "targets": torch.tensor(targets, dtype=torch.long),
+    }
+
+
+def padded_batch(samples: list[torch.Tensor], side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(ids) for ids in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        place = slice(0, len(sample)) if side == "right" else slice(longest - len(sample), longest)
+        ids[row, place], mask[row, place] = sample, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}])
+@torch.no_grad()
+def test_logits_are_stock_qwen3s_padded_and_flat(shape, rope):
+    model = build(shape, rope_scaling=rope)
+    reference = stock(model)
+    samples = ragged([5, 33, 12])
+    ids, mask = padded_batch(samples)
+    want = reference(ids, attention_mask=mask).logits
+    padded = model(ids, attention_mask=mask).logits
+    batch = flat_batch(samples)
+    flat = model(batch["input_ids"], position_ids=batch["position_ids"], cu_seqlens=batch["cu_seqlens"], max_seqlen=33)
+    assert want.abs().max() > 0.5  # the comparison is not between zeros
+    assert (padded - want)[mask.bool()].abs().max() <= 1e-4
+    assert (flat.logits - want[mask.bool()]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_generation_is_stock_qwen3s(shape):
+    model = build(shape)
+    prompt = ragged([7])[0][None]
+    wanted = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    ours = model.generate(prompt, **wanted)
+    assert ours.shape == (1, 71)
+    assert torch.equal(ours, stock(model).generate(prompt, **wanted))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_left_padded_batch_generates_what_each_prompt_generates_alone(shape):
+    model = build(shape)
+    prompts = ragged([3, 9, 6])
+    ids, mask = padded_batch(prompts, side="left")
+    wanted = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    together = model.generate(ids, attention_mask=mask, **wanted)[:, ids.shape[1] :]
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = model.generate(prompt[None], **wanted)[0, len(prompt) :]
+        assert torch.equal(alone, answer)
+
+
+def test_generation_with_and_without_a_cache_agree():
+    model = build("dense")
+    prompt = ragged([5])[0][None]
+    wanted = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **wanted), model.generate(prompt, use_cache=False, **wanted))
+    static = model.generate(prompt, cache_implementation="static", disable_compile=True, **wanted)
+    assert torch.equal(model.generate(prompt, **wanted), static)
+
+
+def gradients(model: MiniMindForCausalLM) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flat_padded_and_one_at_a_time_have_the_same_loss_and_gradients(shape):
+    model = build(shape).train()
+    samples = ragged([5, 33, 12, 2, 21])
+    total = sum(len(ids) for ids in samples)
+
+    out = model(**flat_batch(samples))
+    (out.loss / (total - 5) + out.aux_loss / total).backward()
+    flat = gradients(model)
+
+    losses = aux = 0.0
+    for sample in samples:  # one sample at a time
+        one = model(**flat_batch([sample]))
+        (one.loss / (total - 5) + one.aux_loss / total).backward()
+        losses, aux = losses + one.loss.item(), aux + one.aux_loss.item()
+    single = gradients(model)
+
+    ids, mask = padded_batch(samples)
+    padded = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    padded.loss.backward()
+    pad = gradients(model)
+
+    assert abs(losses - out.loss.item()) <= 1e-5 * losses
+    assert abs(aux - out.aux_loss.item()) <= 1e-5 * max(aux, 1e-8)
+    mean = out.loss.item() / (total - 5) + out.aux_loss.item() / total
+    assert abs(padded.loss.item() - mean) <= 1e-5
+    for name, gradient in flat.items():
+        scale = max(1.0, gradient.abs().max().item())
+        assert (single[name] - gradient).abs().max() <= 1e-5 * scale, name
+        assert (pad[name] - gradient).abs().max() <= 1e-5 * scale, name
+
+
+def test_the_padded_loss_is_torchs_cross_entropy():
+    model = build("dense")
+    ids = ragged([9])[0][None]
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    want = F.cross_entropy(out.logits[0, :-1], labels[0, 1:], ignore_index=-100)
+    torch.testing.assert_close(out.loss, want)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_a_changed_token_changes_no_other_sample(shape):
+    model = build(shape)
+    samples = ragged([6, 11, 8])
+    batch = flat_batch(samples)
+    keys = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")
+    before = model(**{key: batch[key] for key in keys}).logits
+    changed = batch["input_ids"].clone()
+    changed[7] = (changed[7] + 1) % VOCAB  # in the middle sample
+    after = model(**{key: batch[key] for key in keys} | {"input_ids": changed}).logits
+    same = torch.ones(25, dtype=torch.bool)
+    same[6:17] = False
+    torch.testing.assert_close(before[same], after[same], rtol=0, atol=1e-5)  # MoE: other row counts per expert, other rounding
+    assert (before[7:17] - after[7:17]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_micro_batch_has_loss_zero_and_zero_gradients(shape, dtype):
+    model = build(shape).train()
+    empty = {key: value[:0] if torch.is_tensor(value) else 0 for key, value in flat_batch(ragged([4])).items()}
+    empty["cu_seqlens"] = torch.zeros(1, dtype=torch.int32)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        out = model(**empty)
+    (out.loss + out.aux_loss).backward()
+    assert out.loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_micro_batch_without_targets_has_loss_zero():
+    model = build("dense").train()
+    samples = ragged([4, 6])
+    out = model(**flat_batch(samples, [torch.zeros(4), torch.zeros(6)]))
+    out.loss.backward()
+    assert out.loss.item() == 0
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_autocast_stays_near_float32(shape):
+    model = build(shape).train()
+    batch = flat_batch(ragged([20, 31]))
+    exact = model(**batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(**batch)
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert abs(out.loss.item() - exact.loss.item()) < 0.03 * exact.loss.item()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_load_balancing_loss_is_switch_transformers():
+    """One sample, top-1: E * sum f_e P_e times the tokens, from transformers' own function (per layer, so one layer)."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    from model.model_minimind import load_balancing_loss
+
+    logits = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
+    probs = logits.softmax(-1)
+    for k in (1, 2):
+        ours = load_balancing_loss(probs, probs.topk(k).indices, torch.zeros(40, dtype=torch.long), 1) / 40
+        torch.testing.assert_close(ours, load_balancing_loss_func((logits,), 4, k))
+
+
+def test_names_and_defaults_are_minimind_3s():
+    config = MiniMindConfig()
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (512, 8, 6400)
+    assert (config.intermediate_size, config.head_dim, config.num_key_value_heads) == (1664, 64, 4)
+    keys = build("dense").state_dict().keys()
+    layer = "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+    layer += " self_attn.o_proj self_attn.q_norm self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
+    want = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    want |= {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in layer.split()}
+    assert set(keys) == want
+    experts = {key for key in build("moe").state_dict() if "layers.0.mlp" in key}
+    want = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in ("gate", "up", "down")}
+    assert experts == want | {"model.layers.0.mlp.gate.weight"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_save_pretrained_comes_back_bit_for_bit(shape, tmp_path):
+    model = build(shape)
+    model.save_pretrained(tmp_path)
+    again = MiniMindForCausalLM.from_pretrained(tmp_path).eval()
+    ids = ragged([9])[0][None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_a_streamer_gets_every_token():
+    class Keep:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    model, keep = build("dense"), Keep()
+    prompt = ragged([4])[0][None]
+    out = model.generate(prompt, max_new_tokens=6, do_sample=True, top_k=20, streamer=keep)
+    assert keep.ended and keep.tokens == out[0].tolist()

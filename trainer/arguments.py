@@ -1,0 +1,100 @@
+"""The command line that all stage scripts share: MiniMind's flags, grouped, each with its unit and default."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+from dataset.errors import UserError
+from model.model_minimind import MiniMindConfig
+from trainer.tracker import MODES
+from trainer.trainer_utils import ROOT
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with this project's way of failing: one `error:` line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}; see --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def stage_parser(description: str, **defaults) -> Parser:
+    """The parser of a stage script. `defaults` are what the stage owns (`save_weight`, `epochs` ...)."""
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser(description=description.split("\n", 1)[0], formatter_class=form, allow_abbrev=False)
+    flag = parser.add_argument_group("files").add_argument
+    flag(
+        "--data_path",
+        required=True,
+        help="training data: file, folder or glob, several with commas (.jsonl .gz .parquet)",
+    )
+    flag("--eval_data_path", help="held-out data, the same forms; gives eval_loss, eval_bpb and <save_weight>_best")
+    flag("--from_weight", help="stage whose weights in --save_dir to start from; 'none' for random weights")
+    flag("--from_resume", type=int, choices=[0, 1], default=0, help="1: go on from the checkpoint, if there is one")
+    flag("--save_dir", default=str(ROOT / "out"), help="folder of weights for use and metrics")
+    flag("--save_weight", help="name of the weights that this run writes")
+    flag("--checkpoint_dir", default=str(ROOT / "checkpoints"), help="folder of the state to resume from")
+    flag("--tokenizer_path", default=str(ROOT / "model"), help="folder of a Hugging Face tokenizer")
+    flag("--cache_dir", default=str(ROOT / "dataset" / "cache"), help="folder of the token cache")
+    flag = parser.add_argument_group("model").add_argument
+    flag("--hidden_size", type=int, default=512, help="width")
+    flag("--num_hidden_layers", type=int, default=8, help="depth, in layers")
+    flag("--use_moe", type=int, choices=[0, 1], default=0, help="1: mixture of experts instead of dense")
+    flag("--dropout", type=float, default=0.0, help="probability, at the embedding and after each attention")
+    flag = parser.add_argument_group("training").add_argument
+    flag("--epochs", type=int, help="passes over the data")
+    flag("--batch_size", type=int, help="samples (packed: rows) per rank per micro-batch")
+    flag("--accumulation_steps", type=int, default=1, help="micro-batches per update")
+    flag("--learning_rate", type=float, help="peak; follows a cosine down to a tenth")
+    flag("--warmup_updates", type=int, default=0, help="updates of linear warm-up")
+    flag("--weight_decay", type=float, default=0.01, help="AdamW's, on matrices only")
+    flag("--grad_clip", type=float, default=1.0, help="largest norm of the gradient; 0: no clipping")
+    flag("--max_seq_len", type=int, help="longest sample, in tokens")
+    flag("--packing", type=int, choices=[0, 1], default=0, help="1: fill rows of --max_seq_len with whole samples")
+    flag("--seed", type=int, default=42, help="of weights, order of samples and dropout")
+    flag("--on_bad_data", choices=["stop", "skip"], default="stop", help="at a record that cannot be used")
+    flag = parser.add_argument_group("machine").add_argument
+    flag("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu")
+    flag(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="autocast; weights stay float32",
+    )
+    flag("--num_workers", type=int, default=0, help="loader processes per rank")
+    flag("--use_compile", type=int, choices=[0, 1], default=0, help="1: torch.compile")
+    flag = parser.add_argument_group("logging").add_argument
+    flag("--log_interval", type=int, default=100, help="micro-batches between log points")
+    flag("--save_interval", type=int, default=1000, help="micro-batches between checkpoints; each epoch ends with one")
+    flag("--eval_interval", type=int, default=0, help="micro-batches between evaluations; 0: at the end of each epoch")
+    flag("--use_wandb", action="store_true", help="log to SwanLab")
+    flag("--wandb_project", default="MiniMind-Trainer", help="SwanLab project")
+    flag("--swanlab_mode", choices=sorted(MODES), default="cloud", help="where SwanLab keeps the run")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Find every impossible setting before anything is built.
+
+    Raises:
+        UserError: one line naming all of them.
+    """
+    at_least = {"epochs": 1, "batch_size": 1, "accumulation_steps": 1, "max_seq_len": 8, "num_hidden_layers": 1}
+    at_least |= {"log_interval": 1, "save_interval": 1, "eval_interval": 0, "warmup_updates": 0, "num_workers": 0}
+    at_least |= {"weight_decay": 0, "grad_clip": 0, "seed": 0, "hidden_size": 16}
+    wrong = [f"--{k} {getattr(args, k)} must be {low} or more" for k, low in at_least.items() if getattr(args, k) < low]
+    if not args.learning_rate > 0:
+        wrong.append(f"--learning_rate {args.learning_rate} must be positive")
+    if not 0 <= args.dropout < 1:
+        wrong.append(f"--dropout {args.dropout} must be from 0 to below 1")
+    if args.hidden_size % 16:
+        wrong.append(f"--hidden_size {args.hidden_size} must be divisible by 16 (8 heads of an even size)")
+    if wrong:
+        raise UserError("; ".join(wrong))
+
+
+def model_config(args: argparse.Namespace, vocab_size: int) -> MiniMindConfig:
+    """The model's shape from the command line and the tokenizer."""
+    shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers, "dropout": args.dropout}
+    return MiniMindConfig(**shape, use_moe=bool(args.use_moe), vocab_size=vocab_size)

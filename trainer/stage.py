@@ -1,0 +1,204 @@
+"""The nine steps of a training stage, written once: a stage script brings its defaults, its dataset and its loss."""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dataset.errors import UserError
+from dataset.lm_dataset import PretrainDataset, SFTDataset
+from model.model_minimind import MiniMindConfig
+from trainer.arguments import check_args, model_config
+from trainer.checkpoint import check_same_run, run_name, save_weights, weight_path
+from trainer.console import MetricsLog
+from trainer.loop import LossFn, TrainState, report, train_epoch
+from trainer.speed import matrix_rate
+from trainer.tracker import Tracker
+from trainer.trainer_utils import (
+    Logger,
+    epoch_loader,
+    eval_loader,
+    init_distributed_mode,
+    init_model,
+    is_main_process,
+    lm_checkpoint,
+    load_tokenizer,
+    make_optimizer,
+    mixed_precision,
+    pick_device,
+    setup_seed,
+    steps_per_epoch,
+    world_size,
+    wrap_model,
+)
+
+
+def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
+    """Run a training stage from its command line to its weights.
+
+    Args:
+        args: of `stage_parser`.
+        dataset_class: `PretrainDataset` or `SFTDataset`, or one with the same interface.
+        loss_fn: maps (model, flat batch) to (sum of the cross entropies, sum of the auxiliary losses).
+
+    Raises:
+        UserError: a setting, a file or a record that the user can mend.
+    """
+    check_args(args)
+
+    # 1. Environment and seed. The data are tokenised first, while no other process waits in a collective.
+    data = load_data(dataset_class, args)
+    local_rank = init_distributed_mode()
+    setup_seed(args.seed)
+
+    # 2. Model shape, the run's contract, and the checkpoint to go on from.
+    lm_config = model_config(args, data.vocab_size)
+    run = describe_run(args, lm_config, data)
+    saved = find_checkpoint(args, lm_config, run)
+
+    # 3. Mixed precision.
+    device = pick_device(args.device, local_rank)
+    autocast, scaler = mixed_precision(args.dtype, device)
+
+    # 4. SwanLab.
+    wandb = start_tracker(args, run, saved)
+
+    # 5. Model and optimizer.
+    model, _ = init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir, device)
+    optimizer = make_optimizer(model, args.learning_rate, args.weight_decay)
+
+    # 6. The state of the run, restored from the checkpoint.
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "autocast": autocast, "device": device}
+    state = make_state(args, lm_config, data, run, saved, loss_fn=loss_fn, **parts)
+
+    # 7. Compile and DDP.
+    state.model = wrap_model(model, bool(args.use_compile))
+    if state.record is not None:
+        report(state, wandb)  # the run was stopped between saving and reporting
+
+    # 8. Train.
+    iters = steps_per_epoch(len(data.train), args.batch_size)
+    for epoch in range(state.epoch, args.epochs):
+        start = state.step if epoch == state.epoch else 0
+        loader = epoch_loader(data.train, args.batch_size, args.seed, epoch, start, args.num_workers)
+        train_epoch(state, epoch, loader, iters, start, wandb)
+
+    # 9. Clean up.
+    finish(state, wandb)
+
+
+@dataclass
+class StageData:
+    """The data of a stage: training samples, held-out samples or None, and the tokenizer's vocabulary size."""
+
+    train: PretrainDataset | SFTDataset
+    held_out: PretrainDataset | SFTDataset | None
+    vocab_size: int
+
+
+def load_data(dataset_class: type, args: Namespace) -> StageData:
+    """Open the token caches of a stage, building them first where needed. No process group may exist yet: tokenising
+    a large corpus takes longer than a collective waits."""
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    shape = {"max_length": args.max_seq_len, "cache_dir": args.cache_dir, "on_bad_data": args.on_bad_data}
+    build = partial(dataset_class, tokenizer=tokenizer, **shape)
+    train = build(args.data_path, packing=bool(args.packing))
+    held_out = build(args.eval_data_path) if args.eval_data_path else None
+    return StageData(train, held_out, len(tokenizer))
+
+
+def describe_run(args: Namespace, lm_config: MiniMindConfig, data: StageData) -> dict[str, Any]:
+    """The run's contract: what must stay the same for a resume to be the same run."""
+    same = ("epochs", "learning_rate", "warmup_updates", "weight_decay", "grad_clip", "max_seq_len", "packing", "seed")
+    shape = ("hidden_size", "num_hidden_layers", "use_moe", "vocab_size", "dropout")
+    run = {key: getattr(args, key) for key in same} | {key: getattr(lm_config, key) for key in shape}
+    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
+    run["samples"] = len(data.train)
+    run["data"] = data.train.cache.fingerprint
+    return run
+
+
+def find_checkpoint(args: Namespace, lm_config: MiniMindConfig, run: dict[str, Any]) -> dict[str, Any] | None:
+    """The checkpoint that `--from_resume 1` goes on from; says so loudly where there is none.
+
+    Raises:
+        UserError: it belongs to another run.
+    """
+    if not args.from_resume:
+        return None
+    saved = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir)
+    if saved is None:
+        Logger(f"WARNING: --from_resume 1, but {args.checkpoint_dir} holds no checkpoint of this run: starting afresh")
+    else:
+        check_same_run(saved["run"], run)
+    return saved
+
+
+def start_tracker(args: Namespace, run: dict[str, Any], saved: dict[str, Any] | None) -> Tracker | None:
+    """SwanLab on rank 0, if asked for; a resumed run goes on in the curves of its first part."""
+    if not (args.use_wandb and is_main_process()):
+        return None
+    name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
+    run_id, last = (saved["wandb_id"], saved["update"]) if saved else (None, 0)
+    return Tracker(args.wandb_project, name, args.swanlab_mode, run, run_id, last)
+
+
+def measured_peak(autocast, device: torch.device) -> float:
+    """Matrix rate of all ranks together, in the dtype that the run multiplies in."""
+    dtype = torch.get_autocast_dtype(device.type)
+    with autocast:
+        dtype = dtype if torch.is_autocast_enabled(device.type) else torch.float32
+    return matrix_rate(device, dtype) * world_size()
+
+
+def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run, saved, **parts) -> TrainState:
+    """The run's state, restored from a checkpoint when there is one, with its metrics file and held-out loader."""
+    updates = math.ceil(steps_per_epoch(len(data.train), args.batch_size) / args.accumulation_steps) * args.epochs
+    state = TrainState(args, lm_config, total_updates=updates, run=run, **parts)
+    state.peak_flops = measured_peak(state.autocast, state.device)
+    if data.held_out is not None:
+        state.eval_loader = eval_loader(data.held_out, args.batch_size)
+    if saved is not None:
+        state.restore(saved)
+        state.step = resume_steps(saved, run, args)
+        Logger(f"resuming {args.save_weight} at epoch {state.epoch + 1}, update {state.update} of {updates}")
+    if is_main_process():
+        path = weight_path(args.save_dir, args.save_weight, lm_config).with_name(
+            f"{run_name(args.save_weight, lm_config)}_metrics.jsonl"
+        )
+        pending = 1 if state.record else 0
+        state.metrics = MetricsLog(path, updates, state.update - pending if saved else None)
+    return state
+
+
+def finish(state: TrainState, wandb=None) -> None:
+    """The last weights, the tracker's end, and all ranks leave together."""
+    args = state.args
+    path = weight_path(args.save_dir, args.save_weight, state.lm_config)
+    if is_main_process():
+        save_weights(state.model, path)
+        state.metrics.close()
+    if wandb is not None:
+        wandb.finish()
+    Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def resume_steps(saved: dict[str, Any], run: dict[str, Any], args: Namespace) -> int:
+    """Where a checkpoint stands in its epoch, in micro-batches of the present batch size and world size.
+
+    Raises:
+        UserError: the samples done are no whole number of micro-batches here.
+    """
+    per_step = args.batch_size * world_size()
+    if saved["samples_done"] == run["samples"]:
+        return math.ceil(run["samples"] / per_step)
+    if saved["samples_done"] % per_step:
+        raise UserError(f"--batch_size {args.batch_size} does not divide the {saved['samples_done']} samples done")
+    return saved["samples_done"] // per_step

@@ -1,0 +1,68 @@
+"""SwanLab behind a queue: whatever it does (missing, not logged in, raising, hanging), training goes on unchanged."""
+
+import queue
+import threading
+from typing import Any
+
+from trainer.console import warn
+
+MODES = {"cloud": "online", "online": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
+
+
+class Tracker:
+    """One SwanLab run, fed by a thread of its own; its first failure is told once and ends the tracking.
+
+    Args:
+        project, name, mode: as in `swanlab.init`; mode `cloud` is SwanLab's `online`.
+        config: the run's settings, shown beside its curves.
+        run_id: id of an earlier run to continue (from the checkpoint).
+        last_step: updates up to this one are in that run already and are not drawn again.
+    """
+
+    def __init__(self, project: str, name: str, mode: str, config: dict, run_id: str | None = None, last_step: int = 0):
+        self.id = run_id
+        self.last_step = last_step
+        self._queue: queue.Queue = queue.Queue(maxsize=10_000)
+        self._ready = threading.Event()
+        resume = {"id": run_id, "resume": "allow"} if run_id and MODES[mode] == "online" else {}
+        settings = {"project": project, "name": name, "mode": MODES[mode], "config": config, **resume}
+        self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True, name="swanlab")
+        self._thread.start()
+        self._ready.wait(timeout=30)  # time to learn the run's id; a slower network is not waited for
+
+    def _work(self, settings: dict[str, Any]) -> None:
+        try:
+            import swanlab
+
+            run = swanlab.init(**settings)
+            self.id = getattr(run, "id", None)
+            self._ready.set()
+            while (item := self._queue.get()) is not None:
+                metrics, step = item
+                run.log(metrics, step=step)
+            swanlab.finish()
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt raised inside the tracker
+            reason = (str(error).splitlines() or [""])[0]
+            warn(f"SwanLab stopped ({type(error).__name__}: {reason}); training goes on, the metrics file is complete")
+        finally:
+            self._ready.set()
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Hand over one point of update `step`; never waits. An update is drawn at most once."""
+        if step <= self.last_step or not self._thread.is_alive():
+            return
+        self.last_step = step
+        try:
+            self._queue.put_nowait((metrics, step))
+        except queue.Full:
+            warn("SwanLab is far behind; a point was left out")
+
+    def finish(self, timeout: float = 60.0) -> None:
+        """Let the queue drain and close the run, waiting `timeout` seconds at most."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            warn(f"SwanLab did not finish within {timeout:.0f} s; leaving it behind")

@@ -1,0 +1,36 @@
+"""Supervised fine-tuning: a pretrained model learns to answer in chat, all its weights in motion.
+
+    python train_full_sft.py --data_path ../dataset/sft.jsonl                                    a CPU, a Mac or one GPU
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py --data_path ...       two GPUs
+    python train_full_sft.py --data_path ... --from_resume 1                                     after an interruption
+
+Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms in README.md). Only what the assistant
+says is a target, in every turn, with its end-of-turn token; the chat template marks it. Starts from
+out/pretrain_<hidden_size>[_moe].pth (--from_weight pretrain), writes out/full_sft_<hidden_size>[_moe].pth for chat.py.
+The run itself is nine numbered steps in stage.py, its loop is loop.py.
+"""
+
+from dataset.errors import run_main
+from dataset.lm_dataset import SFTDataset
+from trainer.arguments import stage_parser
+from trainer.loop import next_token_loss
+from trainer.stage import train_stage
+
+DEFAULTS = {
+    "save_weight": "full_sft",
+    "from_weight": "pretrain",
+    "epochs": 2,
+    "batch_size": 16,
+    "learning_rate": 1e-5,
+    "max_seq_len": 768,
+}
+
+
+def main() -> None:
+    """Parse the command line and run the stage."""
+    args = stage_parser(__doc__, **DEFAULTS).parse_args()
+    train_stage(args, SFTDataset, next_token_loss)
+
+
+if __name__ == "__main__":
+    run_main(main)

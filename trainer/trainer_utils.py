@@ -1,0 +1,246 @@
+"""What every stage script shares: processes and seeds, the learning rate, the model, the order of samples.
+
+`lm_checkpoint` lives in trainer/checkpoint.py and is offered here under the name that MiniMind users know.
+"""
+
+import math
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dataset.errors import UserError
+from dataset.lm_dataset import collate_flat
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.checkpoint import lm_checkpoint, load_weights, weight_path
+
+__all__ = [
+    "Logger",
+    "SkipBatchSampler",
+    "get_lr",
+    "init_distributed_mode",
+    "init_model",
+    "is_main_process",
+    "lm_checkpoint",
+    "setup_seed",
+]
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository; default paths start here, not in the current folder
+
+
+def is_main_process() -> bool:
+    """True on rank 0, and where there is only one process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def Logger(text: str) -> None:
+    """Print one line, on rank 0 only."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def init_distributed_mode() -> int:
+    """Join the process group that torchrun describes in the environment; gloo for CPU tensors, NCCL for CUDA ones.
+
+    Returns:
+        The local rank; 0 when the script was started without torchrun, and then no group is made.
+    """
+    if "RANK" not in os.environ:
+        return 0
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    else:  # torchrun gives each rank one thread; share the cores instead
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return local_rank
+
+
+def setup_seed(seed: int) -> None:
+    """Seed Python, numpy and torch alike on every rank, and make cuDNN deterministic."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """The device of this rank: `auto` takes CUDA, then Apple MPS, then the CPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
+    return torch.device(device)
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
+    return False
+
+
+def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
+    """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
+
+    `auto` is bfloat16 where the device is good at it, else float32. Only float16 needs its loss scaled.
+    """
+    if dtype == "auto":
+        dtype = "bfloat16" if native_bfloat16(device) else "float32"
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    if dtype == "float32":
+        return nullcontext(), scaler
+    return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
+
+
+def get_lr(current_step: int, total_steps: int, lr: float) -> float:
+    """Cosine from `lr` down to a tenth of it; steps are optimizer updates, the first is 1 (MiniMind's schedule)."""
+    return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
+
+
+def load_tokenizer(tokenizer_path: str | Path) -> PreTrainedTokenizerBase:
+    """A Hugging Face tokenizer from a local folder.
+
+    Raises:
+        UserError: the folder holds no tokenizer.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--tokenizer_path {tokenizer_path}: no tokenizer could be read there ({reason})") from error
+
+
+def init_model(
+    lm_config: MiniMindConfig,
+    from_weight: str = "pretrain",
+    tokenizer_path: str | Path = ROOT / "model",
+    save_dir: str | Path = ROOT / "out",
+    device: str | torch.device = "cpu",
+) -> tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]:
+    """Build the model in float32 and its tokenizer; `from_weight` names the stage to start from, `none` random weights.
+
+    Raises:
+        UserError: the weights are missing or of another shape, or the tokenizer does not fit the vocabulary.
+    """
+    tokenizer = load_tokenizer(tokenizer_path)
+    if len(tokenizer) > lm_config.vocab_size:
+        raise UserError(
+            f"--tokenizer_path {tokenizer_path}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary "
+            f"{lm_config.vocab_size}; take the tokenizer that the weights were trained with"
+        )
+    model = MiniMindForCausalLM(lm_config)
+    if from_weight != "none":
+        load_weights(model, weight_path(save_dir, from_weight, lm_config))
+    params = sum(p.numel() for p in model.parameters())
+    idle = (lm_config.num_experts - lm_config.num_experts_per_tok) / lm_config.num_experts if lm_config.use_moe else 0
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    active = f" (active per token: {(params - idle * experts) / 1e6:.2f} M)" if lm_config.use_moe else ""
+    Logger(f"model: {params / 1e6:.2f} M parameters{active}, weights: {from_weight}")
+    return model.to(device), tokenizer
+
+
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Fused AdamW; weight decay on matrices only (norm weights keep their scale)."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=lr, fused=fused)
+
+
+def wrap_model(model: nn.Module, use_compile: bool) -> nn.Module:
+    """Compile in place (the parameter names stay) and wrap in DistributedDataParallel where there are ranks."""
+    if use_compile:
+        model.compile(dynamic=True)
+    if not dist.is_initialized():
+        return model
+    device = next(model.parameters()).device
+    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, batch_size: int) -> np.ndarray:
+    """This rank's samples of one epoch, in order: a pure function of (seed, epoch).
+
+    Global micro-batch k is slice k, of `batch_size * world_size`, of one permutation; rank r takes the r-th
+    `batch_size` of it. Every sample appears once on one rank; at the end a rank may have fewer, or none.
+    """
+    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if ranks == 1:
+        return order
+    position = np.arange(num_samples) // batch_size % ranks  # whose turn each place of the permutation is
+    return order[position == rank]
+
+
+class SkipBatchSampler(Sampler):
+    """Batches of `sampler`'s indices, without the first `skip_batches` (those done before a resume).
+
+    Args:
+        sampler: the indices in order, best as an array or list: then skipping reads nothing.
+        batch_size: samples per micro-batch of this rank.
+        skip_batches: how many micro-batches to leave out, exactly.
+        num_batches: micro-batches of the epoch before skipping, the same on every rank; a rank that runs out of
+            samples yields empty ones. Derived from the sampler if not given.
+    """
+
+    def __init__(self, sampler: Sequence[int], batch_size: int, skip_batches: int = 0, num_batches: int | None = None):
+        self.indices = sampler if hasattr(sampler, "__getitem__") else list(sampler)
+        self.batch_size = batch_size
+        self.skip_batches = skip_batches
+        self.num_batches = math.ceil(len(self.indices) / batch_size) if num_batches is None else num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self.skip_batches, self.num_batches):
+            yield [int(i) for i in self.indices[batch * self.batch_size : (batch + 1) * self.batch_size]]
+
+    def __len__(self) -> int:
+        return max(0, self.num_batches - self.skip_batches)
+
+
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
+    """Micro-batches of each rank in one epoch."""
+    return math.ceil(num_samples / (batch_size * world_size()))
+
+
+def epoch_loader(
+    dataset: Dataset, batch_size: int, seed: int, epoch: int, skip_batches: int = 0, num_workers: int = 0
+) -> DataLoader:
+    """The flat micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
+    order = epoch_order(len(dataset), seed, epoch, batch_size)
+    batches = SkipBatchSampler(order, batch_size, skip_batches, steps_per_epoch(len(dataset), batch_size))
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=collate_flat,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # the loader draws a base seed: keep it off the global stream
+    )
+
+
+def eval_loader(dataset: Dataset, batch_size: int) -> DataLoader:
+    """This rank's share of held-out data. Micro-batch k is samples k * batch_size onwards, whatever the world size."""
+    position = np.arange(len(dataset))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = position[position // batch_size % world_size() == rank]
+    return DataLoader(dataset, batch_sampler=SkipBatchSampler(mine, batch_size), collate_fn=collate_flat)
