@@ -130,9 +130,11 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seql
     lengths = cu_seqlens.diff().tolist()
     if not lengths:
         return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
+    dtype = q.dtype
+    if q.device.type == "cpu":  # the CPU's bfloat16 kernel is no faster, and is compiled anew for every length
+        q, k, v = q.float(), k.float(), v.float()
     pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    out = [padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces]
-    return torch.cat(out)
+    return torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces]).to(dtype)
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
