@@ -122,7 +122,8 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seql
     """Causal attention inside each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
     One variable-length kernel on CUDA. Elsewhere one call per sample, which computes no masked block: on a CPU the
-    samples of a batch would run one after the other anyway, and there reading the lengths costs no wait.
+    samples of a batch would run one after the other anyway, and there reading the lengths costs no wait. It works in
+    float32: the CPU's bfloat16 kernel is no faster, and is compiled anew for every length it meets.
     """
     if varlen_attn is not None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -130,11 +131,11 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seql
     lengths = cu_seqlens.diff().tolist()
     if not lengths:
         return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
-    dtype = q.dtype
-    if q.device.type == "cpu":  # the CPU's bfloat16 kernel is no faster, and is compiled anew for every length
-        q, k, v = q.float(), k.float(), v.float()
-    pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    return torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces]).to(dtype)
+    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+    pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
+    with torch.autocast(q.device.type, enabled=False):
+        out = torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces])
+    return out.to(q.dtype)
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
