@@ -1,0 +1,263 @@
+"""Train the byte-level BPE vocabulary in model/ on Chinese and English text, and measure it on text it has not seen.
+
+A vocabulary of your own, to be given to the other scripts with `--tokenizer_path out/tokenizer`:
+    python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
+
+The shipped vocabulary, from the files that model/README.md names:
+    python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
+
+Input: JSON lines (.jsonl) with `text`, `conversations`, `messages` or Alpaca fields; any other file is plain text, one
+record a line. All of it is held in memory; ten million characters are plenty for a small vocabulary.
+Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dataset.errors import UserError, run_main
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEFAULT_OUTPUT = REPOSITORY / "out" / "tokenizer"
+CHAT_TEMPLATE = REPOSITORY / "model" / "chat_template.jinja"
+
+# Order is id. Control tokens are `special`: decode(skip_special_tokens=True) drops them. The tags are part of what the
+# assistant says, and whoever reads its answer must be able to find them, so they are ordinary text in one token.
+CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
+
+# BPE merges only inside the pieces that this pattern cuts; the pieces cover every string, so nothing is ever lost.
+PIECES = "|".join(
+    [
+        # The newline of a chat header stands alone, or an answer that begins with a newline would melt into its header
+        # and the tokens of a prompt would not be the beginning of the tokens of the conversation.
+        r"(?<=\Asystem|\Auser|\Aassistant|\Atool)\n",
+        # A word with the one mark or blank before it (Chinese "，但", English " but"), or both (", but").
+        r"(?:[^\r\n\p{L}\p{M}\p{N}]|[,.;:!?] )?[\p{L}\p{M}]+",
+        r" ?\p{N}",  # digit by digit, so that all numbers are spelt alike
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",  # punctuation, with the line end that often follows
+        r"\s*[\r\n]+",  # line ends, with the blanks before them
+        r"\s+(?!\S)|\s+",  # blanks; the last one before a word goes with the word
+    ]
+)
+
+# No token longer than 4 Chinese or 14 English characters: a phrase that one source repeats is not worth an id.
+MAX_TOKEN_BYTES = 14
+
+# Words that every chat and tool call spends tokens on, though plain text seldom has them; see `with_protocol`.
+PROTOCOL = [
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    '{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object", '
+    '"properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}}}\n',
+    '{"name": "a", "arguments": {"c": "d"}}\n',
+]
+
+TEXT_FIELDS = ["text", "conversations", "messages", "system", "instruction", "input", "history", "output"]
+ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """Yield every text inside a JSON value, depth first; who said it (`role`, `from`) is no text."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings_in(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in ("role", "from"):
+                yield from strings_in(item)
+
+
+def read_records(path: str | Path) -> Iterator[str]:
+    """Yield the text of each record of one file, empty ones left out.
+
+    Raises UserError for a missing file, a line that is not UTF-8 or not JSON, and a record without a text field.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; give --data_path existing JSONL or text files")
+    is_json = path.suffix in (".jsonl", ".json")
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode("utf-8")
+                text = json_text(json.loads(line)) if is_json and line.strip() else line.rstrip("\r\n")
+                text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+            except ValueError as error:
+                raise UserError(f"{path}:{number} {error}; mend or remove it (one record a line)") from error
+            if text.strip():
+                yield text
+
+
+def json_text(record: object) -> str:
+    """Join all text of one JSON record; ValueError when it has none of the known fields."""
+    fields = [key for key in TEXT_FIELDS if key in record] if isinstance(record, dict) else []
+    if not fields:
+        raise ValueError(f"needs a JSON object with one of the fields {', '.join(TEXT_FIELDS)}")
+    return "\n".join(text for key in fields for text in strings_in(record[key]))
+
+
+def language_of(text: str) -> str:
+    """Sort a record by its share of Chinese characters: "zh" from 30 %, "en" below 5 %, else "mixed"."""
+    share = len(ZH_CHARACTER.findall(text)) / max(1, len(text))
+    if share >= 0.3:
+        return "zh"
+    return "en" if share < 0.05 else "mixed"
+
+
+def balanced(texts: list[str], zh_share: float) -> Iterator[str]:
+    """Yield the texts so that Chinese records make up `zh_share` of all characters; the scarcer side is repeated."""
+    is_zh = [language_of(text) == "zh" for text in texts]
+    zh = sum(len(text) for text, chinese in zip(texts, is_zh, strict=True) if chinese)
+    rest = sum(map(len, texts)) - zh
+    wish = zh_share / (1 - zh_share) * rest / zh if zh and rest else 1.0  # how often a Chinese record should be seen
+    times = {True: max(1.0, wish), False: max(1.0, 1 / wish)}
+    owed = {True: 0.0, False: 0.0}
+    for text, chinese in zip(texts, is_zh, strict=True):
+        owed[chinese] += times[chinese]
+        copies, owed[chinese] = int(owed[chinese]), owed[chinese] % 1
+        yield from [text] * copies
+
+
+def with_protocol(texts: Iterable[str]) -> Iterator[str]:
+    """Mix the PROTOCOL lines in, one round for every 20 texts: role names and JSON keys become single tokens."""
+    for i, text in enumerate(texts):
+        yield text
+        if i % 20 == 0:
+            yield from PROTOCOL
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE: no normaliser, and an id for every byte, so any text comes back as it was.
+
+    Raises UserError when `vocab_size` leaves no room for merges.
+    """
+    added = len(CONTROL_TOKENS) + len(TAG_TOKENS) + len(RESERVED_TOKENS)
+    if vocab_size < 256 + added:
+        raise UserError(f"--vocab_size {vocab_size} is too small: {256 + added} ids go to bytes and special tokens")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    # All added tokens pass as special here, for this is how the trainer gives them the first ids.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=CONTROL_TOKENS + TAG_TOKENS + RESERVED_TOKENS,
+        max_token_length=MAX_TOKEN_BYTES + 1,  # the trainer's limit is exclusive
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(with_protocol(texts), trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAG_TOKENS])
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, output_dir: Path) -> None:
+    """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat template.
+
+    Raises UserError when the folder cannot be written.
+    """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",  # what generate() needs; training never pads
+        "model_max_length": 32768,
+    }
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        "chat_template.jinja": CHAT_TEMPLATE.read_text(encoding="utf-8"),
+    }
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (output_dir / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output_dir {output_dir} cannot be written: {error}") from error
+
+
+def characters_per_token(tokenizer: Tokenizer, texts: list[str]) -> dict[str, float]:
+    """Return {"zh": characters / tokens, "en": ...} over the records of each language; no record, no entry."""
+    characters, tokens = {}, {}
+    for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        language = language_of(text)
+        characters[language] = characters.get(language, 0) + len(text)
+        tokens[language] = tokens.get(language, 0) + len(encoding)
+    return {language: characters[language] / tokens[language] for language in characters if language != "mixed"}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given several times"
+    )
+    parser.add_argument("--vocab_size", type=int, default=6400, help="number of ids, specials included (default: 6400)")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=DEFAULT_OUTPUT,
+        help="folder to write (default: out/tokenizer of the repository)",
+    )
+    parser.add_argument(
+        "--holdout_every",
+        type=int,
+        default=20,
+        help="keep every N-th record of each file out of training and measure on those; 0 = none (default: 20)",
+    )
+    parser.add_argument(
+        "--zh_share",
+        type=float,
+        default=0.45,
+        help="share of Chinese records in the characters learnt from, between 0 and 1 (default: 0.45)",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if not 0 < args.zh_share < 1:
+        raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
+    if args.holdout_every < 0 or args.holdout_every == 1:
+        raise UserError(f"--holdout_every {args.holdout_every} leaves nothing to train on; use 0 or at least 2")
+
+    # 1. Read, and set every N-th record of each file aside
+    training, held_out = [], {}
+    for path in args.data_path:
+        texts = list(read_records(path))
+        held_out[path] = texts[args.holdout_every - 1 :: args.holdout_every] if args.holdout_every else []
+        training += [t for i, t in enumerate(texts, start=1) if not args.holdout_every or i % args.holdout_every]
+    if not training:
+        raise UserError(f"{args.data_path[0]} holds no text; give --data_path a file with at least one record")
+    print(f"{len(training)} records, {sum(map(len, training))} characters to learn from")
+
+    # 2. Train and save
+    tokenizer = train(balanced(training, args.zh_share), args.vocab_size)
+    save(tokenizer, args.output_dir)
+    print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")
+
+    # 3. Measure on what was set aside
+    held_out["all files"] = [text for texts in held_out.values() for text in texts]
+    for name, texts in held_out.items():
+        for language, figure in sorted(characters_per_token(tokenizer, texts).items()):
+            print(f"held out, {language}: {figure:.3f} characters per token  {name}")
+
+
+if __name__ == "__main__":
+    run_main(main)

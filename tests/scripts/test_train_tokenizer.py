@@ -1,0 +1,140 @@
+"""scripts/train_tokenizer.py: a small vocabulary from generated lines, and one-line errors for files it cannot use."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from dataset.errors import UserError
+from scripts.train_tokenizer import balanced, language_of, read_records
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def train(*arguments):
+    command = [sys.executable, "-m", "scripts.train_tokenizer", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(30)]
+    chinese = [
+        {"conversations": [{"role": "user", "content": f"第{i}个村庄的面包师卖什么？面包和蜂蜜。"}]} for i in range(30)
+    ]
+    return write_lines(tmp_path / "corpus.jsonl", [x for pair in zip(english, chinese, strict=True) for x in pair])
+
+
+def test_train_reload_and_report(corpus, tmp_path):
+    out = tmp_path / "tokenizer"
+    plain = tmp_path / "notes.txt"
+    plain.write_text("One record\n\na line.\n", encoding="utf-8")
+    options = ["--vocab_size", 400, "--output_dir", out, "--holdout_every", 7]
+    result = train("--data_path", corpus, "--data_path", plain, *options)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "54 records" in result.stdout  # 60 less every 7th, and two lines of notes.txt
+    assert "400 tokens" in result.stdout
+    assert "held out, zh:" in result.stdout and "held out, en:" in result.stdout
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert len(tokenizer) == 400
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]) == [0, 1, 2, 3]
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    for text in ["The baker 面包师 1234", " \n\t\x00 é 👍 <think> <|im_end|>", "", "don 't , ."]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    shipped = AutoTokenizer.from_pretrained(REPOSITORY / "model")
+    assert tokenizer.chat_template == shipped.chat_template
+
+    again = tmp_path / "again"
+    options[options.index(out)] = again
+    train("--data_path", corpus, "--data_path", plain, *options)
+    assert (again / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"text": "good"}\n{"text": "bad\n', "bad.jsonl:2 "),
+        (
+            b'{"text": "good"}\n{"body": "no known field"}\n',
+            "bad.jsonl:2 needs a JSON object with one of the fields text",
+        ),
+        (b'{"text": "good"}\n\n{"text": "\xff"}\n', "bad.jsonl:3 'utf-8' codec"),
+        (b'{"text": "half a pair: \\ud800"}\n', "bad.jsonl:1 'utf-8' codec"),
+        (b"[1, 2]\n", "bad.jsonl:1 needs a JSON object"),
+        (b"\n", "bad.jsonl holds no text"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, content, says):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(content)
+    result = train("--data_path", bad, "--output_dir", tmp_path / "out")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert says in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--data_path", "no_such_file.jsonl"], "no_such_file.jsonl is not a file"),
+        (["--vocab_size", "200"], "--vocab_size 200 is too small"),
+        (["--holdout_every", "1"], "--holdout_every 1"),
+        (["--zh_share", "1"], "--zh_share 1.0"),
+        (["--output_dir", "README.md/x"], "cannot be written"),
+    ],
+)
+def test_a_bad_flag_is_named(corpus, tmp_path, options, says):
+    (tmp_path / "README.md").write_text("a file")
+    options = [str(tmp_path / option) if option == "README.md/x" else option for option in options]
+    result = train("--data_path", corpus, "--output_dir", tmp_path / "out", "--vocab_size", 300, *options)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: ") and says in result.stderr
+
+
+def test_text_of_every_format(tmp_path):
+    records = [
+        {"text": "a"},
+        {
+            "messages": [
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "reasoning_content": "c", "content": "d"},
+            ]
+        },
+        {"conversations": [{"from": "human", "value": "e"}]},
+        {"output": "h", "instruction": "f", "input": "", "history": [["g", "G"]], "id": "not text"},
+    ]
+    assert list(read_records(write_lines(tmp_path / "x.jsonl", records))) == ["a", "b\nc\nd", "e", "f\n\ng\nG\nh"]
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="is not a file"):
+        list(read_records(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "language"), [("你好呀, ok", "zh"), ("hello", "en"), ("", "en"), ("good 好 day", "mixed")]
+)
+def test_language_of(text, language):
+    assert language_of(text) == language
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_balance(share):
+    texts = ["一二三四五六七八九十"] * 300 + ["0123456789"] * 500
+    mix = list(balanced(texts, share))
+    assert abs(sum(language_of(text) == "zh" for text in mix) / len(mix) - share) < 0.01
+    assert mix.count(texts[0]) >= 300 and mix.count(texts[-1]) >= 500  # repeated, never thinned out
+
+
+def test_balance_of_one_language():
+    assert list(balanced(["a", "b"], 0.5)) == ["a", "b"]
