@@ -18,6 +18,14 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def model_shape_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that say which model it is; every script that builds one takes them."""
+    flag = parser.add_argument
+    flag("--hidden_size", type=int, default=512, help="width")
+    flag("--num_hidden_layers", type=int, default=8, help="depth, in layers")
+    flag("--use_moe", type=int, choices=[0, 1], default=0, help="1: mixture of experts instead of dense")
+
+
 def stage_parser(description: str, **defaults) -> Parser:
     """The parser of a stage script. `defaults` are what the stage owns (`save_weight`, `epochs` ...)."""
     form = argparse.ArgumentDefaultsHelpFormatter
@@ -36,10 +44,9 @@ def stage_parser(description: str, **defaults) -> Parser:
     flag("--checkpoint_dir", default=str(ROOT / "checkpoints"), help="folder of the state to resume from")
     flag("--tokenizer_path", default=str(ROOT / "model"), help="folder of a Hugging Face tokenizer")
     flag("--cache_dir", default=str(ROOT / "dataset" / "cache"), help="folder of the token cache")
-    flag = parser.add_argument_group("model").add_argument
-    flag("--hidden_size", type=int, default=512, help="width")
-    flag("--num_hidden_layers", type=int, default=8, help="depth, in layers")
-    flag("--use_moe", type=int, choices=[0, 1], default=0, help="1: mixture of experts instead of dense")
+    group = parser.add_argument_group("model")
+    model_shape_flags(group)
+    flag = group.add_argument
     flag("--dropout", type=float, default=0.0, help="probability, at the embedding and after each attention")
     flag = parser.add_argument_group("training").add_argument
     flag("--epochs", type=int, help="passes over the data")
@@ -96,5 +103,6 @@ def check_args(args: argparse.Namespace) -> None:
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniMindConfig:
     """The model's shape from the command line and the tokenizer."""
-    shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers, "dropout": args.dropout}
-    return MiniMindConfig(**shape, use_moe=bool(args.use_moe), vocab_size=vocab_size)
+    shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
+    dropout = getattr(args, "dropout", 0.0)
+    return MiniMindConfig(**shape, use_moe=bool(args.use_moe), dropout=dropout, vocab_size=vocab_size)

@@ -6,7 +6,6 @@ never a half. The previous resume file is kept and stands in for a damaged newes
 
 import os
 import pickle
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -43,9 +42,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 def atomic_write(path: Path, write: Callable[[BinaryIO], Any], keep: Path | None = None) -> None:
     """Replace `path` by what `write(file)` writes; on failure nothing has changed. The old file is kept as `keep`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temp, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -53,7 +52,7 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], Any], keep: Path | None
             os.replace(path, keep)
         os.replace(temp, path)
     except BaseException:
-        Path(temp).unlink(missing_ok=True)
+        temp.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -26,7 +26,7 @@ from model.model_minimind import MiniMindConfig
 from trainer.checkpoint import lm_checkpoint, save_weights, unwrap, weight_path
 from trainer.console import MetricsLog
 from trainer.speed import training_flops
-from trainer.trainer_utils import get_lr, is_main_process, world_size
+from trainer.trainer_utils import get_lr, is_main_process, this_rank, world_size
 
 Batch = dict[str, Any]
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
@@ -102,8 +102,7 @@ def reduce_sum(values: Tensor) -> Tensor:
 
 def seed_micro_batch(seed: int, update: int, micro_batch: int) -> None:
     """Dropout depends on (seed, update, micro-batch, rank) alone: a resume has no random stream to restore."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, rank]).generate_state(1)[0]))
+    torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0]))
 
 
 def train_update(state: TrainState, window: list[Batch], lr: float) -> tuple[Tensor, Tensor]:

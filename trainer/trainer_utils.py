@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the repository; default paths star
 
 def is_main_process() -> bool:
     """True on rank 0, and where there is only one process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return this_rank() == 0
 
 
 def world_size() -> int:
@@ -178,18 +178,22 @@ def wrap_model(model: nn.Module, use_compile: bool) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, batch_size: int) -> np.ndarray:
-    """This rank's samples of one epoch, in order: a pure function of (seed, epoch).
+def this_rank() -> int:
+    """Number of this process among the ranks; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
-    Global micro-batch k is slice k, of `batch_size * world_size`, of one permutation; rank r takes the r-th
-    `batch_size` of it. Every sample appears once on one rank; at the end a rank may have fewer, or none.
+
+def rank_share(order: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.ndarray:
+    """What one rank takes of an order: of each slice of `batch_size * ranks` (a global micro-batch) the rank-th part.
+
+    The ranks' shares together are the order, nothing twice; at its end a rank may have fewer samples, or none.
     """
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if ranks == 1:
-        return order
-    position = np.arange(num_samples) // batch_size % ranks  # whose turn each place of the permutation is
-    return order[position == rank]
+    return order if ranks == 1 else order[np.arange(len(order)) // batch_size % ranks == rank]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples of one epoch in order: a pure function of (seed, epoch), the same on every rank."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
 
 
 class SkipBatchSampler(Sampler):
@@ -226,7 +230,7 @@ def epoch_loader(
     dataset: Dataset, batch_size: int, seed: int, epoch: int, skip_batches: int = 0, num_workers: int = 0
 ) -> DataLoader:
     """The flat micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
-    order = epoch_order(len(dataset), seed, epoch, batch_size)
+    order = rank_share(epoch_order(len(dataset), seed, epoch), batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(order, batch_size, skip_batches, steps_per_epoch(len(dataset), batch_size))
     return DataLoader(
         dataset,
@@ -240,7 +244,5 @@ def epoch_loader(
 
 def eval_loader(dataset: Dataset, batch_size: int) -> DataLoader:
     """This rank's share of held-out data. Micro-batch k is samples k * batch_size onwards, whatever the world size."""
-    position = np.arange(len(dataset))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = position[position // batch_size % world_size() == rank]
+    mine = rank_share(np.arange(len(dataset)), batch_size, this_rank(), world_size())
     return DataLoader(dataset, batch_sampler=SkipBatchSampler(mine, batch_size), collate_fn=collate_flat)

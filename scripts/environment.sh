@@ -1,0 +1,12 @@
+# Sourced by the other shell scripts: a virtual environment (.venv, unless one is active) with requirements.txt in it.
+if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
+    [ -x .venv/bin/python ] || python3 -m venv .venv
+    source .venv/bin/activate
+fi
+# Installing again costs seconds even when nothing is missing: do it only after requirements.txt has changed.
+installed="$(python -c 'import sys; print(sys.prefix)')/minimind_requirements.txt"
+if ! cmp --silent requirements.txt "$installed"; then
+    echo "installing requirements.txt"
+    python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    cp requirements.txt "$installed"
+fi

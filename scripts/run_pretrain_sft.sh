@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Pretraining, then SFT, on your own data; run again after an interruption it goes on where it stopped.
+#
+#   PRETRAIN_DATA=data/pretrain.jsonl SFT_DATA=data/sft.jsonl bash scripts/run_pretrain_sft.sh
+#   GPUS=2,3 HIDDEN_SIZE=768 USE_MOE=1 PRETRAIN_DATA=... SFT_DATA=... bash scripts/run_pretrain_sft.sh
+#
+# Settings (environment variables, with their defaults):
+#   PRETRAIN_DATA, SFT_DATA                 training data: file, folder or glob
+#   PRETRAIN_EVAL_DATA="" SFT_EVAL_DATA=""  held-out data
+#   GPUS=""                                 e.g. 0,1: one process per GPU; empty: one process on whatever there is
+#   NPROC                                   processes, if not the number of GPUS (CPU: NPROC=2)
+#   HIDDEN_SIZE=512 LAYERS=8 USE_MOE=0      the model
+#   SAVE_DIR=out CHECKPOINT_DIR=checkpoints where weights and the state to resume from go
+#   PRETRAIN_ARGS="" SFT_ARGS=""            any further flags of the stage, e.g. "--epochs 1 --batch_size 64"
+set -euo pipefail
+here="$PWD"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+for name in PRETRAIN_DATA SFT_DATA; do
+    if [ -z "${!name:-}" ]; then
+        echo "error: $name is not set; give the data file: $name=path bash scripts/run_pretrain_sft.sh" >&2
+        exit 2
+    fi
+done
+[ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$GPUS"
+gpu_count="$(tr ',' '\n' <<<"${GPUS:-}" | grep -c . || true)"
+NPROC="${NPROC:-$gpu_count}"
+launch=(python)
+[ "$NPROC" -le 1 ] || launch=(torchrun --standalone --nproc_per_node "$NPROC")
+
+shared=(
+    --hidden_size "${HIDDEN_SIZE:-512}" --num_hidden_layers "${LAYERS:-8}" --use_moe "${USE_MOE:-0}"
+    --save_dir "${SAVE_DIR:-out}" --checkpoint_dir "${CHECKPOINT_DIR:-checkpoints}" --from_resume 1
+)
+root="$PWD"
+cd "$here" # paths are relative to where you stand
+
+# A finished stage is resumed at its end, which trains nothing.
+echo "== pretraining"
+"${launch[@]}" "$root/trainer/train_pretrain.py" --data_path "$PRETRAIN_DATA" "${shared[@]}" \
+    ${PRETRAIN_EVAL_DATA:+--eval_data_path "$PRETRAIN_EVAL_DATA"} ${PRETRAIN_ARGS:-}
+echo "== supervised fine-tuning"
+"${launch[@]}" "$root/trainer/train_full_sft.py" --data_path "$SFT_DATA" --from_weight pretrain "${shared[@]}" \
+    ${SFT_EVAL_DATA:+--eval_data_path "$SFT_EVAL_DATA"} ${SFT_ARGS:-}
+echo "chat with it: python scripts/chat.py --weight full_sft --hidden_size ${HIDDEN_SIZE:-512}" \
+    "--num_hidden_layers ${LAYERS:-8} --use_moe ${USE_MOE:-0} --save_dir ${SAVE_DIR:-out}"

@@ -1,0 +1,62 @@
+"""Small data and a small model for all tests; where the shared real text lies."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+WORDS = "the a red blue fox river stone walks sees under over and 山 水 红 的 在 走 看 石头 then slowly 风 old".split()
+
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def sentence(rng: random.Random, low: int, high: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+
+def write_jsonl(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> dict[str, Path]:
+    """Ragged pretrain and SFT files, each with a held-out one."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(5)
+
+    def chat() -> dict:
+        turns = [{"role": "system", "content": "be brief"}] if rng.random() < 0.3 else []
+        for _ in range(rng.randint(1, 2)):
+            turns.append({"role": "user", "content": sentence(rng, 1, 20)})
+            turns.append({"role": "assistant", "content": sentence(rng, 1, 30)})
+        return {"conversations": turns}
+
+    return {
+        "pretrain": write_jsonl(folder / "p.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(45)]),
+        "pretrain_eval": write_jsonl(folder / "pe.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(11)]),
+        "sft": write_jsonl(folder / "s.jsonl", [chat() for _ in range(75)]),
+        "sft_eval": write_jsonl(folder / "se.jsonl", [chat() for _ in range(13)]),
+        "cache": folder / "cache",
+    }
+
+
+def launch(script: str | Path, *args, ranks: int = 0, cwd: Path = ROOT, timeout: int = 240, check: bool = True, **env):
+    """Run a Python file as a user does, under torchrun if `ranks` is given; returns the finished process."""
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(script), *map(str, args)]
+    done = subprocess.run(
+        command, cwd=cwd, timeout=timeout, capture_output=True, text=True, env={**os.environ, **env}, check=False
+    )
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done

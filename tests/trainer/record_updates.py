@@ -1,0 +1,50 @@
+"""Run some updates of SFT and record each one's gradient, loss and sample ids (started by test_loop.py, maybe on ranks).
+
+python record_updates.py DATA CACHE OUT BATCH_SIZE ACCUMULATION USE_MOE PACKING
+"""
+
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+
+import torch
+
+from dataset.lm_dataset import SFTDataset
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer import trainer_utils as utils
+from trainer.loop import TrainState, make_record, next_token_loss, train_update
+from trainer.loop import Meter
+
+
+def main() -> None:
+    data, cache, out, batch_size, accumulation, use_moe, packing = sys.argv[1:]
+    batch_size, accumulation = int(batch_size), int(accumulation)
+    tokenizer = utils.load_tokenizer(utils.ROOT / "model")
+    dataset = SFTDataset(data, tokenizer, max_length=64, packing=packing == "1", cache_dir=cache)
+    utils.init_distributed_mode()
+    utils.setup_seed(0)
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, use_moe=use_moe == "1")
+    config.num_key_value_heads = 2
+    model = MiniMindForCausalLM(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the same weights for every update compared
+    args = Namespace(seed=0, grad_clip=0.0, accumulation_steps=accumulation, batch_size=batch_size)
+    state = TrainState(
+        args, config, utils.wrap_model(model, False), optimizer, torch.amp.GradScaler("cpu", enabled=False),
+        nullcontext(), torch.device("cpu"), next_token_loss, 1, {"samples": len(dataset)},
+    )  # fmt: skip
+    gradients, records, ids = [], [], []
+    flat = lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())  # noqa: E731
+    optimizer.register_step_pre_hook(flat)
+    loader = utils.epoch_loader(dataset, batch_size, seed=7, epoch=1)
+    batches, iters = list(loader), utils.steps_per_epoch(len(dataset), batch_size)
+    assert len(batches) == iters
+    for begin in range(0, iters, accumulation):
+        window = batches[begin : begin + accumulation]
+        sums, norm = train_update(state, window, lr=0.0)
+        records.append(make_record(state, iters, 0.0, sums, norm, Meter(), False))
+        ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
+    torch.save({"gradients": gradients, "records": records, "ids": ids}, f"{out}.{utils.this_rank()}")
+
+
+if __name__ == "__main__":
+    main()
