@@ -1,0 +1,140 @@
+"""Which files a path means, and the blocks they are read in."""
+
+import gzip
+import json
+
+import pytest
+
+from dataset import data_files
+from dataset.data_files import expand_paths, iter_blocks
+from dataset.errors import UserError
+from dataset.formats import parse_block
+
+
+def records_of(*paths):
+    return [(b.path, line, r) for b in iter_blocks(paths) for line, r in parse_block(b)]
+
+
+def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
+    one, two, deep = write("b.jsonl", [{"text": "b"}]), write("a.jsonl", [{"text": "a"}]), write("sub/z.jsonl", [{}])
+    packed = tmp_path / "sub" / "y.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "y"}\n'))
+    write("sub/notes.txt", b"not data")
+    write(".hidden/x.jsonl", [{}])
+    assert expand_paths(one) == [one]
+    assert expand_paths(f"{one}, {two}") == [one, two]  # as typed
+    assert expand_paths(str(tmp_path / "*.jsonl")) == [two, one]  # sorted
+    assert expand_paths(tmp_path) == [two, one, str(packed), deep]
+    assert expand_paths(f"{two},{tmp_path}/*.jsonl") == [two, one]  # named twice, read once
+    assert expand_paths([one, two]) == [one, two]
+
+
+def test_a_path_with_a_comma_or_brackets_that_exists_is_taken_as_it_is(write):
+    path = write("a,b[1].jsonl", [{"text": "x"}])
+    assert expand_paths(path) == [path]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing.jsonl", "missing.jsonl: no such file; check --data_path"),
+        ("nothing*.jsonl", "nothing*.jsonl: no file matches this pattern"),
+        ("folder", "folder is a folder without data"),
+        ("empty.jsonl", "empty.jsonl is an empty file"),
+        (" , ", "--data_path is empty"),
+    ],
+)
+def test_paths_without_data(tmp_path, write, what, message, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    write("empty.jsonl", b"")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message.replace("*", r"\*")):
+        expand_paths(what)
+
+
+def test_blank_lines_alone_are_no_data(write):
+    path = write("blank.jsonl", b"\n \r\n\n")
+    with pytest.raises(UserError, match=r"blank\.jsonl holds no record"):
+        list(iter_blocks([path]))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
+def test_lines_keep_their_numbers_whatever_the_blocks(write, monkeypatch, block_bytes):
+    monkeypatch.setattr(data_files, "BLOCK_BYTES", block_bytes)
+    path = write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "four"}\n\xef\xbb\xbf{"text": "five"}')
+    assert records_of(path) == [(path, 1, {"text": "one"}), (path, 4, {"text": "four"}), (path, 5, {"text": "five"})]
+    assert sum(block.size for block in iter_blocks([path])) == 60
+
+
+def test_gzip_reads_like_the_plain_file_and_reports_damage(tmp_path, write, monkeypatch):
+    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1000)
+    plain = write("x.jsonl", [{"text": f"record {i} {i * 7919}"} for i in range(2000)])
+    packed = tmp_path / "x.jsonl.gz"
+    content = gzip.compress((tmp_path / "x.jsonl").read_bytes())
+    packed.write_bytes(content)
+    assert [r[1:] for r in records_of(str(packed))] == [r[1:] for r in records_of(plain)]
+    assert sum(block.size for block in iter_blocks([str(packed)])) == len(content)
+    packed.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line the .gz file is damaged or cut off"):
+        records_of(str(packed))
+    packed.write_bytes(content[:500] + b"garbage" + content[507:])
+    with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line"):
+        records_of(str(packed))
+    packed.write_bytes(b"not gzip at all")
+    with pytest.raises(UserError, match=r"x.jsonl.gz:1: after this line .* damaged"):
+        records_of(str(packed))
+
+
+def test_parquet_reads_rows(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(3000)], "url": ["u"] * 3000}), path, row_group_size=700)
+    rows = records_of(path)
+    assert [line for _, line, _ in rows] == list(range(1, 3001))
+    assert [r for _, _, r in rows] == [{"text": f"row {i}"} for i in range(3000)]  # other columns are not even read
+    with open(path, "rb") as file:
+        content = file.read()
+    with open(path, "wb") as file:
+        file.write(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"x.parquet"):
+        records_of(path)
+
+
+def test_parquet_without_a_known_column_shows_its_columns(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"content": ["x"]}), path)
+    assert records_of(path)[0][2] == {"content": "x"}
+
+
+def test_a_json_file_may_hold_one_array(write):
+    rows = [{"instruction": "a", "output": "b"}, {"instruction": "c\nd", "output": ""}, 5]
+    path = write("x.json", json.dumps(rows, indent=2).encode())
+    found = records_of(path)
+    assert [line for _, line, _ in found] == [2, 6, 10]
+    assert [r for _, _, r in found[:2]] == rows[:2]
+    assert "a number instead of a JSON object" in str(found[2][2])
+    lines = write("y.json", b'{"text": "a"}\n{"text": "b"}\n')
+    assert [line for _, line, _ in records_of(lines)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[\n{"a": 1},\n{"a": }\n]', "x.json:3: from this line on no valid JSON array"),
+        (b'[\n{"a": 1},\n{"a": 2}\n', "x.json:3: after this record a ',' or ']' is missing; the array looks cut off"),
+        (b'[\n{"a": 1}\n{"a": 2}]', "x.json:2: after this record a ',' or ']' is missing"),
+        (b'[\n{"a": 1, "a": 2}]', "x.json:2: from this line on no valid JSON array .the key 'a' stands twice"),
+        (b'[\n"\\ud800"]', "x.json:2: .*lone surrogate"),
+        (b'[\n"\xff"]', "x.json:2: not UTF-8 .byte 0xff"),
+        (b"[]", "x.json holds no record"),
+        (b"[" * 100_000, "x.json:1: from this line on no valid JSON array"),
+    ],
+)
+def test_damaged_arrays(write, content, message):
+    with pytest.raises(UserError, match=message):
+        records_of(write("x.json", content))

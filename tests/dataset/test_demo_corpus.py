@@ -1,0 +1,219 @@
+"""The demo corpus: the same bytes for a seed, facts told in many wordings, an exam apart from SFT."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dataset.demo_corpus import (
+    ATTRIBUTES,
+    GROUPS,
+    LANGUAGES,
+    WORDINGS_ASKED,
+    Person,
+    make_corpus,
+    make_people,
+    tell,
+    write_corpus,
+)
+from dataset.errors import UserError
+from scripts.demo_exam import is_right
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "exam.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> dict[str, list[dict]]:
+    return make_corpus(0)
+
+
+def said(record: dict) -> str:
+    return "\n".join(message["content"] for message in record["conversations"])
+
+
+@pytest.fixture(scope="module")
+def people() -> list[Person]:
+    return make_people(random.Random(0))
+
+
+def mentioned(people: list[Person], group: str, records: list[dict]) -> set[str]:
+    """The people of a group whom conversations mention, by their names in both languages."""
+    text = "\n".join(said(record) for record in records)
+    names = {name for person in people if person.group == group for name in person.name.values()}
+    return {name for name in names if (name in text if not name.isascii() else re.search(rf"\b{name}\b", text))}
+
+
+def test_a_seed_gives_the_same_bytes(tmp_path):
+    # in a process of its own: an order taken from a set or a hash would differ there
+    command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    counts = write_corpus(tmp_path / "b", 3)
+    write_corpus(tmp_path / "c", 4)
+    for name in FILES:
+        first, second, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
+        assert first == second != other
+        assert f"{counts[name]} {name}" in done.stdout
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == sorted(FILES)  # no temporary file is left
+
+
+def test_a_second_run_leaves_good_files_alone_and_mends_others(tmp_path):
+    write_corpus(tmp_path, 0)
+    kept, damaged = tmp_path / "sft.jsonl", tmp_path / "exam.jsonl"
+    whole, before = damaged.read_bytes(), kept.stat()
+    damaged.write_bytes(whole[:100])
+    write_corpus(tmp_path, 0)
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert damaged.read_bytes() == whole
+
+
+def test_formats(demo):
+    assert list(demo) == FILES
+    for name in ("pretrain.jsonl", "pretrain_eval.jsonl"):
+        assert all(list(record) == ["text"] and record["text"] for record in demo[name])
+    for name in ("sft.jsonl", "sft_eval.jsonl"):
+        for record in demo[name]:
+            roles = [message["role"] for message in record["conversations"]]
+            turns = roles[1:] if roles[0] == "system" else roles
+            assert turns == ["user", "assistant"] * (len(turns) // 2)
+            assert turns
+    lengths = Counter(len(record["conversations"]) for record in demo["sft.jsonl"])
+    assert len(lengths) >= 4  # one turn or several, with a system prompt or without
+    assert {question["language"] for question in demo["exam.jsonl"]} == set(LANGUAGES)
+
+
+def test_no_wording_is_left_unfilled_or_empty(demo):
+    for records in demo.values():
+        for record in records:
+            assert not set("{}|") & set(said(record) if "conversations" in record else record.get("text", ""))
+    for attribute in ATTRIBUTES:
+        for language in LANGUAGES:
+            assert len(set(attribute.values[language])) == 12
+            assert len(set(attribute.tell[language])) >= 8
+            assert len(set(attribute.ask[language])) >= 4
+            for wording in attribute.tell[language]:
+                assert "{n}" in wording
+                assert ("{v}" in wording) != ("{a}" in wording)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 12345])
+def test_the_exam_asks_about_people_whom_sft_never_mentions(seed):
+    demo, people = make_corpus(seed), make_people(random.Random(seed))
+    sizes = Counter(person.group for person in people)
+    assert sizes == GROUPS
+    assert sizes["sft"] >= len(people) / 2
+    assert len({name for person in people for name in person.name.values()}) == 2 * len(people)
+    asked = {question["person"] for question in demo["exam.jsonl"]}
+    assert asked == {name for person in people if person.group == "exam" for name in person.name.values()}
+    assert mentioned(people, "exam", demo["sft.jsonl"] + demo["sft_eval.jsonl"]) == set()
+    assert mentioned(people, "sft_eval", demo["sft.jsonl"]) == set()
+    assert mentioned(people, "sft", demo["sft_eval.jsonl"]) == set()
+    assert len(mentioned(people, "sft", demo["sft.jsonl"])) == 2 * GROUPS["sft"]
+
+
+def test_every_fact_is_told_in_many_wordings_and_never_contradicted(demo, people):
+    text = "\n".join(record["text"] for record in demo["pretrain.jsonl"])
+    for person in people:
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                told = [w for w in attribute.tell[language] if tell(person, attribute, language, w) in text]
+                assert len(told) >= 5
+    truths = {tell(p, a, lang, w) for p in people for a in ATTRIBUTES for lang in LANGUAGES for w in a.tell[lang]}
+    for record in demo["pretrain.jsonl"] + demo["pretrain_eval.jsonl"]:
+        if "valley" not in record["text"] and "山谷" not in record["text"]:
+            assert set(re.findall(r"[^.。]+[.。]", record["text"].replace(". ", "."))) <= truths
+
+
+def test_the_exam_asks_for_every_fact_in_both_languages(demo, people):
+    by_name = {name: person for person in people for name in person.name.values()}
+    assert len(demo["exam.jsonl"]) == GROUPS["exam"] * len(ATTRIBUTES) * len(LANGUAGES)
+    assert len({(q["person"], q["attribute"]) for q in demo["exam.jsonl"]}) == len(demo["exam.jsonl"])
+    for question in demo["exam.jsonl"]:
+        attribute = next(a for a in ATTRIBUTES if a.key == question["attribute"])
+        values = attribute.values[question["language"]]
+        assert question["accepted"] == [values[by_name[question["person"]].facts[attribute.key]]]
+        assert sorted(question["accepted"] + question["rejected"]) == sorted(values)
+        assert question["person"] in question["question"]
+        assert not any(value in question["question"] for value in values)
+
+
+def test_a_guess_scores_low(demo):
+    for attribute in ATTRIBUTES:
+        for language in LANGUAGES:
+            asked = [q for q in demo["exam.jsonl"] if (q["attribute"], q["language"]) == (attribute.key, language)]
+            commonest = Counter(q["accepted"][0] for q in asked).most_common(1)[0][1]
+            assert commonest / len(asked) <= 0.15
+
+
+def test_facts_of_a_person_do_not_predict_each_other(demo):
+    # were two attributes dealt alike, one learned fact would give the other away
+    facts = {(q["person"], q["attribute"]): q["accepted"][0] for q in demo["exam.jsonl"] if q["language"] == "en"}
+    people = {person for person, _ in facts}
+    for first in ATTRIBUTES:
+        for second in ATTRIBUTES:
+            if first.key < second.key:
+                pairs = Counter((facts[p, first.key], facts[p, second.key]) for p in people)
+                assert len(pairs) >= 0.6 * len(people)
+
+
+def test_answers_of_sft_are_true_and_pass_the_scorer(demo, people):
+    """The habit that SFT teaches is one that the exam counts as right."""
+    answers = {
+        tell(person, a, language, a.tell[language][0]): (a.values[language], person.facts[a.key])
+        for person in people
+        for a in ATTRIBUTES
+        for language in LANGUAGES
+    }
+    checked = 0
+    for record in demo["sft.jsonl"] + demo["sft_eval.jsonl"]:
+        for message in record["conversations"]:
+            if message["role"] == "assistant" and message["content"] in answers:
+                values, index = answers[message["content"]]
+                rejected = values[:index] + values[index + 1 :]
+                assert is_right(message["content"], {"accepted": [values[index]], "rejected": rejected})
+                checked += 1
+    assert checked == (GROUPS["sft"] + GROUPS["sft_eval"]) * len(ATTRIBUTES) * len(LANGUAGES) * WORDINGS_ASKED
+
+
+def test_held_out_texts_are_not_trained_on(demo):
+    told = {record["text"] for record in demo["pretrain.jsonl"]}
+    held_out = {record["text"] for record in demo["pretrain_eval.jsonl"]}
+    assert len(held_out) > 100
+    assert not told & held_out
+
+
+def test_no_value_is_part_of_another():
+    for attribute in ATTRIBUTES:
+        for language in LANGUAGES:
+            values = attribute.values[language]
+            assert not [(a, b) for a in values for b in values if a != b and a.lower() in b.lower()]
+
+
+def test_output_dir_that_is_a_file_is_one_error_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"--output_dir .*file cannot be written"):
+        write_corpus(tmp_path / "file", 0)
+    command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", str(tmp_path / "file")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --output_dir")
+    assert done.stderr.count("\n") == 1
+
+
+def test_seed_must_be_a_number():
+    command = [sys.executable, "-m", "dataset.demo_corpus", "--seed", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: " in done.stderr.splitlines()[-1]
+
+
+def test_lines_are_json_with_readable_chinese(tmp_path):
+    write_corpus(tmp_path, 0)
+    lines = (tmp_path / "exam.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == make_corpus(0)["exam.jsonl"]
+    assert any("住在哪里" in line for line in lines)

@@ -1,0 +1,274 @@
+"""Records: the formats that are understood, and one clear line for each thing that can be wrong with one."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataset.data_files import Block, iter_blocks
+from dataset.errors import UserError
+from dataset.formats import BadRecord, Chat, parse_block, to_chat, to_text
+from dataset.token_cache import build_token_cache
+
+USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"name": "weather", "arguments": {"city": "北京"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def chat_of(*messages, **extra):
+    return {"conversations": list(messages), **extra}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        (chat_of(USER, BOT), [USER, BOT]),
+        ({"messages": [USER, BOT], "id": 7}, [USER, BOT]),
+        ({"conversations": None, "messages": [USER, BOT]}, [USER, BOT]),  # as Parquet fills absent columns
+        (chat_of({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}), [USER, BOT]),
+        (
+            chat_of({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, system="s"),
+            [{"role": "system", "content": "s"}, USER, BOT],
+        ),
+        (
+            chat_of(
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "r"},
+                {"from": "gpt", "value": "a"},
+            ),
+            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "r"}, BOT],
+        ),
+        ({"instruction": "q", "output": "a"}, [USER, BOT]),
+        ({"instruction": "q", "input": "", "output": "a", "history": [], "system": ""}, [USER, BOT]),
+        ({"instruction": "q", "input": "i", "output": "a"}, [{"role": "user", "content": "q\ni"}, BOT]),
+        (
+            {"instruction": "q", "output": "a", "history": [["q0", "a0"]], "system": "s"},
+            [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "q0"},
+                {"role": "assistant", "content": "a0"},
+                USER,
+                BOT,
+            ],
+        ),
+        (
+            chat_of(USER, {**BOT, "reasoning_content": "hm", "tool_calls": None, "tools": ""}),
+            [USER, {**BOT, "reasoning_content": "hm"}],
+        ),
+        (
+            chat_of(USER, {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}),
+            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        ),
+        (chat_of(BOT), [BOT]),
+        (chat_of(USER, {"role": "assistant", "content": ""}), [USER, {"role": "assistant", "content": ""}]),
+    ],
+)
+def test_formats_of_conversations(record, messages):
+    assert to_chat(record) == Chat(messages, None)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), TOOL])
+def test_tools_stand_on_the_system_message_or_beside_the_conversation(tools):
+    system = {"role": "system", "content": "s"}
+    assert to_chat(chat_of({**system, "tools": tools}, USER, BOT)) == Chat([system, USER, BOT], [TOOL])
+    assert to_chat(chat_of(system, USER, BOT, tools=tools)) == Chat([system, USER, BOT], [TOOL])
+
+
+def test_nothing_is_changed_in_a_text():
+    text = " \t leading, NUL \x00, trailing \r\n\n"
+    assert to_text({"text": text}) == text
+    assert to_chat(chat_of({"role": "user", "content": text}, BOT)).messages[0]["content"] == text
+
+
+# (kind, line of the file, expected message)
+BAD_LINES = [
+    (
+        "pretrain",
+        b'{"text": "abc',
+        "not valid JSON (Unterminated string starting at at column 10); each line must hold",
+    ),
+    ("pretrain", b'{"text": "abc"', "not valid JSON (Expecting ',' delimiter at column 15)"),
+    ("pretrain", b"hello", "not valid JSON (Expecting value at column 1)"),
+    ("pretrain", b'{"text": "a"} {"text": "b"}', "not valid JSON (Extra data at column 15)"),
+    ("pretrain", b"{'text': 'a'}", "not valid JSON (Expecting property name enclosed in double quotes at column 2)"),
+    ("pretrain", b'{"text": "a\x00b"}', "not valid JSON (Invalid control character at at column 12)"),
+    ("pretrain", b"\x00" * 64, "not valid JSON"),
+    ("pretrain", b'["text"]', "a list instead of a JSON object; each line must hold one {...}"),
+    ("pretrain", b'"text"', "text instead of a JSON object"),
+    ("pretrain", b"null", "null instead of a JSON object"),
+    ("pretrain", b"17", "a number instead of a JSON object"),
+    ("pretrain", b"NaN", "a number instead of a JSON object"),
+    ("pretrain", b"9" * 5000, "JSON that cannot be read"),
+    ("pretrain", b"[" * 100_000, "JSON that cannot be read"),
+    ("pretrain", b"{}", "no 'text' in this record (its keys: none)"),
+    ("pretrain", b'{"content": "a"}', "no 'text' in this record (its keys: 'content')"),
+    ("pretrain", b'{"conversations": []}', "is this SFT data?"),
+    ("pretrain", b'{"text": null}', "'text' is null instead of text"),
+    ("pretrain", b'{"text": 5}', "'text' is a number instead of text"),
+    ("pretrain", b'{"text": true}', "'text' is true/false instead of text"),
+    ("pretrain", b'{"text": ["a"]}', "'text' is a list instead of text"),
+    ("pretrain", b'{"text": {"a": "b"}}', "'text' is an object instead of text"),
+    ("pretrain", b'{"text": "a", "text": "b"}', "the key 'text' stands twice in one object; keep one of them"),
+    ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
+    ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
+    ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
+    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6)"),
+    ("pretrain", b'{"text": "\xed\xa0\xbd"}', "not UTF-8 (byte 0xed)"),
+    ("sft", b'{"text": "a"}', "is this pretraining data?"),
+    ("sft", b'{"conversations": null}', "no 'conversations', 'messages' or 'instruction' in this record"),
+    ("sft", b'{"conversations": "hi"}', "'conversations' is text instead of a list of messages"),
+    ("sft", b'{"conversations": {"role": "user"}}', "'conversations' is an object instead of a list of messages"),
+    ("sft", b'{"conversations": []}', "'conversations' is an empty list"),
+    ("sft", b'{"messages": []}', "'messages' is an empty list"),
+    ("sft", chat_of("hi", BOT), "message 1 is text instead of an object with 'role' and 'content'"),
+    ("sft", chat_of(USER, None), "message 2 is null instead of an object"),
+    (
+        "sft",
+        chat_of(USER, {"content": "a"}),
+        "message 2 has no 'role' (its keys: 'content'); write one of system, user",
+    ),
+    (
+        "sft",
+        chat_of({"role": "robot", "content": "a"}),
+        "message 1 has the unknown role 'robot'; known are system, user",
+    ),
+    ("sft", chat_of({"from": "bot3", "value": "a"}), "message 1 has the unknown role 'bot3'"),
+    ("sft", chat_of({"role": 5, "content": "a"}), "message 1 has the unknown role 5"),
+    ("sft", chat_of({"role": ["user"], "content": "a"}), "message 1 has the unknown role ['user']"),
+    ("sft", chat_of(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"),
+    ("sft", chat_of(USER, {"role": "assistant", "content": None}), "'content' of message 2 is null instead of text"),
+    ("sft", chat_of(USER, {"role": "assistant", "content": 3.5}), "'content' of message 2 is a number instead of text"),
+    ("sft", chat_of({"role": "user", "content": [{"type": "text"}]}, BOT), "'content' of message 1 is a list instead"),
+    ("sft", chat_of({"from": "human", "content": "q"}, BOT), "no 'value' of message 1 (its keys: 'from', 'content')"),
+    ("sft", chat_of(USER, {**BOT, "reasoning_content": 1}), "'reasoning_content' of message 2 is a number"),
+    ("sft", chat_of(USER), "no assistant turn, so nothing to learn"),
+    ("sft", chat_of({"role": "system", "content": "s"}), "no assistant turn"),
+    ("sft", chat_of(*[{"role": "system", "content": "s"}] * 2, USER, BOT), "two system messages in one conversation"),
+    ("sft", chat_of({"role": "system", "content": "s"}, USER, BOT, system="s"), "two system messages"),
+    ("sft", chat_of(USER, {"role": "system", "content": "s"}, BOT), "the system message is not the first one"),
+    ("sft", chat_of(USER, {**BOT, "tool_calls": "{oops"}), "'tool_calls' of message 2 does not parse as JSON"),
+    (
+        "sft",
+        chat_of(USER, {**BOT, "tool_calls": "[1]"}),
+        "'tool_calls' of message 2 is a list instead of a list of JSON",
+    ),
+    (
+        "sft",
+        chat_of(USER, {**BOT, "tool_calls": [{"x": 1}]}),
+        "'tool_calls' of message 2 holds a call without a 'name'",
+    ),
+    ("sft", chat_of(USER, {**BOT, "tool_calls": [{"function": 1}]}), "holds a call without a 'name'"),
+    ("sft", chat_of({**USER, "tool_calls": [CALL]}, BOT), "message 1 has 'tool_calls' but the role user"),
+    ("sft", chat_of(USER, BOT, tools="nope"), "'tools' does not parse as JSON"),
+    ("sft", chat_of(USER, BOT, tools=5), "'tools' is a number instead of a list of JSON objects"),
+    ("sft", chat_of({**USER, "tools": [TOOL]}, BOT, tools=[TOOL]), "'tools' are given more than once"),
+    ("sft", chat_of(USER, BOT, messages=[USER, BOT]), "both 'conversations' and 'messages' in one record"),
+    ("sft", chat_of(USER, BOT, instruction="q", output="a"), "both 'conversations' and 'instruction' in one record"),
+    ("sft", {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
+    ("sft", {"instruction": "q", "output": None}, "'output' is null instead of text"),
+    ("sft", {"instruction": 1, "output": "a"}, "'instruction' is a number instead of text"),
+    ("sft", {"instruction": "q", "input": 4, "output": "a"}, "'input' is a number instead of text"),
+    ("sft", {"instruction": "q", "output": "a", "history": "h"}, "'history' is text instead of a list of"),
+    ("sft", {"instruction": "q", "output": "a", "history": [["q"]]}, "turn 1 of 'history' is not [question, answer]"),
+    ("sft", b'{"conversations": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate \\ud800"),
+    ("sft", b'{"conversations": [{"role": "user", "role": "user", "content": "a"}]}', "the key 'role' stands twice"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
+def test_bad_records_end_in_one_line_that_names_file_and_line(kind, line, message, write, cache_dir, other_tokenizer):
+    good = json.dumps({"text": "x"} if kind == "pretrain" else chat_of(USER, BOT)).encode()
+    line = line if isinstance(line, bytes) else json.dumps(line).encode()
+    path = write("data.jsonl", good + b"\n\n" + line + b"\n" + good + b"\n" + line + b"\n")
+    with pytest.raises(UserError) as caught:
+        build_token_cache(kind, path, other_tokenizer, 64, cache_dir)
+    text = str(caught.value)
+    assert text.startswith(f"{path}:3: ") and message in text and "\n" not in text
+    assert "1 more bad record follows" in text and "--on_bad_data skip" in text
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_all_bad_records_at_once_can_be_skipped(kind, write, cache_dir, other_tokenizer):
+    lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for k, line, _ in BAD_LINES if k == kind]
+    good = json.dumps({"text": "x"} if kind == "pretrain" else chat_of(USER, BOT)).encode()
+    path = write("data.jsonl", b"\n".join([good, *lines, good, b""]))
+    cache = build_token_cache(kind, path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
+    report, bad = cache.report, len(lines)
+    assert (report["records"], report["samples"], report["skipped_bad_records"]) == (bad + 2, 2, bad)
+    listed = (cache.path / "bad_records.txt").read_text().splitlines()
+    assert [entry.split(": ")[0] for entry in listed] == [f"{path}:{number}" for number in range(2, bad + 2)]
+    with pytest.raises(UserError) as caught:  # a cache built with skip is no way around stop
+        build_token_cache(kind, path, other_tokenizer, 64, cache_dir)
+    assert str(caught.value).startswith(listed[0]) and f"{bad - 1} more bad records follow" in str(caught.value)
+
+
+def test_a_line_cut_off_at_the_end_of_the_file_is_told_as_such(write, cache_dir, other_tokenizer):
+    path = write("data.jsonl", b'{"text": "whole"}\n{"text": "the disk was fu')
+    with pytest.raises(UserError, match=r"data.jsonl:2: not valid JSON .*the file ends here, so it looks cut off"):
+        build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir)
+
+
+def test_utf16_is_recognised(write, cache_dir, other_tokenizer):
+    path = write("data.jsonl", '{"text": "a"}\n'.encode("utf-16"))
+    with pytest.raises(UserError, match=r"data.jsonl:1: not UTF-8 \(it looks like UTF-16, byte 0xff\)"):
+        build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir)
+
+
+def test_a_file_where_every_record_is_bad_is_refused_with_skip_too(write, cache_dir, other_tokenizer):
+    path = write("data.jsonl", [{"content": "a"}] * 3)
+    with pytest.raises(UserError, match=r"every one of the 3 records is bad; the first: .*data.jsonl:1: no 'text'"):
+        build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
+
+
+def test_formats_may_be_mixed_in_one_file(write, cache_dir, other_tokenizer):
+    records = [
+        chat_of(USER, BOT),
+        {"messages": [USER, BOT]},
+        {"instruction": "q", "output": "a"},
+        chat_of({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}),
+    ]
+    cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
+    samples = {bytes(cache.tokens[cache.offsets[i] : cache.offsets[i + 1]]) for i in range(4)}
+    assert len(cache) == 4 and len(samples) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = ["text", "conversations", "messages", "instruction", "input", "output", "history", "system", "tools"]
+MESSAGE_KEYS = ["role", "content", "from", "value", "tool_calls", "tools", "reasoning_content", "name"]
+NAMES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"])
+MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | JSON, max_size=5) | JSON
+RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(MESSAGE, max_size=4), max_size=4) | JSON
+
+
+@settings(max_examples=250, deadline=None)
+@given(RECORD)
+def test_any_json_is_a_record_or_a_bad_record(record):
+    line = json.dumps(record).encode()
+    for _, found in parse_block(Block(0, "x", 1, line, len(line))):
+        for normalise in (to_text, to_chat):
+            try:
+                result = normalise(found) if isinstance(found, dict) else None
+            except BadRecord as error:
+                assert str(error) and "\n" not in str(error)
+            else:
+                json.dumps(result, ensure_ascii=False).encode("utf-8")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=80) | st.tuples(st.just(b'{"text": "'), st.binary(max_size=30), st.just(b'"}')).map(b"".join))
+def test_any_bytes_are_records_or_bad_records(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "bytes.jsonl"
+    path.write_bytes(content)
+    try:
+        for block in iter_blocks([str(path)]):
+            for line, record in parse_block(block):
+                assert 1 <= line <= content.count(b"\n") + 1
+                assert isinstance(record, dict | BadRecord)
+    except UserError as error:
+        assert "holds no record" in str(error)

@@ -1,0 +1,184 @@
+"""Datasets and the flat batch, against a naive one written with Python lists."""
+
+import copy
+import itertools
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+
+ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": answer}]}
+    for i, answer in enumerate(ANSWERS)
+]
+
+
+def naive_batch(rows):
+    """The flat batch as the definition reads, one token at a time."""
+    input_ids, position_ids, cu, index, targets, sample_ids = [], [], [0], [], [], []
+    for row in rows:
+        for sample in row:
+            tokens, trained = sample["input_ids"].tolist(), sample["trained"].tolist()
+            for position, token in enumerate(tokens):
+                if position + 1 < len(tokens) and trained[position + 1]:
+                    index.append(len(input_ids))
+                    targets.append(tokens[position + 1])
+                input_ids.append(token)
+                position_ids.append(position)
+            cu.append(len(input_ids))
+            sample_ids.append(sample["sample_id"])
+    lengths = [b - a for a, b in itertools.pairwise(cu)]
+    return {
+        "input_ids": torch.tensor(input_ids, dtype=torch.int64),
+        "position_ids": torch.tensor(position_ids, dtype=torch.int64),
+        "cu_seqlens": torch.tensor(cu, dtype=torch.int32),
+        "max_seqlen": max(lengths, default=0),
+        "target_index": torch.tensor(index, dtype=torch.int64),
+        "targets": torch.tensor(targets, dtype=torch.int64),
+        "sample_ids": torch.tensor(sample_ids, dtype=torch.int64),
+        "target_bytes": sum(sample["target_bytes"] for row in rows for sample in row),
+    }
+
+
+def assert_same_batch(batch, expected):
+    assert batch.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert batch[name].dtype == value.dtype and torch.equal(batch[name], value), name
+        else:
+            assert type(batch[name]) is int and batch[name] == value, name
+
+
+@pytest.fixture
+def sft(write, tokenizer, cache_dir):
+    def make(packing=False, max_length=64):
+        return SFTDataset(write("sft.jsonl", CHATS), tokenizer, max_length, packing, cache_dir)
+
+    return make
+
+
+SAMPLE = st.integers(0, 6).flatmap(
+    lambda n: st.builds(
+        lambda ids, trained, number, size: {
+            "input_ids": np.array(ids, dtype=np.uint16),
+            "trained": np.array(trained, dtype=bool),
+            "sample_id": number,
+            "target_bytes": size,
+        },
+        st.lists(st.integers(0, 65535), min_size=n, max_size=n),
+        st.lists(st.booleans(), min_size=n, max_size=n),
+        st.integers(0, 2**40),
+        st.integers(0, 100),
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(SAMPLE, max_size=3), max_size=4))
+def test_collate_equals_the_definition(rows):
+    before = copy.deepcopy(rows)
+    assert_same_batch(collate_flat(rows), naive_batch(rows))
+    for row, old in zip(rows, before, strict=True):
+        for sample, old_sample in zip(row, old, strict=True):
+            assert np.array_equal(sample["trained"], old_sample["trained"])  # nothing is changed in place
+
+
+def test_an_empty_micro_batch():
+    for rows in ([], [[]]):
+        batch = collate_flat(rows)
+        assert_same_batch(batch, naive_batch([]))
+        assert batch["cu_seqlens"].tolist() == [0] and batch["input_ids"].shape == (0,)
+
+
+def test_items_and_targets_of_sft(sft, tokenizer):
+    ds = sft()
+    assert len(ds) == 60 and ds.num_tokens.sum() == len(ds.cache.tokens)
+    for i, answer in enumerate(ANSWERS):
+        (sample,) = ds[i]
+        assert sample["sample_id"] == i and type(sample["sample_id"]) is int and type(sample["target_bytes"]) is int
+        assert tokenizer.decode(sample["input_ids"][sample["trained"]].tolist()) == answer + "<|im_end|>"
+        assert sample["target_bytes"] == len(answer.encode())
+        assert ds.num_tokens[i] == len(sample["input_ids"]) and ds.num_targets[i] == sample["trained"].sum()
+        batch = collate_flat([[sample]])
+        assert tokenizer.decode(batch["targets"].tolist()) == answer + "<|im_end|>"
+        assert torch.equal(batch["targets"], batch["input_ids"][batch["target_index"] + 1])
+    assert ds[-1][0]["sample_id"] == 59
+    with pytest.raises(IndexError):
+        ds[60]
+
+
+def test_packed_rows_hold_the_same_samples(sft):
+    plain, packed = sft(), sft(packing=True)
+    assert len(packed) <= len(plain) / 2
+    seen = {}
+    for r in range(len(packed)):
+        row = packed[r]
+        assert sum(len(sample["input_ids"]) for sample in row) == packed.num_tokens[r] <= 64
+        assert sum(int(sample["trained"].sum()) for sample in row) == packed.num_targets[r]
+        seen.update({sample["sample_id"]: sample for sample in row})
+    assert sorted(seen) == list(range(60))
+    for i, sample in seen.items():
+        for name, value in plain[i][0].items():
+            assert np.array_equal(value, sample[name])
+    assert [s["sample_id"] for r in range(len(packed)) for s in packed[r]] == [
+        s["sample_id"] for r in range(len(packed)) for s in sft(packing=True)[r]
+    ]
+
+
+@pytest.mark.parametrize(("packing", "method", "workers"), [(False, "spawn", 1), (True, "fork", 2)])
+def test_worker_processes_load_the_same(sft, packing, method, workers):
+    ds = sft(packing)
+    batches = [list(range(i, min(i + 5, len(ds)))) for i in range(0, len(ds), 5)] + [[]]
+    direct = [collate_flat([ds[i] for i in batch]) for batch in batches]
+    loader = DataLoader(
+        ds, batch_sampler=batches, collate_fn=collate_flat, num_workers=workers, multiprocessing_context=method
+    )
+    for got, expected in zip(loader, direct, strict=True):
+        assert_same_batch(got, expected)
+
+
+def test_a_pickled_dataset_carries_no_tokens(write, tokenizer, cache_dir):
+    path = write("pre.jsonl", [{"text": f"line {i} " * 200} for i in range(100)])
+    ds = PretrainDataset(path, tokenizer, 128, cache_dir=cache_dir)
+    travelling = pickle.dumps(ds)
+    assert len(travelling) < 2000 < ds.cache.tokens.nbytes
+    again = pickle.loads(travelling)
+    assert isinstance(again.cache.tokens, np.memmap)
+    assert all(np.array_equal(ds[i][0]["input_ids"], again[i][0]["input_ids"]) for i in range(len(ds)))
+    assert ds[0][0]["input_ids"].base is None  # a copy, which does not keep the memory map busy
+
+
+def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cache_dir):
+    texts = ["the river " * n + "河" * n for n in range(1, 40, 3)]
+    ds = PretrainDataset(write("pre.jsonl", [{"text": t} for t in texts]), tokenizer, 32, True, cache_dir)
+    batch = collate_flat([ds[i] for i in range(len(ds))])
+    assert batch["target_bytes"] == sum(len(t.encode()) for t in texts)
+    assert len(batch["targets"]) == len(batch["input_ids"]) - len(batch["sample_ids"]) == ds.num_targets.sum()
+    total = sum(len(tokenizer.encode(t, add_special_tokens=False)) + 1 for t in texts)
+    assert len(batch["targets"]) == total
+    assert ds.cache.trained is None
+
+
+def test_real_conversations_pack_well(tokenizer, shared, cache_dir):
+    ds = SFTDataset(shared("sft_zh_en.jsonl"), tokenizer, 768, True, cache_dir)
+    assert ds.cache.report["records"] == 1999
+    assert ds.num_tokens.sum() / (768 * len(ds)) > 0.98
+    assert ds.num_tokens.sum() == ds.cache.report["tokens"]
+    with open(shared("sft_zh_en.jsonl"), encoding="utf-8") as file:
+        answers = [json.loads(line)["conversations"][1]["content"] for line in file]
+    checked = 0
+    for r in range(0, len(ds), 25):
+        for sample in ds[r]:
+            text = tokenizer.decode(sample["input_ids"][sample["trained"]].tolist())
+            answer = answers[ds.cache.sources[sample["sample_id"], 1] - 1]
+            checked += text == answer + "<|im_end|>"
+            assert text == answer + "<|im_end|>" or len(sample["input_ids"]) == 768
+    assert checked > 50

@@ -1,0 +1,53 @@
+"""Packing: every sample once, no row too full, rows well filled, and the greedy rule it claims to follow."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataset.packing import pack
+
+
+def rows_of(lengths, max_length):
+    members, borders = pack(np.array(lengths, dtype=np.int64), max_length)
+    return [members[a:b].tolist() for a, b in itertools.pairwise(borders)]
+
+
+def best_fit_decreasing(lengths, max_length):
+    """The textbook: longest first, each into the row with the least room that still holds it."""
+    rooms = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[min(fitting, key=lambda row: rooms[row])] -= length
+        else:
+            rooms.append(max_length - length)
+    return sorted(rooms)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=60))))
+def test_rows_are_those_of_best_fit_decreasing(case):
+    max_length, lengths = case
+    rows = rows_of(lengths, max_length)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(row and row == sorted(row) for row in rows)
+    rooms = [max_length - sum(lengths[i] for i in row) for row in rows]
+    assert sorted(rooms) == best_fit_decreasing(lengths, max_length)
+    assert rows == rows_of(lengths, max_length)
+
+
+def test_large_ragged_data_fill_rows_to_98_percent():
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(4.5, 0.8, 200_000).astype(np.int64), 8, 768)
+    members, borders = pack(lengths, 768)
+    assert len(members) == len(lengths)
+    assert lengths.sum() / (768 * (len(borders) - 1)) > 0.98
+
+
+def test_lengths_that_cannot_be():
+    for wrong in ([0], [9], [-1, 3]):
+        with pytest.raises(ValueError, match="between 1 and 8"):
+            pack(np.array(wrong), 8)

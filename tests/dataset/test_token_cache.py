@@ -1,0 +1,372 @@
+"""The cache on disk: found again, rebuilt when anything changes, whole or not there, whoever builds it."""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from dataset import cache_build, data_files, token_cache
+from dataset.cache_build import ArrayFile, Progress
+from dataset.errors import UserError, run_main
+from dataset.token_cache import REPOSITORY, build_token_cache, file_hash
+from dataset.tokenizing import BlockTokenizer
+
+TEXTS = [{"text": f"Document {i}: the river 河流 {'is long ' * (i % 50)}"} for i in range(400)]
+ARRAYS = ("tokens", "offsets", "target_bytes", "num_targets", "sources")
+
+
+def chats(count):
+    return [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a " * (i % 30) + "河"}]}
+        for i in range(count)
+    ]
+
+
+def contents(cache):
+    names = sorted(path.name for path in cache.path.glob("*.npy"))
+    return {name: (cache.path / name).read_bytes() for name in names}
+
+
+def arguments(kind, path, cache_dir, *options):
+    return ["--kind", kind, "--data_path", str(path), "--cache_dir", str(cache_dir), *map(str, options)]
+
+
+def command(*args):
+    return [sys.executable, "-m", "dataset.token_cache", *arguments(*args)]
+
+
+# What a process of its own starts with: a tokenizer that needs no torch, whose import takes longer than the tests.
+PRELUDE = f"""
+import time
+from types import SimpleNamespace
+from tokenizers import Tokenizer
+from dataset import cache_build, data_files
+from dataset.errors import run_main
+from dataset.token_cache import build_token_cache
+
+tokenizer = SimpleNamespace(
+    backend_tokenizer=Tokenizer.from_file({str(REPOSITORY / "model" / "tokenizer.json")!r}),
+    chat_template=None, special_tokens_map={{}}, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)
+"""
+
+
+def start(code):
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", PRELUDE + code], stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_growing_array_is_an_ordinary_npy_file(tmp_path):
+    file, pairs = ArrayFile(tmp_path / "x.npy", np.uint16), ArrayFile(tmp_path / "y.npy", np.int64, row=(2,))
+    for count in (0, 3, 100_000):
+        file.append(np.arange(count))
+        pairs.append(np.arange(2 * count).reshape(-1, 2))
+    file.finish()
+    pairs.finish()
+    expected = np.concatenate([np.arange(3), np.arange(100_000)])
+    assert np.array_equal(np.load(tmp_path / "x.npy", mmap_mode="r"), expected.astype(np.uint16))
+    assert np.load(tmp_path / "y.npy").shape == (100_003, 2)
+
+
+def test_what_a_cache_holds(write, tokenizer, cache_dir):
+    path = write("a.jsonl", TEXTS)
+    cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    assert cache.tokens.dtype == np.uint16 and cache.offsets.dtype == np.int64
+    assert all(isinstance(getattr(cache, name), np.memmap) for name in ARRAYS)
+    assert cache.offsets[0] == 0 and cache.offsets[-1] == len(cache.tokens) and len(cache.offsets) == len(cache) + 1
+    assert cache.target_bytes.sum() == sum(len(record["text"].encode()) for record in TEXTS)
+    report = cache.report
+    assert (report["records"], report["documents"], report["samples"]) == (400, 400, len(cache))
+    assert report["tokens"] == len(cache.tokens) and report["targets"] == cache.num_targets.sum()
+    assert report["targets"] == report["tokens"] - report["samples"]
+    lengths = np.diff(cache.offsets)
+    assert report["length_percentiles"]["100"] == lengths.max() and report["length_mean"] == round(lengths.mean(), 1)
+    assert report["real_share_if_padded"] == round(len(cache.tokens) / (64 * len(cache)), 4)
+    assert cache.source(len(cache) - 1) == f"{path}:400"
+    assert pickle.loads(pickle.dumps(cache)).fingerprint == cache.fingerprint
+
+
+def test_targets_per_sample_of_sft(write, tokenizer, cache_dir):
+    cache = build_token_cache("sft", write("a.jsonl", chats(50)), tokenizer, 24, cache_dir)
+    per_sample = [cache.trained[a:b] for a, b in zip(cache.offsets[:-1], cache.offsets[1:], strict=True)]
+    assert cache.num_targets.tolist() == [int(trained.sum()) for trained in per_sample]
+    assert not any(trained[0] for trained in per_sample) and cache.trained.dtype == bool
+    assert cache.report["cut_inside_turn"] > 0
+
+
+def test_a_cache_is_found_again_wherever_the_same_content_lies(write, tokenizer, cache_dir, capsys):
+    first = build_token_cache("pretrain", write("a.jsonl", TEXTS), tokenizer, 64, cache_dir)
+    made = (first.path / "tokens.npy").stat()
+    assert "built in" in capsys.readouterr().out
+    again = build_token_cache("pretrain", write("sub/b.jsonl", TEXTS), tokenizer, 64, cache_dir, on_bad_data="skip")
+    assert again.path == first.path and again.fingerprint == first.fingerprint
+    assert (again.path / "tokens.npy").stat() == made
+    assert again.source(0).endswith("sub/b.jsonl:1")  # the name of today, not that of the first build
+    assert capsys.readouterr().out == ""
+
+
+def test_another_content_tokenizer_or_setting_is_another_cache(write, tokenizer, other_tokenizer, cache_dir):
+    path = write("a.jsonl", TEXTS)
+    build = build_token_cache
+    prints = {build("pretrain", path, tokenizer, 64, cache_dir).fingerprint}
+    prints.add(build("pretrain", path, tokenizer, 65, cache_dir).fingerprint)
+    prints.add(build("pretrain", path, other_tokenizer, 64, cache_dir).fingerprint)
+    write("a.jsonl", [*TEXTS[:-1], {"text": "changed"}])
+    prints.add(build("pretrain", path, tokenizer, 64, cache_dir).fingerprint)
+    both = write("c.jsonl", TEXTS)
+    prints.add(build("pretrain", f"{path},{both}", tokenizer, 64, cache_dir).fingerprint)
+    prints.add(build("pretrain", f"{both},{path}", tokenizer, 64, cache_dir).fingerprint)
+    sft = write("s.jsonl", chats(5))
+    prints.add(build("sft", sft, other_tokenizer, 64, cache_dir).fingerprint)
+    template = other_tokenizer.chat_template
+    try:
+        other_tokenizer.chat_template = template.replace("|im_start|>{{", "|im_start|> {{")
+        prints.add(build("sft", sft, other_tokenizer, 64, cache_dir).fingerprint)
+    finally:
+        other_tokenizer.chat_template = template
+    assert len(prints) == 8
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_the_number_of_processes_changes_no_bit(kind, write, tokenizer, tmp_path, monkeypatch):
+    records = TEXTS if kind == "pretrain" else chats(400)
+    records = [*records[:300], {"neither": 1}, *records[300:]]
+    path = write("a.jsonl", records)
+    alone = build_token_cache(kind, path, tokenizer, 32, tmp_path / "one", 1, "skip")
+    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1500)
+    several = build_token_cache(kind, path, tokenizer, 32, tmp_path / "two", 2, "skip")
+    assert contents(alone) == contents(several) and alone.report == several.report
+    assert alone.fingerprint == several.fingerprint
+
+
+def test_worker_processes_report_the_first_bad_record_and_how_many_follow(write, tokenizer, cache_dir, monkeypatch):
+    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(data_files, "BLOCK_BYTES", 500)
+    path = write("a.jsonl", [{"text": None} if i % 100 == 50 else record for i, record in enumerate(TEXTS)])
+    with pytest.raises(UserError, match=r"a\.jsonl:51: 'text' is null instead of text.*; 3 more bad records follow"):
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir, num_proc=2)
+    assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
+
+
+def test_worker_processes_need_neither_torch_nor_the_started_script():
+    code = "import sys, dataset.cache_build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_script_without_a_main_guard_can_build_with_several_processes(write, cache_dir, tmp_path):
+    script, path = tmp_path / "script.py", write("a.jsonl", TEXTS)
+    build = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 2)\n"
+    small = "cache_build.SMALL, data_files.BLOCK_BYTES = 0, 5000\n"
+    script.write_text("print('script runs')\n" + PRELUDE + small + build)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script runs") == 1 and "400 records" in done.stdout and done.stderr == ""
+
+
+def test_two_processes_at_once_build_one_cache(write, cache_dir):
+    path = write("a.jsonl", TEXTS)
+    code = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 1)\nprint('ready')"
+    both = [start("cache_build.Progress.close = lambda _: time.sleep(1)\n" + code) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("built in" in out for out, _ in outputs) == 1
+    assert all(out.endswith("ready\n") for out, _ in outputs)
+    assert len(list(cache_dir.glob("*/meta.json"))) == 1
+
+
+def test_two_processes_at_once_meet_the_same_mistake(write, cache_dir):
+    path = write("a.jsonl", [*TEXTS, {"text": 1}])
+    build = f"run_main(lambda: build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 1))"
+    both = [start("cache_build.Progress.close = lambda _: time.sleep(1)\n" + build) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [2, 2]
+    message = f"error: {path}:401: 'text' is a number instead of text"
+    assert all(err.startswith(message) and err.count("\n") == 1 for _, err in outputs)
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir, tmp_path):
+    exec(PRELUDE, here := {})
+    tokenizer, path = here["tokenizer"], write("a.jsonl", TEXTS)
+    code = (
+        "cache_build.SMALL, data_files.BLOCK_BYTES = 0, 500\n"
+        "cache_build.Progress.update = lambda *_: time.sleep(0.1)\n"  # some 100 blocks: slow enough to be killed
+        f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})\n"
+    )
+    building = start(code)
+    wait_for(lambda: any(f.stat().st_size > 0 for f in cache_dir.glob("*.tmp*/tokens.npy")))
+    workers = psutil.Process(building.pid).children(recursive=True)
+    assert processes == 1 or len(workers) >= 2
+    building.send_signal(signal.SIGKILL)
+    building.communicate()
+    assert not list(cache_dir.glob("*/meta.json")) and list(cache_dir.glob("*.tmp*"))
+    wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
+    cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir, 1)
+    assert not list(cache_dir.glob("*.tmp*"))
+    fresh = build_token_cache("pretrain", path, tokenizer, 64, tmp_path / "fresh", 1)
+    assert contents(cache) == contents(fresh)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "meta"])
+def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir):
+    path = write("a.jsonl", TEXTS)
+    cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    before = contents(cache)
+    if damage == "truncate":
+        os.truncate(cache.path / "tokens.npy", 1000)
+    elif damage == "remove":
+        (cache.path / "offsets.npy").unlink()
+    else:
+        (cache.path / "meta.json").write_text('{"sizes": {"tok')
+    assert contents(build_token_cache("pretrain", path, tokenizer, 64, cache_dir)) == before
+
+
+def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(write, cache_dir):
+    path = write("a.jsonl", TEXTS * 10)
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    done = subprocess.run(
+        command("pretrain", path, cache_dir, "--num_proc", 1), preexec_fn=limit, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: the token cache in {cache_dir} cannot be written or read (File too large)")
+    assert done.stderr.count("\n") == 1
+    assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
+
+
+def test_a_cache_folder_that_cannot_be_one(write, tokenizer, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"the token cache in .*file cannot be written or read \(File exists\)"):
+        build_token_cache("pretrain", write("a.jsonl", TEXTS), tokenizer, 64, tmp_path / "file")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(write, tokenizer, cache_dir, monkeypatch):
+    path = write("a.jsonl", TEXTS)
+
+    class Appending(Progress):
+        def update(self, size, tokens):
+            if self.done == 0:
+                with open(path, "a") as file:
+                    file.write('{"text": "more"}\n')
+            super().update(size, tokens)
+
+    monkeypatch.setattr(cache_build, "Progress", Appending)
+    with pytest.raises(UserError, match="changed while it was read"):
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    assert not list(cache_dir.glob("*/meta.json"))
+
+
+def test_hashes_are_remembered_only_of_files_that_have_settled(write, cache_dir):
+    cache_dir.mkdir()
+    path = Path(write("a.jsonl", b"first content"))
+    first = file_hash(str(path), cache_dir)
+    path.write_bytes(b"other content")  # same size, within the same moments
+    second = file_hash(str(path), cache_dir)
+    assert first != second and not list((cache_dir / "hashes").glob("*.json"))
+    os.utime(path, (1e9, 1e9))
+    assert file_hash(str(path), cache_dir) == second
+    path.write_bytes(b"third content")
+    os.utime(path, (1e9, 1e9))
+    assert file_hash(str(path), cache_dir) == second  # not read again: same path, size and time
+    os.utime(path, (1e9, 1e9 + 1))
+    assert file_hash(str(path), cache_dir) not in (first, second)
+
+
+def test_lines_of_progress_on_a_pipe(capsys):
+    progress = Progress(1000, interval=0.0)
+    progress.update(250, 5000)
+    progress.close()
+    captured = capsys.readouterr()
+    assert captured.out.startswith("tokenising: 25%, 5,000 tokens, ") and captured.out.endswith(" left\n")
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data_path", "missing.jsonl"], "error: missing.jsonl: no such file; check --data_path"),
+        (["--tokenizer_path", "nowhere"], "error: --tokenizer_path nowhere: no such folder"),
+        (["--tokenizer_path", "."], "error: --tokenizer_path . holds no tokenizer that transformers can load"),
+        (["--max_seq_len", "1"], "error: --max_seq_len 1 leaves no token to predict"),
+        (["--kind", "sft"], "error: {path}:1: no 'conversations'"),
+    ],
+)
+def test_mistakes_on_the_command_line_end_in_one_line(
+    options, message, write, cache_dir, tmp_path, monkeypatch, capsys
+):
+    path = write("a.jsonl", TEXTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["token_cache", *arguments("pretrain", path, cache_dir), *options])
+    with pytest.raises(SystemExit) as ended:
+        run_main(token_cache.main)
+    captured = capsys.readouterr()
+    assert ended.value.code == 2 and captured.err.startswith(message.format(path=path))
+    assert captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_the_command_line_builds_and_prints_the_report(write, cache_dir, monkeypatch, capsys):
+    options = arguments("sft", write("a.jsonl", chats(40)), cache_dir, "--max_seq_len", 32)
+    monkeypatch.setattr(sys, "argv", ["token_cache", *options])
+    token_cache.main()
+    first = capsys.readouterr()
+    token_cache.main()
+    second = capsys.readouterr()
+    assert "sft, at most 32 tokens a sample: 40 records in 1 files" in first.out and "built in" in first.out
+    assert "built in" not in second.out and "ready: " in second.out and first.err == second.err == ""
+
+
+def test_what_cannot_be_trained_on_is_said(write, tokenizer, cache_dir):
+    long_question = [{"messages": [{"role": "user", "content": "q " * 200}, {"role": "assistant", "content": "a"}]}]
+    path = write("a.jsonl", long_question * 3)
+    with pytest.raises(
+        UserError, match=r"none of the 3 records gives a sample .*\(3 have no label.*raise --max_seq_len"
+    ):
+        build_token_cache("sft", path, tokenizer, 64, cache_dir)
+    with pytest.raises(UserError, match="kind is one of"):
+        build_token_cache("dpo", path, tokenizer, 64, cache_dir)
+
+
+def test_skipped_records_are_listed(write, tokenizer, cache_dir, capsys):
+    path = write("a.jsonl", [*TEXTS, *[{"txt": i} for i in range(30)]])
+    cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir, on_bad_data="skip")
+    out = capsys.readouterr().out
+    assert out.count("  left out: ") == 20 and f"{path}:401: no 'text'" in out and "bad 30" in out
+    assert len((cache.path / "bad_records.txt").read_text().splitlines()) == 30
+
+
+def test_memory_stays_flat_whatever_the_size_of_the_file(write, other_tokenizer, cache_dir, monkeypatch):
+    def encode(self, texts):  # tokenising takes long and is not what is measured here
+        for text in texts:
+            starts = np.arange(0, len(text), 4)
+            yield starts % 400, np.stack([starts, starts + 4], axis=1)
+
+    monkeypatch.setattr(BlockTokenizer, "_encode", encode)
+    line = json.dumps({"text": "x" * 4000}).encode() + b"\n"
+    peaks = []
+    for megabytes in (4, 16):
+        path = write(f"{megabytes}.jsonl", line * (megabytes * 250))
+        tracemalloc.start()
+        build_token_cache("pretrain", path, other_tokenizer, 512, cache_dir, 1)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 2e6, peaks

@@ -1,0 +1,221 @@
+"""From text to samples: nothing lost in splitting, cuts at turns, and bytes that add up."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataset.data_files import Block
+from dataset.errors import UserError
+from dataset.tokenizing import BlockTokenizer, TokenizerSpec, bytes_before, encode_batch, encode_long
+
+RELAXED = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists(
+    st.sampled_from(["the river ", "北京", "🙂", "𠮷", "\n\n", "  ", "é", "<|im_end|>", "a" * 9]),
+    min_size=1,
+    max_size=30,
+).map("".join)
+
+
+made = {}
+
+
+def samples_of(tokenizer, kind, records, max_length):
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if (tokenizer, kind) not in made:  # making one takes longer than using it
+        made[tokenizer, kind] = BlockTokenizer(TokenizerSpec.of(tokenizer), kind, max_length)
+    made[tokenizer, kind].max_length = max_length
+    return made[tokenizer, kind](Block(0, "x.jsonl", 1, data, len(data)))
+
+
+def split(samples, array):
+    return np.split(array, np.cumsum(samples.lengths)[:-1])
+
+
+# --- pretraining ---------------------------------------------------------------------------------------------------
+
+
+@RELAXED
+@given(st.lists(TEXT, min_size=1, max_size=4), st.integers(2, 24), st.booleans())
+def test_every_token_of_a_document_is_a_target_once(tokenizer, other_tokenizer, texts, max_length, shipped):
+    tok = tokenizer if shipped else other_tokenizer
+    samples = samples_of(tok, "pretrain", [{"text": text} for text in texts], max_length)
+    pieces, trained = split(samples, samples.tokens), split(samples, samples.trained)
+    assert samples.lengths.max() <= max_length
+    for line, text in enumerate(texts, 1):
+        mine = [i for i in range(len(pieces)) if samples.lines[i] == line]
+        targets = [t for i in mine for t in pieces[i][trained[i]].tolist()]
+        assert targets == [*tok.encode(text, add_special_tokens=False), tok.eos_token_id]
+        assert pieces[mine[0]][0] == tok.bos_token_id
+        for before, after in itertools.pairwise(mine):
+            assert pieces[after][0] == pieces[before][-1] and len(pieces[before]) == max_length
+        assert samples.target_bytes[mine].sum() == len(text.encode())
+        assert all(not t[0] and t[1:].all() for t in (trained[i] for i in mine))
+    assert samples.counts["documents_split"] == sum(
+        len(tok.encode(text, add_special_tokens=False)) + 2 > max_length for text in texts
+    )
+
+
+def test_empty_documents_are_counted_and_give_no_sample(tokenizer):
+    samples = samples_of(tokenizer, "pretrain", [{"text": ""}, {"text": "a"}, {"text": ""}], 8)
+    assert samples.lengths.tolist() == [3] and samples.lines.tolist() == [2]
+    assert samples.counts == {"records": 3, "documents": 3, "empty_documents": 2, "documents_split": 0}
+
+
+@pytest.mark.parametrize(
+    ("roles", "start", "end"),
+    [
+        ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, [1], [2]),
+        ({"eos_token": "<|endoftext|>"}, [0], [0]),  # as GPT-2
+        ({"pad_token": "<|endoftext|>"}, [], [0]),
+        ({"bos_token": "<|im_start|>"}, [1], []),
+        ({}, [], []),
+    ],
+)
+def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, start, end):
+    tok = small_tokenizer(**roles)
+    samples = samples_of(tok, "pretrain", [{"text": "the river"}], 64)
+    text = tok.encode("the river", add_special_tokens=False)
+    assert samples.tokens.tolist() == [*start, *text, *end]
+    unseen = 0 if start else len(tok.decode(text[:1]))  # without a start the first token is no target
+    assert samples.target_bytes.tolist() == [len("the river") - unseen]
+
+
+@RELAXED
+@given(st.lists(TEXT, min_size=1, max_size=20).map("".join), st.integers(20, 60), st.integers(4, 16))
+def test_windows_give_the_tokens_of_the_whole_text(other_tokenizer, text, window, overlap):
+    backend = other_tokenizer.backend_tokenizer
+    ids, offsets = encode_long(backend, text, window, overlap)
+    assert other_tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
+    ends = np.maximum.accumulate(offsets[:, 1])
+    assert ends[-1] == len(text)
+
+
+def test_windows_are_exact_on_real_text(tokenizer, shared):
+    with open(shared("pretrain_zh_en.jsonl"), encoding="utf-8") as file:
+        text = "".join(json.loads(line)["text"] for line in list(file)[::40])[:200_000]
+    ids, offsets = encode_long(tokenizer.backend_tokenizer, text, 5000, 500)
+    ((whole_ids, whole_offsets),) = encode_batch(tokenizer.backend_tokenizer, [text])
+    assert np.array_equal(ids, whole_ids) and np.array_equal(offsets, whole_offsets)
+
+
+def test_a_document_of_200_000_tokens(tokenizer):
+    text = "The quick brown fox, 敏捷的狐狸, jumps. " * 12_000
+    samples = samples_of(tokenizer, "pretrain", [{"text": text}], 512)
+    assert samples.trained.sum() > 200_000
+    assert samples.target_bytes.sum() == len(text.encode())
+    assert samples.counts["documents_split"] == 1
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=30))
+def test_bytes_before(text):
+    assert bytes_before(text).tolist() == [len(text[:i].encode()) for i in range(len(text) + 1)]
+
+
+def test_bytes_do_not_depend_on_the_tokenizer(tokenizer, other_tokenizer):
+    texts = [{"text": "The river 河流 🙂\n"}, {"text": "international " * 10}]
+    first, second = (samples_of(tok, "pretrain", texts, 9) for tok in (tokenizer, other_tokenizer))
+    assert len(first.lengths) != len(second.lengths)
+    assert first.target_bytes.sum() == second.target_bytes.sum() == sum(len(t["text"].encode()) for t in texts)
+
+
+def test_a_tokenizer_that_drops_and_adds_spaces(small_tokenizer):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "▁the": 1, "▁river": 2, "<s>": 3, "</s>": 4}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Strip()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    samples = samples_of(tok, "pretrain", [{"text": "  the river \n"}, {"text": "   "}], 64)
+    assert samples.tokens.tolist() == [3, 1, 2, 4] and samples.tokens.dtype == np.uint8
+    assert samples.target_bytes.tolist() == [len("  the river \n")]
+    assert samples.counts["empty_documents"] == 1
+
+
+# --- SFT: cuts and drops -------------------------------------------------------------------------------------------
+
+
+def conversation(*turns):
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]}
+
+
+def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
+    record = conversation("one", "first answer", "two", "second answer", "three", "third answer")
+    whole = samples_of(tokenizer, "sft", [record], 1000)
+    ends = np.flatnonzero(whole.tokens == tokenizer.eos_token_id)[1::2] + 1  # behind each assistant's end token
+    for max_length in range(ends[0], len(whole.tokens) + 1):
+        samples = samples_of(tokenizer, "sft", [record], max_length)
+        fits = len(whole.tokens) <= max_length
+        kept = len(whole.tokens) if fits else ends[ends <= max_length][-1]
+        assert samples.tokens.tolist() == whole.tokens[:kept].tolist()
+        assert samples.trained.tolist() == whole.trained[:kept].tolist()
+        assert samples.counts["cut_at_turn"] == (not fits) and samples.counts["cut_inside_turn"] == 0
+
+
+def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer):
+    record = conversation("question", "an answer of several words")
+    whole = samples_of(tokenizer, "sft", [record], 1000)
+    first, end = np.flatnonzero(whole.trained)[[0, -1]]
+    for max_length in range(2, end + 1):
+        samples = samples_of(tokenizer, "sft", [record], max_length)
+        if max_length > first:
+            assert samples.tokens.tolist() == whole.tokens[:max_length].tolist()
+            assert samples.trained.sum() == max_length - first
+            assert samples.counts["cut_inside_turn"] == 1
+        else:
+            assert len(samples.tokens) == 0
+            assert samples.counts["dropped_without_label"] == 1 and samples.counts["cut_inside_turn"] == 0
+
+
+@RELAXED
+@given(st.lists(st.lists(TEXT, min_size=2, max_size=6), min_size=1, max_size=4), st.integers(4, 60))
+def test_whatever_is_cut_each_sample_has_labels_and_whole_turns(tokenizer, conversations, max_length):
+    samples = samples_of(tokenizer, "sft", [conversation(*turns) for turns in conversations], max_length)
+    inside = 0
+    for tokens, trained in zip(split(samples, samples.tokens), split(samples, samples.trained), strict=True):
+        if len(tokens) == 0:
+            continue
+        assert len(tokens) <= max_length and trained.any() and not trained[0]
+        inside += bool(trained[-1]) and tokens[-1] != tokenizer.eos_token_id
+    assert inside <= samples.counts["cut_inside_turn"]
+    assert len(samples.lengths) + samples.counts["dropped_without_label"] == len(conversations)
+
+
+@RELAXED
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=2, max_size=6))
+def test_target_bytes_are_those_of_the_answers(tokenizer, turns):
+    samples = samples_of(tokenizer, "sft", [conversation(*turns)], 10_000)
+    assert samples.target_bytes.tolist() == [sum(len(text.encode()) for text in turns[1::2])]
+
+
+def test_a_conversation_that_begins_with_the_assistant_never_trains_its_first_token(small_tokenizer):
+    tok = small_tokenizer(eos_token="<|im_end|>")
+    tok.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    samples = samples_of(tok, "sft", [{"messages": [{"role": "assistant", "content": "the river"}]}], 64)
+    assert samples.trained.tolist() == [False] + [True] * (len(samples.tokens) - 1)
+
+
+# --- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+def test_padding_and_truncation_of_the_latest_call_do_not_change_the_fingerprint(small_tokenizer):
+    tok = small_tokenizer(pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    before = TokenizerSpec.of(tok)
+    tok(["a", "the river"], padding=True, truncation=True, max_length=2)
+    assert TokenizerSpec.of(tok).fingerprint() == before.fingerprint()
+    tok.chat_template += " "
+    assert TokenizerSpec.of(tok).fingerprint() != before.fingerprint()
+
+
+def test_tokenizers_that_cannot_be_used(small_tokenizer):
+    with pytest.raises(UserError, match="no fast backend"):
+        TokenizerSpec.of(object())
+    tok = small_tokenizer(eos_token="<|im_end|>")
+    tok.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        BlockTokenizer(TokenizerSpec.of(tok), "sft", 64)
+    BlockTokenizer(TokenizerSpec.of(tok), "pretrain", 64)
