@@ -1,9 +1,7 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE), in one plain file.
 
-Pre-norm RMSNorm, rotary positions (with YaRN for longer contexts), grouped-query attention with q/k norm, SwiGLU, tied
-embeddings. Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so its weights run
-in a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` as they are.
-
+Names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights run in a stock
+`Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` as they are.
 There are two ways in (shape legend: B batch, T padded length, N all tokens of a flat batch, S samples, M trained
 targets, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per token):
 
@@ -17,16 +15,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-try:  # the kernel for flat batches on CUDA; torch 2.10 and newer
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+from transformers.modeling_utils import slice_logits_to_keep
 
 
 class MiniMindConfig(PretrainedConfig):
@@ -39,7 +34,6 @@ class MiniMindConfig(PretrainedConfig):
 
     model_type = "minimind"
     default_theta = 1e6  # rope_theta, unless given
-    keys_to_ignore_at_inference = ("past_key_values",)
 
     hidden_size: int = 512  # C
     num_hidden_layers: int = 8
@@ -59,7 +53,6 @@ class MiniMindConfig(PretrainedConfig):
     moe_intermediate_size: int | None = None  # intermediate_size
     norm_topk_prob: bool = True  # the K routing weights sum to one
     router_aux_loss_coef: float = 5e-4
-    initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
@@ -69,9 +62,9 @@ class MiniMindConfig(PretrainedConfig):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or math.ceil(self.hidden_size * math.pi / 64) * 64
         self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
-        if self.inference_rope_scaling:
-            yarn = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-            kwargs["rope_scaling"] = {**yarn, "original_max_position_embeddings": 2048}
+        if self.inference_rope_scaling:  # MiniMind's betas are YaRN's defaults
+            yarn = {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.0}
+            kwargs["rope_scaling"] = yarn | {"original_max_position_embeddings": 2048}
         super().__post_init__(**kwargs)
 
 
@@ -99,15 +92,13 @@ class RotaryEmbedding(nn.Module):
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Inverse frequencies [D / 2] and the factor on cos and sin (1.0 without YaRN)."""
-        rope = self.config.rope_parameters
+        rope, dim = self.config.rope_parameters, self.config.head_dim
         if rope["rope_type"] != "default":
             return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
-        dim = self.config.head_dim
         return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq  # [..., D / 2]
-        angles = torch.cat((angles, angles), dim=-1)
+        angles = torch.cat((position_ids[..., None].float() * self.inv_freq,) * 2, dim=-1)  # [..., D]
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
@@ -121,11 +112,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Causal attention inside each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
-    One variable-length kernel on CUDA. Elsewhere one call per sample, which computes no masked block: on a CPU the
-    samples of a batch would run one after the other anyway, and there reading the lengths costs no wait. It works in
-    float32: the CPU's bfloat16 kernel is no faster, and is compiled anew for every length it meets.
+    One variable-length kernel on CUDA. Elsewhere one call per sample: no masked block is computed, and on a CPU reading
+    the lengths costs no wait. There it works in float32: the bfloat16 kernel is compiled anew for every length.
     """
-    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True)
     lengths = cu_seqlens.diff().tolist()
@@ -157,25 +147,21 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (
-            y.unflatten(-1, (y.shape[-1] // self.head_dim, self.head_dim)) for y in (q, k, v)
-        )  # [..., H or G, D]
+        q, k, v = (y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))  # [..., H, D]
         q, k = rotate(self.q_norm(q), *rotary), rotate(self.k_norm(k), *rotary)
         q, k = q.to(v.dtype), k.to(v.dtype)  # the norm weights are float32, also under autocast
         if flat is not None:
             out = flat_attention(q, k, v, *flat)
-        else:
-            if cache is not None:  # transformers' caches hold [B, G, T, D]
-                k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
-            out = padded_attention(q, k, v, mask)
-        return self.dropout(self.o_proj(out.flatten(-2)))
+            return self.dropout(self.o_proj(out.flatten(-2)))
+        if cache is not None:  # transformers' caches hold [B, G, T, D]
+            k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return self.dropout(self.o_proj(padded_attention(q, k, v, mask).flatten(-2)))
 
 
 class FeedForward(nn.Module):
@@ -209,31 +195,26 @@ class MOEFeedForward(nn.Module):
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
-        self.num_experts = config.num_experts
-        self.top_k = config.num_experts_per_tok
-        self.norm_topk_prob = config.norm_topk_prob
+        self.num_experts, self.top_k, self.norm = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        width = config.moe_intermediate_size
-        self.experts = nn.ModuleList(FeedForward(config, width) for _ in range(config.num_experts))
+        experts = [FeedForward(config, config.moe_intermediate_size) for _ in range(config.num_experts)]
+        self.experts = nn.ModuleList(experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N, K])."""
         flat = x.reshape(-1, x.shape[-1])  # [N, C]
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
-        if self.norm_topk_prob:
-            weight = weight / weight.sum(dim=-1, keepdim=True)
+        weight = weight / weight.sum(dim=-1, keepdim=True) if self.norm else weight
         order = chosen.flatten().argsort(stable=True)  # the N * K assignments, sorted by expert
         token = order // self.top_k
-        counts = F.one_hot(chosen.flatten(), self.num_experts).sum(dim=0)
-        ends = counts.cumsum(0).to(torch.int32)  # [E]
+        ends = F.one_hot(chosen.flatten(), self.num_experts).sum(dim=0).cumsum(0).to(torch.int32)  # [E]
         rows = flat[token]
         gate = grouped_linear(rows, [e.gate_proj for e in self.experts], ends)
         up = grouped_linear(rows, [e.up_proj for e in self.experts], ends)
         out = grouped_linear(F.silu(gate) * up, [e.down_proj for e in self.experts], ends)
         out = out * weight.flatten()[order, None].to(out.dtype)
-        mixed = torch.zeros_like(flat, dtype=out.dtype).index_add(0, token, out)
-        return mixed.view(x.shape), (probs, chosen)
+        return torch.zeros_like(flat, dtype=out.dtype).index_add(0, token, out).view(x.shape), (probs, chosen)
 
 
 def load_balancing_loss(probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int) -> Tensor:
@@ -241,12 +222,8 @@ def load_balancing_loss(probs: Tensor, chosen: Tensor, sample: Tensor, num_sampl
 
     f_e is the share of a sample's tokens routed to expert e and P_e its mean probability (Switch Transformer,
     arXiv:2101.03961, eq. 4), taken per sample as in DeepSeek-V3 (arXiv:2412.19437, eq. 17). Per sample the loss is a
-    sum that does not change with the micro-batch, the accumulation or the number of ranks.
-
-    Args:
-        probs: router probabilities [N, E], float32.
-        chosen: experts of each token [N, K].
-        sample: which sample each token belongs to [N]; tokens numbered `num_samples` (padding) are left out.
+    sum that does not change with the micro-batch, the accumulation or the number of ranks. `probs` [N, E] float32,
+    `chosen` [N, K], `sample` [N]: which sample a token belongs to; those numbered `num_samples` (padding) are left out.
     """
     picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
     totals = probs.new_zeros(num_samples + 1, probs.shape[-1])
@@ -269,12 +246,11 @@ class MiniMindBlock(nn.Module):
     def forward(self, x: Tensor, rotary, mask=None, cache=None, flat=None):
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache, flat)
         out = self.mlp(self.post_attention_layernorm(x))
-        out, routing = out if isinstance(out, tuple) else (out, None)
-        return x + out, routing
+        return (x + out[0], out[1]) if isinstance(out, tuple) else (x + out, None)
 
 
 class MiniMindModel(nn.Module):
-    """The body: token ids -> hidden states, and the routing of each MoE layer."""
+    """The body: embeddings -> hidden states, and the routing of each MoE layer."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -285,9 +261,7 @@ class MiniMindModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, mask=None, cache=None, flat=None):
-        x = self.dropout(embeds)
-        rotary = self.rotary_emb(position_ids)
-        routings = []
+        x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
             x, routing = layer(x, rotary, mask, cache, flat)
             routings.append(routing)
@@ -300,11 +274,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MiniMindConfig
     base_model_prefix = "model"
     _supports_sdpa = True
-    _no_split_modules = ("MiniMindBlock",)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own form)
 
-    def __init__(self, config: MiniMindConfig | None = None):
-        super().__init__(config or MiniMindConfig())
+    def __init__(self, config: MiniMindConfig):
+        super().__init__(config)
         self.model = MiniMindModel(self.config)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         self.post_init()  # initial weights, and the tie of lm_head to the embedding
@@ -320,7 +293,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -332,12 +304,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
 
-        Flat: `target_index` are the positions whose next token is trained and `targets` those tokens. The loss is the
-        SUM of their cross entropies and `aux_loss` a sum over tokens, so that the caller can divide by the counts of
-        the whole update; without targets, logits [N, vocab] come back instead.
-        Padded: `labels` [B, T] as in transformers (-100 is ignored), loss and aux_loss are means.
+        Flat: `target_index` are the positions whose next token is trained, `targets` those tokens. Loss and aux_loss
+        are SUMS over targets and over tokens: the caller divides by the counts of the whole update. Without targets,
+        logits [N, vocab]. Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means.
         """
-        embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
             return self._forward_flat(embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets)
         if use_cache and past_key_values is None:
@@ -347,28 +318,26 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
         mask = create_causal_mask(self.config, embeds, attention_mask, past_key_values, position_ids)
         hidden, routings = self.model(embeds, position_ids, mask, past_key_values)
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, keep])
+        logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
         loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs) if labels is not None else None
         aux_loss = None
         if labels is not None and self.config.use_moe:
             real = torch.ones_like(labels) if attention_mask is None else attention_mask
-            row = torch.arange(len(labels), device=labels.device)[:, None]
-            aux_loss = self._aux_loss(routings, row.where(real > 0, len(labels)).flatten(), len(labels)) / real.sum()
+            sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
+            aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
             loss = loss + aux_loss
-        return MoeCausalLMOutputWithPast(
-            loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=past_key_values if use_cache else None
-        )
+        cache = past_key_values if use_cache else None
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
     def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):
         hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, max_seqlen))
         if targets is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden))
         hidden = hidden.index_select(0, target_index)  # [M, C]
-        if hasattr(F, "linear_cross_entropy"):
-            loss = F.linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum")
-        else:
-            loss = F.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
+        fused = getattr(
+            F, "linear_cross_entropy", lambda x, w, y, **kw: F.cross_entropy(F.linear(x, w).float(), y, **kw)
+        )
+        loss = fused(hidden, self.lm_head.weight, targets, reduction="sum")
         aux_loss = loss.new_zeros(())
         if self.config.use_moe:
             positions = torch.arange(len(embeds), device=embeds.device)
@@ -377,6 +346,5 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
 
     def _aux_loss(self, routings: list, sample: Tensor, num_samples: int) -> Tensor:
-        """The load-balancing losses of all layers, weighted, as a sum over tokens."""
         losses = [load_balancing_loss(probs, chosen, sample, num_samples) for probs, chosen in routings]
         return self.config.router_aux_loss_coef * torch.stack(losses).sum()

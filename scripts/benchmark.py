@@ -22,12 +22,12 @@ from trainer import trainer_utils as utils
 from trainer.arguments import check_args, model_config, stage_parser
 from trainer.loop import Meter, TrainState, next_token_loss, peak_memory_mb, train_update
 
-STAGES = {"pretrain": (PretrainDataset, train_pretrain.DEFAULTS), "sft": (SFTDataset, train_full_sft.DEFAULTS)}
+STAGES = {"pretrain": (PretrainDataset, train_pretrain.PRETRAIN), "sft": (SFTDataset, train_full_sft.FULL_SFT)}
 
 
 def parse_args():
     """The stage's own flags, and how long to measure."""
-    parser = stage_parser(__doc__, **train_full_sft.DEFAULTS)
+    parser = stage_parser(__doc__, **train_full_sft.FULL_SFT)
     flag = parser.add_argument_group("benchmark").add_argument
     flag("--stage", choices=sorted(STAGES), default="sft", help="whose data and defaults")
     flag("--warmup", type=int, default=3, help="updates before the clock starts")

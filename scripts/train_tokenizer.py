@@ -204,6 +204,7 @@ def characters_per_token(tokenizer: Tokenizer, texts: list[str]) -> dict[str, fl
 
 
 def parse_args() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given several times"

@@ -12,7 +12,25 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
-WORDS = "the a red blue fox river stone walks sees under over and 山 水 红 的 在 走 看 石头 then slowly 风 old".split()
+WORDS = [
+    "the",
+    "a",
+    "red",
+    "blue",
+    "fox",
+    "river",
+    "stone",
+    "walks",
+    "sees",
+    "under",
+    "and",
+    "山",
+    "水",
+    "红",
+    "的",
+    "在",
+    "走",
+]
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start

@@ -39,6 +39,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def reason(error: BaseException) -> str:
+    """The first line of an error, or its kind where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def atomic_write(path: Path, write: Callable[[BinaryIO], Any], keep: Path | None = None) -> None:
     """Replace `path` by what `write(file)` writes; on failure nothing has changed. The old file is kept as `keep`."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +94,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         given = {key: tuple(value.shape) for key, value in weights.items()}
     except (*UNREADABLE, AttributeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--from_weight: {path} is not a readable weights file ({reason})") from error
+        raise UserError(f"--from_weight: {path} is not a readable weights file ({reason(error)})") from error
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if given != wanted:
         keys = sorted(k for k in {**given, **wanted} if given.get(k) != wanted.get(k))
@@ -140,7 +144,7 @@ def _load_newest(*paths: Path) -> dict[str, Any] | None:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except UNREADABLE as error:
-            damaged.append(f"{path} ({str(error).splitlines()[0]})")
+            damaged.append(f"{path} ({reason(error)})")
             continue
         if damaged:
             print(f"warning: damaged checkpoint {damaged[0]}; going back to {path}", flush=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dataset.errors import UserError
+from dataset.errors import UserError, run_main
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig
-from trainer.arguments import check_args, model_config
+from trainer.arguments import check_args, model_config, stage_parser
 from trainer.checkpoint import check_same_run, run_name, save_weights, weight_path
 from trainer.console import MetricsLog
 from trainer.loop import LossFn, TrainState, report, train_epoch
@@ -35,6 +35,11 @@ from trainer.trainer_utils import (
     world_size,
     wrap_model,
 )
+
+
+def run_stage(description: str, defaults: dict[str, Any], dataset_class: type, loss_fn: LossFn) -> None:
+    """What a stage script does: parse the command line, train; a user's mistake ends in one line, exit status 2."""
+    run_main(lambda: train_stage(stage_parser(description, **defaults).parse_args(), dataset_class, loss_fn))
 
 
 def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:

@@ -4,6 +4,7 @@ import queue
 import threading
 from typing import Any
 
+from trainer.checkpoint import reason
 from trainer.console import warn
 
 MODES = {"cloud": "online", "online": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
@@ -42,8 +43,8 @@ class Tracker:
                 run.log(metrics, step=step)
             swanlab.finish()
         except BaseException as error:  # also SystemExit and KeyboardInterrupt raised inside the tracker
-            reason = (str(error).splitlines() or [""])[0]
-            warn(f"SwanLab stopped ({type(error).__name__}: {reason}); training goes on, the metrics file is complete")
+            why = f"{type(error).__name__}: {reason(error)}"
+            warn(f"SwanLab stopped ({why}); training goes on, the metrics file is complete")
         finally:
             self._ready.set()
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dataset.errors import UserError
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoint import lm_checkpoint, load_weights, weight_path
+from trainer.checkpoint import lm_checkpoint, load_weights, reason, weight_path
 
 __all__ = [
     "Logger",
@@ -126,8 +126,8 @@ def load_tokenizer(tokenizer_path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--tokenizer_path {tokenizer_path}: no tokenizer could be read there ({reason})") from error
+        why = reason(error)
+        raise UserError(f"--tokenizer_path {tokenizer_path}: no tokenizer could be read there ({why})") from error
 
 
 def init_model(

@@ -190,7 +190,9 @@ def test_a_changed_token_changes_no_other_sample(shape):
     after = model(**{key: batch[key] for key in keys} | {"input_ids": changed}).logits
     same = torch.ones(25, dtype=torch.bool)
     same[6:17] = False
-    torch.testing.assert_close(before[same], after[same], rtol=0, atol=1e-5)  # MoE: other row counts per expert, other rounding
+    torch.testing.assert_close(
+        before[same], after[same], rtol=0, atol=1e-5
+    )  # MoE: other row counts per expert, other rounding
     assert (before[7:17] - after[7:17]).abs().max() > 1e-3
 
 
@@ -230,7 +232,7 @@ def test_bfloat16_autocast_stays_near_float32(shape):
 
 
 def test_the_load_balancing_loss_is_switch_transformers():
-    """One sample, top-1: E * sum f_e P_e times the tokens, from transformers' own function (per layer, so one layer)."""
+    """One sample, one layer: E * sum f_e P_e from transformers' own function, times the tokens."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     from model.model_minimind import load_balancing_loss

@@ -1,4 +1,4 @@
-"""Run some updates of SFT and record each one's gradient, loss and sample ids (started by test_loop.py, maybe on ranks).
+"""Run an epoch of SFT and record each update's gradient, loss and sample ids (started by test_loop.py).
 
 python record_updates.py DATA CACHE OUT BATCH_SIZE ACCUMULATION USE_MOE PACKING
 """
@@ -12,8 +12,7 @@ import torch
 from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.loop import TrainState, make_record, next_token_loss, train_update
-from trainer.loop import Meter
+from trainer.loop import Meter, TrainState, make_record, next_token_loss, train_update
 
 
 def main() -> None:

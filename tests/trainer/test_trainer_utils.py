@@ -1,0 +1,127 @@
+"""The helpers that MiniMind users know, by their names and signatures."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataset.errors import UserError
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer import trainer_utils as utils
+from trainer.loop import train_epoch
+
+
+def test_names_and_signatures():
+    want = {
+        utils.init_distributed_mode: [],
+        utils.setup_seed: ["seed"],
+        utils.get_lr: ["current_step", "total_steps", "lr"],
+        utils.init_model: ["lm_config", "from_weight", "tokenizer_path", "save_dir", "device"],
+        utils.SkipBatchSampler.__init__: ["self", "sampler", "batch_size", "skip_batches"],
+        utils.lm_checkpoint: ["lm_config", "weight", "model", "optimizer", "epoch", "step", "wandb", "save_dir"],
+        utils.Logger: ["text"],
+        utils.is_main_process: [],
+        train_epoch: ["state", "epoch", "loader", "iters", "start_step", "wandb"],
+    }
+    for function, names in want.items():
+        assert list(inspect.signature(function).parameters)[: len(names)] == names, function
+
+
+@given(st.integers(1, 10_000), st.floats(1e-6, 1))
+def test_the_learning_rate_is_a_cosine_down_to_a_tenth(total, lr):
+    values = [utils.get_lr(step, total, lr) for step in range(0, total + 1, max(1, total // 50))]
+    assert values[0] == pytest.approx(lr)
+    assert utils.get_lr(total, total, lr) == pytest.approx(lr / 10)
+    assert all(a > b for a, b in zip(values, values[1:], strict=False))
+    middle = utils.get_lr(total // 2 * 2 // 2, total // 2 * 2 or 1, lr)
+    assert total < 2 or middle == pytest.approx(0.55 * lr)
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)  # torch's own cosine
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(reference, T_max=total, eta_min=lr / 10)
+    for step in range(1, min(total, 5) + 1):
+        reference.step()
+        schedule.step()
+        assert utils.get_lr(step, total, lr) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
+
+
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 30))
+def test_skipping_leaves_out_exactly_the_batches_done(count, batch_size, skip):
+    order = np.random.default_rng(0).permutation(count)
+    everything = list(utils.SkipBatchSampler(order, batch_size))
+    assert sum(everything, []) == order.tolist()
+    sampler = utils.SkipBatchSampler(order, batch_size, skip)
+    assert list(sampler) == everything[skip:] and len(sampler) == len(everything[skip:])
+    assert list(utils.SkipBatchSampler(iter(order.tolist()), batch_size, skip)) == everything[skip:]
+
+
+@given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 5), st.integers(0, 5))
+def test_the_ranks_share_one_order(count, batch_size, ranks, epoch):
+    order = utils.epoch_order(count, 42, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+    shares = [utils.rank_share(order, batch_size, rank, ranks) for rank in range(ranks)]
+    steps = math.ceil(count / (batch_size * ranks))
+    batches = [list(utils.SkipBatchSampler(share, batch_size, 0, steps)) for share in shares]
+    for k in range(steps):  # global micro-batch k is slice k of the order
+        slice_k = order[k * batch_size * ranks : (k + 1) * batch_size * ranks].tolist()
+        assert sum((batches[rank][k] for rank in range(ranks)), []) == slice_k
+
+
+def test_the_order_depends_on_seed_and_epoch_only():
+    assert np.array_equal(utils.epoch_order(50, 1, 2), utils.epoch_order(50, 1, 2))
+    assert not np.array_equal(utils.epoch_order(50, 1, 2), utils.epoch_order(50, 1, 3))
+    assert not np.array_equal(utils.epoch_order(50, 1, 2), utils.epoch_order(50, 2, 2))
+
+
+def test_skipping_a_million_batches_reads_nothing():
+    class Order:
+        reads = 0
+
+        def __len__(self):
+            return 8_000_008
+
+        def __getitem__(self, piece):
+            Order.reads += piece.stop - piece.start
+            return range(piece.start, min(piece.stop, len(self)))
+
+    assert list(utils.SkipBatchSampler(Order(), 8, 1_000_000)) == [list(range(8_000_000, 8_000_008))]
+    assert Order.reads == 8
+
+
+def test_the_same_seed_gives_the_same_model():
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
+    models = []
+    for seed in (3, 3, 4):
+        utils.setup_seed(seed)
+        models.append(utils.init_model(config, "none")[0].state_dict())
+    key = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(models[0][key], models[1][key]) and not torch.equal(models[0][key], models[2][key])
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused():
+    with pytest.raises(UserError, match="6400 tokens, the model's vocabulary 100"):
+        utils.init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100), "none")
+
+
+def test_weight_decay_is_on_matrices_only():
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1))
+    decayed, kept = utils.make_optimizer(model, 1e-3, 0.1).param_groups
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in kept["params"])
+    assert sum(map(len, (decayed["params"], kept["params"]))) == len(list(model.parameters()))
+
+
+def test_mixed_precision():
+    cpu = torch.device("cpu")
+    for dtype, scaled in (("float32", False), ("bfloat16", False), ("float16", True)):
+        autocast, scaler = utils.mixed_precision(dtype, cpu)
+        assert scaler.is_enabled() == scaled
+        with autocast:
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert product.dtype == getattr(torch, dtype)
+    autocast, _ = utils.mixed_precision("auto", cpu)
+    with autocast:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == (torch.bfloat16 if utils.native_bfloat16(cpu) else torch.float32)
