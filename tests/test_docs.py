@@ -1,0 +1,387 @@
+"""The manual stays true: file maps, flag tables, commands, snippets, links and help texts against the code itself."""
+
+import argparse
+import ast
+import contextlib
+import functools
+import io
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+from transformers import AutoModelForCausalLM
+
+from dataset.formats import to_chat, to_text
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
+from trainer.checkpoint import half_state_dict
+
+MANUALS = ("README.md", "README_zh.md")
+DOCS = (*MANUALS, "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/LOG.md", "model/README.md")
+SECTIONS = {  # headings that the tests below look for: English, Chinese
+    "flags": ("All flags of the stage scripts", "阶段脚本的全部参数"),
+    "files": ("File map", "文件一览"),
+    "data": ("Your own data", "使用自己的数据"),
+    "time": ("Time and memory", "时间与内存"),
+    "metrics": ("Files that appear", "产生的文件"),
+}
+ABSENT = {"-": None, "required": None, "必填": None, "off": False, "关": False}  # how a table writes such a default
+# Folders that one line of a file map stands for, and files that need none.
+FOLDERS, UNLISTED = ("tests/", ".ci/"), re.compile(r"(^|/)__init__\.py$")
+GENERATED = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")
+# Scripts with a command line of their own: path -> module to run with -m, if it must be started that way.
+SCRIPTS = {
+    "trainer/train_pretrain.py": None,
+    "trainer/train_full_sft.py": None,
+    "scripts/chat.py": None,
+    "scripts/benchmark.py": None,
+    "scripts/demo_exam.py": None,
+    "scripts/train_tokenizer.py": None,
+    "dataset/inspect.py": "dataset.inspect",
+    "dataset/token_cache.py": "dataset.token_cache",
+    "dataset/demo_corpus.py": "dataset.demo_corpus",
+}
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def section(path: str, name: str) -> str:
+    """The text below one heading, up to the next heading of its level or above."""
+    heading = SECTIONS[name][path.endswith("_zh.md")]
+    text = re.sub(r"```.*?```", lambda block: block[0].replace("\n#", "\n\0"), read(path), flags=re.S)
+    found = re.search(rf"^(#+) {re.escape(heading)}$\n(.*?)(?=^#{{1,3}} |\Z)", text, flags=re.M | re.S)
+    assert found, f"{path} has no heading '{heading}'"
+    return found[2].replace("\n\0", "\n#")
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the table rows in a text, without the header and ruler lines."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    rulers = {i for i, cells in enumerate(lines) if set("".join(cells)) <= {"-", ":"}}
+    return [cells for i, cells in enumerate(lines) if i not in rulers and i + 1 not in rulers]
+
+
+def fenced(path: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(path), flags=re.M | re.S)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def tracked_files() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: there is no list of files to compare with")
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("manual", MANUALS)
+def test_the_file_map_is_the_tree(manual):
+    listed = [row[0].strip("`") for row in rows(section(manual, "files"))]
+    assert len(listed) == len(set(listed)) and all(row[1] for row in rows(section(manual, "files")))
+    missing = [name for name in listed if not (ROOT / name).exists()]
+    assert not missing, f"{manual} lists what is not there: {missing}"
+    wanted = [f for f in tracked_files() if not UNLISTED.search(f) and not f.startswith(FOLDERS)]
+    assert {name for name in listed if name.endswith("/")} == set(FOLDERS)
+    left_out = sorted(set(wanted) - set(listed))
+    assert not left_out, f"{manual} leaves out {left_out}"
+
+
+def slugs(path: str) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", read(path), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_links_and_paths_in_the_text_exist(page):
+    text = read(page)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in slugs(str(path.resolve().relative_to(ROOT))), f"{page} links to {target}"
+    named = re.findall(r"`((?:\.ci|dataset|docs|model|scripts|tests|trainer)/[\w./-]*\.(?:py|sh|md|json|jinja))`", text)
+    gone = [name for name in named if not GENERATED.match(name) and not (ROOT / name).exists()]
+    assert not gone, f"{page} names {gone}"
+
+
+# --- flags ---------------------------------------------------------------------------------------------------------
+
+
+def written_default(cell: str, default) -> object:
+    """A default as the table writes it, in the type that the parser has."""
+    if cell in ABSENT:
+        return ABSENT[cell]
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return type(default)(float(cell))
+    return str(ROOT / cell) if cell.endswith("/") else cell
+
+
+@pytest.mark.parametrize("manual", MANUALS)
+def test_the_flag_table_is_the_parser(manual):
+    parsers = [parser_of(f"trainer/{stage}.py")[0] for stage in ("train_pretrain", "train_full_sft")]
+    table = {row[0].strip("`"): row[1:] for row in rows(section(manual, "flags"))}
+    for column, parser in enumerate(parsers):
+        actions = {action.option_strings[-1]: action for action in parser._actions if action.dest != "help"}
+        assert sorted(table) == sorted(actions)
+        for name, action in actions.items():
+            cell = table[name][column]
+            default = parser.get_default(action.dest)
+            assert written_default(cell, default) == default, f"{manual}: {name} is {default}, not {cell}"
+            assert action.required == (cell in ("required", "必填")), name
+            choices = [c for c in action.choices or () if not re.search(rf"\b{c}\b", table[name][2])]
+            assert not choices, f"{manual}: {name} does not tell of {choices}"
+    assert all(len(cells) == 3 and cells[2] for cells in table.values())
+
+
+@functools.cache
+def parser_of(script: str) -> tuple[argparse.ArgumentParser, str]:
+    """Run a script with --help, as `python` would, in this process; returns its parser and what it printed.
+
+    It must exit with 0.
+    """
+    seen = []
+    original = argparse.ArgumentParser.print_help
+
+    def print_help(parser, file=None):
+        seen.append(parser)
+        original(parser, file)
+
+    stdout = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
+        patch.setattr(argparse.ArgumentParser, "print_help", print_help)
+        patch.setattr(sys, "argv", [str(ROOT / script), "--help"])
+        patch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as left:
+            if module := SCRIPTS[script]:
+                patch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that is imported already
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert not left.value.code, f"{script} --help exits with {left.value.code}"
+    return seen[0], stdout.getvalue()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_tells_the_meaning_and_default_of_every_flag(script):
+    parser, text = parser_of(script)
+    flat = " ".join(text.split())
+    for action in parser._actions:
+        if action.dest == "help":
+            continue
+        name, told = action.option_strings[-1], action.help or ""
+        assert name in flat and told.strip(), f"{script} {name} says nothing of its meaning"
+        default = parser.get_default(action.dest)
+        if default is not None and not action.required:
+            by_formatter = isinstance(parser._get_formatter(), argparse.ArgumentDefaultsHelpFormatter)
+            assert by_formatter or "default" in told, f"{script} {name} does not tell its default"
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> list[tuple[Path, dict[str, str], list[str]]]:
+    """Commands of a shell block as (folder it runs in, variables set in front, words)."""
+    found, folder = [], ROOT
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        for part in split_at(words, {"&&", "||", "|", ";"}):
+            variables = {}
+            while part and re.match(r"^[A-Z_]+=", part[0]):
+                name, _, variables[name] = part.pop(0).partition("=")
+            if part[:1] == ["srun"]:
+                part = part[1:]
+            if part[:1] == ["cd"] and not part[1].startswith("$"):
+                folder = (folder / part[1]).resolve()
+            elif part:
+                found.append((folder, variables, part))
+    return found
+
+
+def split_at(words: list[str], separators: set[str]) -> list[list[str]]:
+    parts = [[]]
+    for word in words:
+        if word in separators:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def python_words(words: list[str]) -> list[str]:
+    """Script (or -m module) and its arguments of a python or torchrun command; torchrun's own flags are checked."""
+    if words[0] == "python":
+        return words[1:]
+    args = get_args_parser().parse_args(words[1:])
+    return (["-m"] if args.module else []) + [args.training_script, *args.training_script_args]
+
+
+def check_python(folder: Path, words: list[str], where: str) -> None:
+    rest = python_words(words)
+    if rest[0] == "-m":
+        script, arguments = rest[1].replace(".", "/") + ".py", rest[2:]
+    else:
+        script, arguments = str((folder / rest[0]).resolve().relative_to(ROOT)), rest[1:]
+    if rest[:2] in (["-m", "venv"], ["-m", "pytest"], ["-m", "pip"]):
+        return
+    assert (ROOT / script).is_file(), f"{where}: there is no {script}"
+    parser = parser_of(script)[0]
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            parser.parse_args(arguments)
+        except SystemExit:
+            pytest.fail(f"{where}: {' '.join(words)}\n{stderr.getvalue()}")
+
+
+def check_bash(folder: Path, variables: dict, words: list[str], where: str) -> None:
+    path = folder / words[1]
+    assert path.is_file(), f"{where}: there is no {words[1]}"
+    script = path.read_text(encoding="utf-8")
+    for name in variables:
+        assert re.search(rf"\b{name}\b", script), f"{where}: {words[1]} does not read {name}"
+    if '"$@"' not in script or "getopt" in script or "case" in script:
+        for flag in [word for word in words[2:] if word.startswith("-")]:
+            assert flag in script, f"{where}: {words[1]} knows no {flag}"
+
+
+def check_commands(text: str, where: str) -> int:
+    checked = 0
+    for folder, variables, words in commands(text):
+        if words[0] in ("python", "torchrun"):
+            check_python(folder, words, where)
+        elif words[0] == "bash":
+            check_bash(folder, variables, words, where)
+        else:
+            continue
+        checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_commands_in_the_text_parse(page):
+    checked = sum(check_commands(block, page) for block in fenced(page, "bash"))
+    assert checked >= 30 or page not in MANUALS  # the manuals do hold commands, and they were found
+
+
+def test_both_manuals_give_the_same_commands_and_snippets():
+    for language in ("bash", "python", "json"):
+        english, chinese = ([without_comments(block) for block in fenced(page, language)] for page in MANUALS)
+        assert english == chinese
+
+
+def without_comments(block: str) -> str:
+    return "\n".join(re.sub(r"\s+# .*$", "", line) for line in block.splitlines())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_launch_lines_at_the_head_of_scripts_name_real_scripts_and_flags(script):
+    head = ast.get_docstring(ast.parse(read(script))).replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:[A-Z_]+=\S+ +)*(?:python|torchrun) .*", head, flags=re.M)
+    assert lines, f"{script} does not say how it is started"
+    for line in lines:
+        named = re.search(r"-m ([a-z][\w.]+)|([\w/]+\.py)", line)
+        started = named[1].replace(".", "/") + ".py" if named[1] else named[2]
+        started = started if "/" in started else f"trainer/{started}"  # stage scripts show lines for `cd trainer`
+        known = {option for action in parser_of(started)[0]._actions for option in action.option_strings}
+        unknown = set(re.findall(r" (--[a-z]\w*)", line[named.end() :])) - known
+        assert not unknown, f"{script} tells of {unknown}, which {started} does not know"
+
+
+# --- examples, figures, snippet ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manual", MANUALS)
+def test_the_example_records_are_accepted(manual):
+    records = [json.loads(line) for block in fenced(manual, "json") for line in block.splitlines()]
+    kinds = {key for record in records for key in record}
+    assert {"text", "conversations", "messages", "instruction"} <= kinds
+    for record in records:
+        assert to_text(record) if "text" in record else to_chat(record).messages[-1]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("manual", MANUALS)
+def test_the_metrics_fields_are_those_of_the_loop(manual):
+    code = read("trainer/loop.py")
+    fields = [name for row in rows(section(manual, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
+    assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
+
+
+@pytest.mark.parametrize("manual", MANUALS)
+def test_the_parameter_counts_are_those_of_the_model(manual):
+    shapes = [row for row in rows(section(manual, "time")) if row[0].isdigit()]
+    assert len(shapes) >= 4
+    for hidden, layers, kind, parameters, active in shapes:
+        shape = {"hidden_size": int(hidden), "num_hidden_layers": int(layers), "use_moe": kind == "MoE"}
+        config = MiniMindConfig(**shape)
+        with torch.device("meta"):
+            model = MiniMindForCausalLM(config)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        idle = 1 - config.num_experts_per_tok / config.num_experts if config.use_moe else 0
+        unused = idle * sum(size for name, size in sizes.items() if ".experts." in name)
+        assert parameters == f"{sum(sizes.values()) / 1e6:.2f} M"
+        assert active == f"{(sum(sizes.values()) - unused) / 1e6:.2f} M"
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch, capsys):
+    """With a tiny random model in the place of the trained one; the saved folder then gives the model's own logits."""
+    (snippet,) = fenced("README.md", "python")
+    small = {"hidden_size=512": "hidden_size=32", "num_hidden_layers=8": "num_hidden_layers=2"}
+    small |= {
+        "use_moe=False)": f"use_moe={use_moe})",
+        'from_pretrained("model")': f"from_pretrained({str(ROOT)!r} + '/model')",
+    }
+    for old, new in small.items():
+        assert snippet.count(old) == 1, old
+        snippet = snippet.replace(old, new)
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe)).eval()
+    weights = half_state_dict(model)
+    model.load_state_dict(weights)
+    (tmp_path / "out").mkdir()
+    torch.save(weights, tmp_path / "out/full_sft_512.pth")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "README.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out  # an untrained model may well say nothing but blanks
+    stock = AutoModelForCausalLM.from_pretrained("out/full_sft_512_hf").eval()
+    assert type(stock).__name__ == ("Qwen3MoeForCausalLM" if use_moe else "Qwen3ForCausalLM")
+    tokens = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        assert (stock(tokens).logits - model(tokens).logits).abs().max() <= 1e-4
+
+
+# --- imports -------------------------------------------------------------------------------------------------------
+
+MAY_IMPORT = {
+    "model": set(),
+    "dataset": set(),
+    "trainer": {"dataset", "model"},
+    "llm": {"trainer", "dataset", "model"},
+    "scripts": {"trainer", "dataset", "model", "llm"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_run_one_way(package):
+    others = {*MAY_IMPORT, "tests"} - MAY_IMPORT[package] - {package}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+        wrong = [module for module in modules if module.split(".")[0] in others]
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+        assert "sys.path" not in path.read_text(encoding="utf-8"), f"{path.relative_to(ROOT)} edits sys.path"

@@ -1,0 +1,42 @@
+"""The metrics file is the source of truth: whole lines only, each update once, also after a resume."""
+
+import json
+
+from trainer.console import MetricsLog, describe, read_metrics
+
+
+def record(update: int) -> dict:
+    fields = ("loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait")
+    return {"update": update, "seconds": 2.0 * update, "memory_mb": 10.0} | dict.fromkeys(fields, 0.5)
+
+
+def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_path, capsys):
+    path = tmp_path / "m.jsonl"
+    log = MetricsLog(path, total_updates=10)
+    for update in (1, 2, 3, 4):
+        log.write(record(update), "Epoch:[1/1](4/10)")
+    log.close()
+    with open(path, "a") as file:
+        file.write('{"update": 5, "lo')  # cut off by a kill
+    assert [r["update"] for r in read_metrics(path)] == [1, 2, 3, 4]
+    log = MetricsLog(path, total_updates=10, last_update=2)
+    log.write(record(3), "head")
+    log.close()
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    log = MetricsLog(path, total_updates=10)  # a new run starts an empty file
+    log.close()
+    assert path.read_text() == ""
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 5 and out[0].startswith("Epoch:[1/1](4/10), loss: 0.5000")
+
+
+def test_the_time_left_is_the_time_per_update_times_the_updates_left(tmp_path):
+    log = MetricsLog(tmp_path / "m.jsonl", total_updates=3601)
+    assert log.time_left(record(1)) == "2 h 00 min"
+    assert log.time_left(record(3571)) == "1.0 min"
+    log.close()
+
+
+def test_a_line_names_the_held_out_loss_where_there_is_one():
+    assert "eval_loss" not in describe(record(1))
+    assert "eval_loss: 1.2500, eval_bpb: 0.7500" in describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75})
