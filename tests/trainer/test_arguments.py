@@ -20,7 +20,7 @@ def test_flags_and_help(defaults):
     assert set(f"{MINIMIND} {OWN}".split()) <= set(flags)
     assert all(action.help for action in flags.values())
     assert (flags["hidden_size"].default, flags["num_hidden_layers"].default) == (512, 8)
-    text = parser.format_help()
+    text = " ".join(parser.format_help().split())
     for name, value in defaults.items():
         assert flags[name].default == value and f"(default: {value})" in text
 
@@ -45,6 +45,8 @@ def test_an_unknown_flag_is_one_line(capsys):
 
 
 def test_the_model_follows_the_command_line():
-    args = stage_parser("t", **FULL_SFT).parse_args("--data_path x --hidden_size 256 --use_moe 1 --dropout 0.1".split())
+    args = stage_parser("t", **FULL_SFT).parse_args(
+        ["--data_path", "x", "--hidden_size", "256", "--use_moe", "1", "--dropout", "0.1"]
+    )
     config = model_config(args, 6400)
     assert (config.hidden_size, config.use_moe, config.dropout, config.vocab_size) == (256, True, 0.1, 6400)
