@@ -1,0 +1,83 @@
+"""Shows, token by token, what is trained and what is masked, and the report of lengths, cuts and drops.
+
+    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 2
+    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 1 --packing 1
+
+On a terminal the trained tokens are green. Start it with -m as above: run as a file, its name would hide Python's own
+`inspect`.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from dataset.errors import UserError, run_main
+from dataset.lm_dataset import TokenDataset
+from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
+
+GREEN, GREY, PLAIN = "\033[32m", "\033[90m", "\033[0m"
+
+
+def pieces(tokenizer, token_ids: list[int]) -> list[str]:
+    """The text of each token, printable; a token that holds only a part of a character shows its vocabulary entry."""
+    entries = tokenizer.convert_ids_to_tokens(token_ids)
+    texts = [tokenizer.decode([token_id], clean_up_tokenization_spaces=False) for token_id in token_ids]
+    return [
+        f"<part {entry}>" if "\N{REPLACEMENT CHARACTER}" in text else repr(text)[1:-1]
+        for entry, text in zip(entries, texts, strict=True)
+    ]
+
+
+def table(tokenizer, sample: dict, colour: bool) -> Iterator[str]:
+    """One line per token: position, id, trained or not, text."""
+    token_ids = sample["input_ids"].tolist()
+    for position, (token_id, trained, text) in enumerate(
+        zip(token_ids, sample["trained"], pieces(tokenizer, token_ids), strict=True)
+    ):
+        line = f"{position:6d} {token_id:7d}  {'trained' if trained else '   .   '}  {text}"
+        yield f"{GREEN if trained else GREY}{line}{PLAIN}" if colour else line
+
+
+def show(dataset: TokenDataset, tokenizer, count: int, colour: bool) -> None:
+    """Print the first `count` items of the dataset, then its report."""
+    for index in range(min(count, len(dataset))):
+        row = dataset[index]
+        if dataset.packing:
+            print(f"row {index}: {len(row)} samples, {sum(len(sample['input_ids']) for sample in row)} tokens")
+        for sample in row:
+            number = sample["sample_id"]
+            targets = int(np.sum(sample["trained"]))
+            size = f"{len(sample['input_ids'])} tokens, {targets} trained, which spell {sample['target_bytes']} bytes"
+            print(f"sample {number} from {dataset.cache.source(number)}: {size}")
+            for line in table(tokenizer, sample, colour):
+                print(line)
+            print()
+    print(format_report(dataset.cache.report))
+    if dataset.packing:
+        filled = dataset.num_tokens.sum() / (len(dataset) * dataset.cache.meta["max_length"])
+        print(f"  packed into {len(dataset):,} rows, {filled:.2%} filled")
+
+
+def main() -> None:
+    """Read the options, build or open the cache, print."""
+    parser = argparse.ArgumentParser(prog="python -m dataset.inspect", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show (default 2)")
+    parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows (default 0)")
+    args = parser.parse_args()
+    if args.samples < 0:
+        raise UserError(f"--samples {args.samples} is negative; use 0 for the report alone")
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    dataset = TokenDataset(cache_of_arguments(args, tokenizer), packing=bool(args.packing))
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    show(dataset, tokenizer, args.samples, colour)
+
+
+if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has seen enough
+    run_main(main)

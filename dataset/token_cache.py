@@ -1,0 +1,313 @@
+"""The token cache: data tokenised once into plain .npy files, which every rank opens as memory maps.
+
+    python -m dataset.token_cache --kind sft --data_path data/sft.jsonl --max_seq_len 768
+
+builds it ahead of time; otherwise the first run builds it, before any process group exists. The cache is found again by
+a key made of the data's content, the tokenizer and the settings; change one of them and another cache is built beside
+it. It is built in a folder of its own and renamed when complete, under a lock, so that of several ranks or runs one
+builds while the others wait, and a half-built cache is never used.
+
+    <cache_dir>/<key>/  tokens.npy [N], offsets.npy [S+1], trained.npy [N] (SFT), target_bytes.npy [S],
+                        num_targets.npy [S], sources.npy [S, 2] (file, line), meta.json, bad_records.txt (if any)
+"""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from dataset.cache_build import build_arrays, write_json
+from dataset.data_files import expand_paths
+from dataset.errors import UserError, run_main
+from dataset.tokenizing import KINDS, TokenizerSpec
+
+try:
+    import fcntl
+except ImportError:  # Windows: without locks several ranks may build the same cache, and the last one's is kept
+    fcntl = None
+
+FORMAT_VERSION = 1  # to be raised whenever the same data would give other tokens or labels
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEFAULT_CACHE_DIR = REPOSITORY / "dataset" / "cache"
+
+
+class TokenCache:
+    """An opened cache: S samples of N tokens in all, as memory maps. Pickles as its path.
+
+    tokens        unsigned [N]   sample i is tokens[offsets[i]:offsets[i + 1]]
+    offsets       int64 [S+1]
+    trained       bool [N]       this token is a target; None for pretraining: all but each sample's first
+    target_bytes  int64 [S]      UTF-8 bytes of the text that the sample's targets spell
+    num_targets   int64 [S]
+    sources       int64 [S, 2]   file (index into `files`) and line or row of the record
+    report        dict           counts of records, samples, tokens, cuts and drops, and the lengths
+    fingerprint   str            SHA-256 of data, tokenizer and settings
+    """
+
+    def __init__(self, path: str | os.PathLike, files: list[str]):
+        self.path, self.files = Path(path), files
+        self.meta = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
+        self.report: dict = self.meta["report"]
+        self.fingerprint: str = self.meta["fingerprint"]
+        self.tokens, self.offsets, self.target_bytes = map(self._open, ("tokens", "offsets", "target_bytes"))
+        self.num_targets, self.sources = map(self._open, ("num_targets", "sources"))
+        self.trained = self._open("trained") if self.meta["kind"] == "sft" else None
+
+    def _open(self, name: str) -> np.ndarray:
+        return np.load(self.path / f"{name}.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.target_bytes)
+
+    def __reduce__(self):
+        return TokenCache, (str(self.path), self.files)
+
+    def source(self, sample_id: int) -> str:
+        """FILE:LINE of the record that a sample comes from."""
+        file, line = self.sources[sample_id]
+        return f"{self.files[file]}:{line}"
+
+
+def build_token_cache(
+    kind: str,
+    data_path: str,
+    tokenizer,
+    max_length: int,
+    cache_dir: str | os.PathLike | None = None,
+    num_proc: int | None = None,
+    on_bad_data: str = "stop",
+) -> TokenCache:
+    """Open the token cache of these data, tokenizer and settings; build it first if there is none.
+
+    kind: "pretrain" or "sft". data_path: files, globs and folders, separated by commas. tokenizer: a transformers
+    tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository. num_proc:
+    processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip" and list each.
+    Raises UserError.
+    """
+    if kind not in KINDS or on_bad_data not in ("stop", "skip"):
+        raise UserError(f"kind is one of {KINDS} and on_bad_data 'stop' or 'skip', not {kind!r} and {on_bad_data!r}")
+    if max_length < 2:
+        raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
+    paths = expand_paths(data_path)
+    spec = TokenizerSpec.of(tokenizer)
+    cache_dir = Path(cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        stamps = [_stamp(path) for path in paths]
+        hashes = [file_hash(path, cache_dir) for path in paths]
+        settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
+        settings["tokenizer"] = spec.fingerprint()
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        folder = cache_dir / key[:32]
+        if not _is_complete(folder):
+            options = {"num_proc": num_proc or _cores(), "skip_bad": on_bad_data == "skip"}
+            _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, {**settings, "fingerprint": key}, options)
+        cache = TokenCache(folder, paths)
+    except OSError as error:
+        raise UserError(
+            f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
+            f"make room or give another folder (--cache_dir of python -m dataset.token_cache)"
+        ) from error
+    if on_bad_data == "stop" and cache.report["skipped_bad_records"]:
+        raise UserError(cache.report["first_bad_record"])
+    return cache
+
+
+def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
+    """Build the cache in `folder`, unless another process does so meanwhile; `stamps`: of the files when hashed."""
+    failure = folder.with_suffix(".error-skip" if options["skip_bad"] else ".error-stop")
+    arrived = time.time()
+    message = f"waiting for the token cache {folder.name}, which another process builds"
+    with _locked(folder.with_suffix(".lock"), message) as is_held:
+        if _is_complete(folder):
+            return
+        if failure.exists() and failure.stat().st_mtime > arrived:
+            raise UserError(failure.read_text(encoding="utf-8"))  # the process that this one waited for met it
+        for leftover in folder.parent.glob(f"{folder.name}.tmp*") if is_held else ():
+            shutil.rmtree(leftover)  # of a build that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # there, yet not complete: damaged
+        building = folder.with_suffix(f".tmp-{uuid.uuid4().hex[:8]}")
+        building.mkdir()
+        try:
+            _build(building, stamps, spec, settings, options)
+            os.rename(building, folder)
+            _sync_folder(folder.parent)
+            failure.unlink(missing_ok=True)
+        except UserError as error:
+            failure.write_text(str(error), encoding="utf-8")
+            raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
+    begin = time.monotonic()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # see cache_build: the processes are the parallelism
+    report = build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], **options)
+    changed = [path for path, stamp in stamps.items() if _stamp(path) != stamp]
+    if changed:
+        raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes})
+    _sync_folder(folder)
+    seconds = time.monotonic() - begin
+    print(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
+    print(format_report(report), flush=True)
+    if report["skipped_bad_records"]:
+        with open(folder / "bad_records.txt", encoding="utf-8") as listed:
+            print("".join(f"  left out: {line}" for line in itertools.islice(listed, 20)), end="")
+        print("  all of them are listed in bad_records.txt in the folder of the cache", flush=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder holds all files in the sizes that meta.json, written last, tells."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def file_hash(path: str, cache_dir: Path) -> str:
+    """SHA-256 of a file's content, remembered in the cache folder by path, size and time of change.
+
+    Of several ranks one reads the file, and later runs do not read it again.
+    """
+    known = cache_dir / "hashes" / (hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32] + ".json")
+    known.parent.mkdir(exist_ok=True)
+    with _locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
+        stamp = _stamp(path)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            entry = json.loads(known.read_text(encoding="utf-8"))
+            if entry["stamp"] == stamp:
+                return entry["sha256"]
+        begin = time.time()
+        if stamp[0] > 2e9:
+            print(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to know its content again", flush=True)
+        try:
+            digest = _sha256(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its rights") from error
+        # A file changed within the last moments may change again under the same time stamp: then read it next time.
+        if _stamp(path) == stamp and stamp[1] < (begin - 2) * 1e9:
+            write_json(known.with_suffix(".tmp"), {"path": path, "stamp": stamp, "sha256": digest})
+            os.replace(known.with_suffix(".tmp"), known)
+        return digest
+
+
+def _sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _stamp(path: str) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+@contextlib.contextmanager
+def _locked(path: Path, message: str):
+    """Hold the lock of that name, and say whether it is held; the system releases it however the process ends."""
+    with open(path, "ab") as file:
+        is_held = True
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(message, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: as on Windows
+            is_held = False
+        yield is_held and fcntl is not None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename or a new file in the folder survive a power cut."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def format_report(report: dict) -> str:
+    """The report of a cache as lines for people."""
+    r = report
+
+    def part(name: str) -> str:
+        return f"{r[name]:,} ({r[name] / max(1, r['records']):.1%})"
+
+    lines = [f"{r['kind']}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files"]
+    if r["kind"] == "pretrain":
+        lines.append(f"  documents {r['documents']:,}, split {part('documents_split')}, empty {r['empty_documents']:,}")
+    else:
+        cuts = f"cut behind a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
+        lines.append(f"  conversations {r['conversations']:,}, {cuts}")
+    lines.append(f"  dropped for want of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
+    share = r["targets"] / r["tokens"]
+    lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of them targets {r['targets']:,} ({share:.1%})")
+    lengths = ", ".join(f"{share} % {length:,}" for share, length in r["length_percentiles"].items())
+    lines.append(f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}")
+    lines.append(f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens")
+    return "\n".join(lines)
+
+
+def load_tokenizer(path: str | os.PathLike):
+    """The tokenizer of a folder, as transformers loads it. Raises UserError."""
+    from transformers import AutoTokenizer  # brings torch along, which building a cache does not need
+
+    if not Path(path).is_dir():
+        raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--tokenizer_path {path} holds no tokenizer that transformers can load ({reason})") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that decide which cache is meant."""
+    parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
+    parser.add_argument("--data_path", required=True, help="files, globs and folders, separated by commas")
+    parser.add_argument("--tokenizer_path", default=str(REPOSITORY / "model"), help="tokenizer folder (default model/)")
+    parser.add_argument("--max_seq_len", type=int, help="tokens per sample (default 512 for pretrain, 768 for sft)")
+    parser.add_argument("--cache_dir", default=str(DEFAULT_CACHE_DIR), help="folder of caches (default dataset/cache/)")
+    parser.add_argument("--num_proc", type=int, help="processes that tokenise (default one per core)")
+    parser.add_argument(
+        "--on_bad_data", choices=("stop", "skip"), default="stop", help="at a bad record (default stop)"
+    )
+
+
+def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
+    """The cache that the options of `add_arguments` mean."""
+    max_length = args.max_seq_len if args.max_seq_len is not None else {"pretrain": 512, "sft": 768}[args.kind]
+    options = (args.cache_dir, args.num_proc, args.on_bad_data)
+    return build_token_cache(args.kind, args.data_path, tokenizer, max_length, *options)
+
+
+def main() -> None:
+    """Build a cache ahead of time, or find it built, and print its report."""
+    parser = argparse.ArgumentParser(prog="python -m dataset.token_cache", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    args = parser.parse_args()
+    cache = cache_of_arguments(args, load_tokenizer(args.tokenizer_path))
+    print(f"ready: {cache.path}")
+
+
+if __name__ == "__main__":
+    run_main(main)
