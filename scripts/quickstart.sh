@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# The first command: from generated text to a model that answers questions, in a few minutes on two CPU cores.
+#
+#   bash scripts/quickstart.sh            run again it reuses what is there
+#   bash scripts/quickstart.sh --fresh    starts over
+#
+# Two models are fine-tuned on the same conversations: one that was pretrained and one that was not. Both sit an exam
+# about people whom the conversations never mention, so only what pretraining told can help.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case "${1:-}" in
+    "" | --fresh) ;;
+    *)
+        echo "error: unknown argument $1; there is only --fresh, which starts over" >&2
+        exit 2
+        ;;
+esac
+source scripts/environment.sh
+
+weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
+[ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo
+
+shape=(--hidden_size 256 --num_hidden_layers 3)
+run=("${shape[@]}" --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
+run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume 1)
+sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)
+sft+=(--epochs 3 --batch_size 8 --learning_rate 3e-4)
+
+echo "== 1/5 a small invented world, in Chinese and English"
+python -m dataset.demo_corpus --output_dir dataset/demo
+echo "== 2/5 pretraining: what the world is like"
+python trainer/train_pretrain.py --data_path dataset/demo/pretrain.jsonl \
+    --eval_data_path dataset/demo/pretrain_eval.jsonl --epochs 2 --batch_size 8 --learning_rate 1e-3 "${run[@]}"
+echo "== 3/5 fine-tuning: how to answer, shown with some of its people"
+python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
+echo "== 4/5 the same fine-tuning without pretraining, to compare"
+python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
+echo "== 5/5 the exam: people whom fine-tuning never mentioned"
+exam=("${shape[@]}" --save_dir "$weights" --exam_path dataset/demo/exam.jsonl --report "$report")
+python scripts/demo_exam.py --weight sft_only --control "${exam[@]}"
+python scripts/demo_exam.py --weight full_sft --runs pretrain full_sft sft_only --show 6 "${exam[@]}"
+cat "$report"
+cat <<END
+
+Try next:
+  python scripts/chat.py --save_dir $weights ${shape[*]}     chat with it
+  python -m dataset.inspect --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
+  PRETRAIN_DATA=a.jsonl SFT_DATA=b.jsonl bash scripts/run_pretrain_sft.sh     your own data (README.md)
+END
