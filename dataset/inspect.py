@@ -7,7 +7,6 @@ On a terminal the trained tokens are green. Start it with -m as above: run as a 
 `inspect`.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.errors import UserError, run_main
+from dataset.errors import Parser, UserError, run_main
 from dataset.lm_dataset import TokenDataset
 from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
 
@@ -64,10 +63,10 @@ def show(dataset: TokenDataset, tokenizer, count: int, colour: bool) -> None:
 
 def main() -> None:
     """Read the options, build or open the cache, print."""
-    parser = argparse.ArgumentParser(prog="python -m dataset.inspect", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m dataset.inspect", description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show (default 2)")
-    parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows (default 0)")
+    parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")
+    parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows")
     args = parser.parse_args()
     if args.samples < 0:
         raise UserError(f"--samples {args.samples} is negative; use 0 for the report alone")

@@ -26,7 +26,7 @@ import numpy as np
 
 from dataset.cache_build import build_arrays, write_json
 from dataset.data_files import expand_paths
-from dataset.errors import UserError, run_main
+from dataset.errors import Parser, UserError, run_main
 from dataset.tokenizing import KINDS, TokenizerSpec
 
 try:
@@ -284,13 +284,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that decide which cache is meant."""
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
     parser.add_argument("--data_path", required=True, help="files, globs and folders, separated by commas")
-    parser.add_argument("--tokenizer_path", default=str(REPOSITORY / "model"), help="tokenizer folder (default model/)")
-    parser.add_argument("--max_seq_len", type=int, help="tokens per sample (default 512 for pretrain, 768 for sft)")
-    parser.add_argument("--cache_dir", default=str(DEFAULT_CACHE_DIR), help="folder of caches (default dataset/cache/)")
-    parser.add_argument("--num_proc", type=int, help="processes that tokenise (default one per core)")
-    parser.add_argument(
-        "--on_bad_data", choices=("stop", "skip"), default="stop", help="at a bad record (default stop)"
-    )
+    parser.add_argument("--tokenizer_path", default=str(REPOSITORY / "model"), help="tokenizer folder")
+    parser.add_argument("--max_seq_len", type=int, help="tokens per sample (512 for pretrain, 768 for sft)")
+    parser.add_argument("--cache_dir", default=str(DEFAULT_CACHE_DIR), help="folder of caches")
+    parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
+    parser.add_argument("--on_bad_data", choices=("stop", "skip"), default="stop", help="at a bad record")
 
 
 def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
@@ -302,7 +300,7 @@ def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
 
 def main() -> None:
     """Build a cache ahead of time, or find it built, and print its report."""
-    parser = argparse.ArgumentParser(prog="python -m dataset.token_cache", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m dataset.token_cache", description=__doc__.splitlines()[0])
     add_arguments(parser)
     args = parser.parse_args()
     cache = cache_of_arguments(args, load_tokenizer(args.tokenizer_path))

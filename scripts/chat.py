@@ -10,14 +10,14 @@ import sys
 import torch
 from transformers import TextStreamer
 
-from dataset.errors import UserError, run_main
-from trainer.arguments import Parser, model_config, model_shape_flags
+from dataset.errors import Parser, UserError, run_main
+from trainer.arguments import model_config, model_shape_flags
 from trainer.trainer_utils import ROOT, init_model, load_tokenizer, pick_device
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     flag("--weight", default="full_sft", help="name of the weights in --save_dir")
     model_shape_flags(parser)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dataset.errors import UserError, run_main
+from dataset.errors import Parser, UserError, run_main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_OUTPUT = REPOSITORY / "out" / "tokenizer"
@@ -205,29 +205,13 @@ def characters_per_token(tokenizer: Tokenizer, texts: list[str]) -> dict[str, fl
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given several times"
-    )
-    parser.add_argument("--vocab_size", type=int, default=6400, help="number of ids, specials included (default: 6400)")
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        default=DEFAULT_OUTPUT,
-        help="folder to write (default: out/tokenizer of the repository)",
-    )
-    parser.add_argument(
-        "--holdout_every",
-        type=int,
-        default=20,
-        help="keep every N-th record of each file out of training and measure on those; 0 = none (default: 20)",
-    )
-    parser.add_argument(
-        "--zh_share",
-        type=float,
-        default=0.45,
-        help="share of Chinese records in the characters learnt from, between 0 and 1 (default: 0.45)",
-    )
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    flag = parser.add_argument
+    flag("--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given repeatedly")
+    flag("--vocab_size", type=int, default=6400, help="number of ids, specials included")
+    flag("--output_dir", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
+    flag("--holdout_every", type=int, default=20, help="every N-th record is not learnt from but measured on; 0: none")
+    flag("--zh_share", type=float, default=0.45, help="share of Chinese in the characters learnt from")
     return parser.parse_args()
 
 

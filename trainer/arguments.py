@@ -1,21 +1,11 @@
 """The command line that all stage scripts share: MiniMind's flags, grouped, each with its unit and default."""
 
 import argparse
-import sys
-from typing import NoReturn
 
-from dataset.errors import UserError
+from dataset.errors import Parser, UserError
 from model.model_minimind import MiniMindConfig
 from trainer.tracker import MODES
 from trainer.trainer_utils import ROOT
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with this project's way of failing: one `error:` line, exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}; see --help", file=sys.stderr)
-        sys.exit(2)
 
 
 def model_shape_flags(parser: argparse._ActionsContainer) -> None:
@@ -28,8 +18,7 @@ def model_shape_flags(parser: argparse._ActionsContainer) -> None:
 
 def stage_parser(description: str, **defaults) -> Parser:
     """The parser of a stage script. `defaults` are what the stage owns (`save_weight`, `epochs` ...)."""
-    form = argparse.ArgumentDefaultsHelpFormatter
-    parser = Parser(description=description.split("\n", 1)[0], formatter_class=form, allow_abbrev=False)
+    parser = Parser(description=description.split("\n", 1)[0])
     flag = parser.add_argument_group("files").add_argument
     flag(
         "--data_path",

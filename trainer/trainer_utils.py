@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dataset.errors import UserError
 from dataset.lm_dataset import collate_flat
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoint import lm_checkpoint, load_weights, reason, weight_path
+from trainer.checkpoint import lm_checkpoint, load_weights, weight_path
 
 __all__ = [
     "Logger",
@@ -115,19 +116,6 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
 def get_lr(current_step: int, total_steps: int, lr: float) -> float:
     """Cosine from `lr` down to a tenth of it; steps are optimizer updates, the first is 1 (MiniMind's schedule)."""
     return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
-
-
-def load_tokenizer(tokenizer_path: str | Path) -> PreTrainedTokenizerBase:
-    """A Hugging Face tokenizer from a local folder.
-
-    Raises:
-        UserError: the folder holds no tokenizer.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        why = reason(error)
-        raise UserError(f"--tokenizer_path {tokenizer_path}: no tokenizer could be read there ({why})") from error
 
 
 def init_model(
