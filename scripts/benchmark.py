@@ -77,7 +77,7 @@ def main() -> None:
     data = stage.load_data(STAGES[args.stage][0], args)
     local_rank = utils.init_distributed_mode()
     utils.setup_seed(args.seed)
-    lm_config = model_config(args, data.vocab_size)
+    lm_config = model_config(args, data.tokenizer)
     device = utils.pick_device(args.device, local_rank)
     autocast, scaler = utils.mixed_precision(args.dtype, device)
     model, _ = utils.init_model(lm_config, "none", args.tokenizer_path, args.save_dir, device)

@@ -57,7 +57,7 @@ def main() -> None:
     args = parse_args()
     if args.temperature < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise UserError("--temperature must not be negative, --top_p above 0 up to 1, --max_new_tokens at least 1")
-    config = model_config(args, len(load_tokenizer(args.tokenizer_path)))
+    config = model_config(args, load_tokenizer(args.tokenizer_path))
     device = pick_device(args.device, 0)
     torch.manual_seed(args.seed)
     model, tokenizer = init_model(config, args.weight, args.tokenizer_path, args.save_dir, device)

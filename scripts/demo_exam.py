@@ -155,7 +155,7 @@ def main() -> None:
     if args.batch_size < 1 or args.max_new_tokens < 1 or args.show < 0:
         raise UserError("--batch_size and --max_new_tokens must be at least 1, --show must not be negative")
     questions = read_exam(args.exam_path)
-    config = model_config(args, len(load_tokenizer(args.tokenizer_path)))
+    config = model_config(args, load_tokenizer(args.tokenizer_path))
     device = pick_device(args.device, 0)
     model, tokenizer = init_model(config, args.weight, args.tokenizer_path, args.save_dir, device)
     costs = run_costs(args.save_dir, [run_name(run, config) for run in args.runs])

@@ -2,6 +2,8 @@
 
 import argparse
 
+from transformers import PreTrainedTokenizerBase
+
 from dataset.errors import Parser, UserError
 from model.model_minimind import MiniMindConfig
 from trainer.tracker import MODES
@@ -90,8 +92,9 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("; ".join(wrong))
 
 
-def model_config(args: argparse.Namespace, vocab_size: int) -> MiniMindConfig:
-    """The model's shape from the command line and the tokenizer."""
+def model_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
+    """The model's shape from the command line, its vocabulary and special tokens from the tokenizer."""
     shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
     dropout = getattr(args, "dropout", 0.0)
-    return MiniMindConfig(**shape, use_moe=bool(args.use_moe), dropout=dropout, vocab_size=vocab_size)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    return MiniMindConfig(**shape, **special, use_moe=bool(args.use_moe), dropout=dropout, vocab_size=len(tokenizer))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from dataset.errors import UserError, run_main
 from dataset.lm_dataset import PretrainDataset, SFTDataset
@@ -61,7 +62,7 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
     setup_seed(args.seed)
 
     # 2. Model shape, the run's contract, and the checkpoint to go on from.
-    lm_config = model_config(args, data.vocab_size)
+    lm_config = model_config(args, data.tokenizer)
     run = describe_run(args, lm_config, data)
     saved = find_checkpoint(args, lm_config, run)
 
@@ -98,11 +99,11 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
 
 @dataclass
 class StageData:
-    """The data of a stage: training samples, held-out samples or None, and the tokenizer's vocabulary size."""
+    """The data of a stage: training samples, held-out samples or None, and the tokenizer they went through."""
 
     train: PretrainDataset | SFTDataset
     held_out: PretrainDataset | SFTDataset | None
-    vocab_size: int
+    tokenizer: PreTrainedTokenizerBase
 
 
 def load_data(dataset_class: type, args: Namespace) -> StageData:
@@ -113,7 +114,7 @@ def load_data(dataset_class: type, args: Namespace) -> StageData:
     build = partial(dataset_class, tokenizer=tokenizer, **shape)
     train = build(args.data_path, packing=bool(args.packing))
     held_out = build(args.eval_data_path) if args.eval_data_path else None
-    return StageData(train, held_out, len(tokenizer))
+    return StageData(train, held_out, tokenizer)
 
 
 def describe_run(args: Namespace, lm_config: MiniMindConfig, data: StageData) -> dict[str, Any]:

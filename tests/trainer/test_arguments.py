@@ -3,6 +3,8 @@
 import pytest
 
 from dataset.errors import UserError
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT
 from trainer.arguments import check_args, model_config, stage_parser
 from trainer.train_full_sft import FULL_SFT
 from trainer.train_pretrain import PRETRAIN
@@ -48,5 +50,6 @@ def test_the_model_follows_the_command_line():
     args = stage_parser("t", **FULL_SFT).parse_args(
         ["--data_path", "x", "--hidden_size", "256", "--use_moe", "1", "--dropout", "0.1"]
     )
-    config = model_config(args, 6400)
+    config = model_config(args, load_tokenizer(ROOT / "model"))
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
     assert (config.hidden_size, config.use_moe, config.dropout, config.vocab_size) == (256, True, 0.1, 6400)
