@@ -42,10 +42,13 @@ class MetricsLog:
         self.total_updates = total_updates
         self.bar = None
         if sys.stdout.isatty():
-            form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
-            self.bar = tqdm(
-                total=total_updates, initial=last_update or 0, unit="update", bar_format=form, file=sys.stdout
-            )
+            form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}{postfix}"
+            self.bar = tqdm(total=total_updates, initial=last_update or 0, bar_format=form, file=sys.stdout)
+
+    def tick(self, update: int) -> None:
+        """Move the bar, at every update."""
+        if self.bar is not None:
+            self.bar.update(update - self.bar.n)
 
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200)`."""
@@ -55,8 +58,8 @@ class MetricsLog:
         if self.bar is None:
             print(text, flush=True)
         else:
-            self.bar.n = record["update"]
-            self.bar.set_postfix_str(text)
+            self.bar.write(text, file=sys.stdout)
+            self.bar.set_postfix_str(f"loss: {record['loss']:.4f}, eta: {self.time_left(record)}", refresh=False)
 
     def time_left(self, record: dict[str, Any]) -> str:
         """Seconds per update so far, times the updates to come."""

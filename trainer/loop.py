@@ -206,6 +206,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         lr = warmup * get_lr(state.update + 1, state.total_updates, args.learning_rate)
         sums, grad_norm = train_update(state, window, lr)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
+        if state.metrics is not None:
+            state.metrics.tick(state.update)
         due = partial(reached, before=before, step=step, iters=iters)
         evaluating = state.eval_loader is not None and due(args.eval_interval)
         saving = due(args.save_interval)

@@ -1,6 +1,8 @@
 """The metrics file is the source of truth: whole lines only, each update once, also after a resume."""
 
+import io
 import json
+import sys
 
 from trainer.console import MetricsLog, describe, read_metrics
 
@@ -40,3 +42,20 @@ def test_the_time_left_is_the_time_per_update_times_the_updates_left(tmp_path):
 def test_a_line_names_the_held_out_loss_where_there_is_one():
     assert "eval_loss" not in describe(record(1))
     assert "eval_loss: 1.2500, eval_bpb: 0.7500" in describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75})
+
+
+def test_a_terminal_gets_a_live_bar_and_the_same_lines(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    log = MetricsLog(tmp_path / "m.jsonl", total_updates=4)
+    for update in range(1, 5):
+        log.tick(update)
+        if update % 2 == 0:
+            log.write(record(update), "head")
+    log.close()
+    text = screen.getvalue()
+    assert text.count("head, loss: 0.5000") == 2 and "100%|" in text and "update 4/4" in text
