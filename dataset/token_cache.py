@@ -108,7 +108,7 @@ def build_token_cache(
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
-            options = {"num_proc": num_proc or _cores(), "skip_bad": on_bad_data == "skip"}
+            options = {"num_proc": num_proc or available_cores(), "skip_bad": on_bad_data == "skip"}
             _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, {**settings, "fingerprint": key}, options)
         cache = TokenCache(folder, paths)
     except OSError as error:
@@ -241,7 +241,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _cores() -> int:
+def available_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -285,7 +286,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
     parser.add_argument("--data_path", required=True, help="files, globs and folders, separated by commas")
     parser.add_argument("--tokenizer_path", default=str(REPOSITORY / "model"), help="tokenizer folder")
-    parser.add_argument("--max_seq_len", type=int, help="tokens per sample (512 for pretrain, 768 for sft)")
+    parser.add_argument(
+        "--max_seq_len", type=int, help="tokens per sample (340 for pretrain, 768 for sft, as in training)"
+    )
     parser.add_argument("--cache_dir", default=str(DEFAULT_CACHE_DIR), help="folder of caches")
     parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
     parser.add_argument("--on_bad_data", choices=("stop", "skip"), default="stop", help="at a bad record")
@@ -293,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
     """The cache that the options of `add_arguments` mean."""
-    max_length = args.max_seq_len if args.max_seq_len is not None else {"pretrain": 512, "sft": 768}[args.kind]
+    max_length = args.max_seq_len if args.max_seq_len is not None else {"pretrain": 340, "sft": 768}[args.kind]
     options = (args.cache_dir, args.num_proc, args.on_bad_data)
     return build_token_cache(args.kind, args.data_path, tokenizer, max_length, *options)
 

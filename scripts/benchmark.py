@@ -14,8 +14,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from dataset.errors import UserError, run_main
+from dataset.errors import Parser, UserError, run_main
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from trainer import stage, train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
@@ -27,14 +28,15 @@ STAGES = {"pretrain": (PretrainDataset, train_pretrain.PRETRAIN), "sft": (SFTDat
 
 def parse_args():
     """The stage's own flags, and how long to measure."""
-    parser = stage_parser(__doc__, **train_full_sft.FULL_SFT)
+    chosen = Parser(add_help=False)
+    chosen.add_argument("--stage", choices=sorted(STAGES), default="sft")
+    stage_name = chosen.parse_known_args()[0].stage
+    parser = stage_parser(__doc__, **STAGES[stage_name][1])
     flag = parser.add_argument_group("benchmark").add_argument
     flag("--stage", choices=sorted(STAGES), default="sft", help="whose data and defaults")
     flag("--warmup", type=int, default=3, help="updates before the clock starts")
     flag("--updates", type=int, default=10, help="updates that are timed, one by one")
     flag("--json", help="also write the figures to this file")
-    first = parser.parse_args()
-    parser.set_defaults(**STAGES[first.stage][1])
     return parser.parse_args()
 
 
@@ -46,6 +48,7 @@ def measure(state: TrainState, loader, args) -> dict[str, Any]:
     """
     batches, rates, flops = iter(loader), [], 0.0
     tokens = samples = wait = elapsed = 0.0
+    ranks = utils.world_size()  # tokens and flops are counted on rank 0 and taken for all
     for update in range(args.warmup + args.updates):
         meter = Meter()
         window = meter.fetch(batches, args.accumulation_steps, state.lm_config)
@@ -59,9 +62,9 @@ def measure(state: TrainState, loader, args) -> dict[str, Any]:
         tokens, flops, wait, elapsed = tokens + meter.tokens, flops + meter.flops, wait + meter.wait, elapsed + seconds
         samples += sum(len(batch["cu_seqlens"]) - 1 for batch in window)
     return {
-        "tokens_per_second": tokens / elapsed,
-        "tokens_per_second_median": statistics.median(rates),
-        "mfu": flops / elapsed / state.peak_flops,
+        "tokens_per_second": tokens / elapsed * ranks,
+        "tokens_per_second_median": statistics.median(rates) * ranks,
+        "mfu": flops / elapsed / state.peak_flops * ranks,
         "matrix_rate_tflops": state.peak_flops / 1e12,
         "padded_share": 1 - tokens / (samples * args.max_seq_len),
         "data_wait": wait / elapsed,
@@ -90,9 +93,11 @@ def main() -> None:
         utils.epoch_loader(data.train, args.batch_size, args.seed, epoch, 0, args.num_workers) for epoch in range(100)
     )
     figures = measure(state, chain.from_iterable(loaders), args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     for name, value in figures.items():
         utils.Logger(f"{name:26} {value:,.3f}")
-    if args.json and utils.is_main_process():
+    if args.json and local_rank == 0:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(figures | {"torch": torch.__version__, "device": str(device), "run": run}, file, indent=1)
 

@@ -1,7 +1,7 @@
 """Chat with trained weights in the terminal; the answer streams as it is written.
 
 python scripts/chat.py --weight full_sft --hidden_size 512
-python scripts/chat.py --weight full_sft --hidden_size 512 --prompt "Where does Belin live?"      one answer, then out
+python scripts/chat.py --weight full_sft --hidden_size 512 --prompt "Who are you?"      one answer, then out
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Sit the exam of the demo corpus: ask in chat about people whom SFT never mentioned, and score the answers.
 
-    python scripts/demo_exam.py --weight full_sft --hidden_size 128 --num_hidden_layers 4 --report out/demo_report.json
+    python scripts/demo_exam.py --save_dir out/demo --hidden_size 256 --num_hidden_layers 3 --show 6
 
 An answer is right when it names the right value and no other value of that attribute: naming them all, or none, scores
 nothing, and guessing one scores 1 in 12. With --control the score is written as that of the model without pretraining.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from dataset.errors import UserError, run_main
-from trainer.arguments import Parser, model_config, model_shape_flags
+from dataset.errors import Parser, UserError, run_main
+from trainer.arguments import model_config, model_shape_flags
 from trainer.checkpoint import atomic_write, run_name
 from trainer.trainer_utils import ROOT, init_model, load_tokenizer, pick_device
 
@@ -24,7 +24,7 @@ FIELDS = {"question": str, "accepted": list, "rejected": list, "attribute": str,
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     flag("--weight", default="full_sft", help="name of the weights in --save_dir")
     model_shape_flags(parser)

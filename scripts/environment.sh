@@ -1,5 +1,9 @@
 # Sourced by the other shell scripts: a virtual environment (.venv, unless one is active) with requirements.txt in it.
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
+    if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "error: $(python3 --version) is too old; install Python 3.11 or newer" >&2
+        exit 2
+    fi
     [ -x .venv/bin/python ] || python3 -m venv .venv
     source .venv/bin/activate
 fi

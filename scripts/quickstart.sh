@@ -22,7 +22,8 @@ weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
 
 shape=(--hidden_size 256 --num_hidden_layers 3)
 run=("${shape[@]}" --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
-run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume 1)
+run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
+trap 'echo "The demo stopped. To start it over: bash scripts/quickstart.sh --fresh" >&2' ERR
 sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)
 sft+=(--epochs 3 --batch_size 8 --learning_rate 3e-4)
 
@@ -42,7 +43,7 @@ python scripts/demo_exam.py --weight full_sft --runs pretrain full_sft sft_only 
 cat "$report"
 cat <<END
 
-Try next:
+Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):
   python scripts/chat.py --save_dir $weights ${shape[*]}     chat with it
   python -m dataset.inspect --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
   PRETRAIN_DATA=a.jsonl SFT_DATA=b.jsonl bash scripts/run_pretrain_sft.sh     your own data (README.md)

@@ -10,7 +10,7 @@
 #   GPUS=""                                 e.g. 0,1: one process per GPU; empty: one process on whatever there is
 #   NPROC                                   processes, if not the number of GPUS (CPU: NPROC=2)
 #   HIDDEN_SIZE=512 LAYERS=8 USE_MOE=0      the model
-#   SAVE_DIR=out CHECKPOINT_DIR=checkpoints where weights and the state to resume from go
+#   SAVE_DIR, CHECKPOINT_DIR                where weights and the state to resume from go: out/ and checkpoints/ here
 #   PRETRAIN_ARGS="" SFT_ARGS=""            any further flags of the stage, e.g. "--epochs 1 --batch_size 64"
 set -euo pipefail
 here="$PWD"
@@ -31,7 +31,7 @@ launch=(python)
 
 shared=(
     --hidden_size "${HIDDEN_SIZE:-512}" --num_hidden_layers "${LAYERS:-8}" --use_moe "${USE_MOE:-0}"
-    --save_dir "${SAVE_DIR:-out}" --checkpoint_dir "${CHECKPOINT_DIR:-checkpoints}" --from_resume 1
+    --save_dir "${SAVE_DIR:=$PWD/out}" --checkpoint_dir "${CHECKPOINT_DIR:=$PWD/checkpoints}" --from_resume 1
 )
 root="$PWD"
 cd "$here" # paths are relative to where you stand
@@ -43,5 +43,5 @@ echo "== pretraining"
 echo "== supervised fine-tuning"
 "${launch[@]}" "$root/trainer/train_full_sft.py" --data_path "$SFT_DATA" --from_weight pretrain "${shared[@]}" \
     ${SFT_EVAL_DATA:+--eval_data_path "$SFT_EVAL_DATA"} ${SFT_ARGS:-}
-echo "chat with it: python scripts/chat.py --weight full_sft --hidden_size ${HIDDEN_SIZE:-512}" \
-    "--num_hidden_layers ${LAYERS:-8} --use_moe ${USE_MOE:-0} --save_dir ${SAVE_DIR:-out}"
+echo "chat with it: python $root/scripts/chat.py --weight full_sft --hidden_size ${HIDDEN_SIZE:-512}" \
+    "--num_hidden_layers ${LAYERS:-8} --use_moe ${USE_MOE:-0} --save_dir $SAVE_DIR"

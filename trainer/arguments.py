@@ -13,7 +13,7 @@ from trainer.trainer_utils import ROOT
 def model_shape_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that say which model it is; every script that builds one takes them."""
     flag = parser.add_argument
-    flag("--hidden_size", type=int, default=512, help="width")
+    flag("--hidden_size", type=int, default=512, help="width, divisible by 16")
     flag("--num_hidden_layers", type=int, default=8, help="depth, in layers")
     flag("--use_moe", type=int, choices=[0, 1], default=0, help="1: mixture of experts instead of dense")
 
@@ -50,7 +50,12 @@ def stage_parser(description: str, **defaults) -> Parser:
     flag("--max_seq_len", type=int, help="longest sample, in tokens")
     flag("--packing", type=int, choices=[0, 1], default=0, help="1: fill rows of --max_seq_len with whole samples")
     flag("--seed", type=int, default=42, help="of weights, order of samples and dropout")
-    flag("--on_bad_data", choices=["stop", "skip"], default="stop", help="at a record that cannot be used")
+    flag(
+        "--on_bad_data",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a record that cannot be used: stop there, or skip and list all of them",
+    )
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu")
     flag(

@@ -5,7 +5,6 @@ micro-batches on every rank (fewer at the end of an epoch). An update's loss is 
 ranks and micro-batches, divided by their number: how the update was cut into micro-batches and ranks changes nothing.
 """
 
-import resource
 import sys
 import time
 from argparse import Namespace
@@ -17,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ from trainer.checkpoint import lm_checkpoint, save_weights, unwrap, weight_path
 from trainer.console import MetricsLog
 from trainer.speed import training_flops
 from trainer.trainer_utils import get_lr, is_main_process, this_rank, world_size
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 Batch = dict[str, Any]
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
@@ -181,6 +186,8 @@ def peak_memory_mb(device: torch.device) -> float:
     """Largest memory so far: of the GPU where there is one, else resident memory of this process, in MB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    if resource is None:
+        return psutil.Process().memory_info().peak_wset / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 

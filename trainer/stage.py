@@ -74,7 +74,8 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
     wandb = start_tracker(args, run, saved)
 
     # 5. Model and optimizer.
-    model, _ = init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir, device)
+    from_weight = "none" if saved else args.from_weight  # a checkpoint replaces them
+    model, _ = init_model(lm_config, from_weight, args.tokenizer_path, args.save_dir, device)
     optimizer = make_optimizer(model, args.learning_rate, args.weight_decay)
 
     # 6. The state of the run, restored from the checkpoint.
@@ -149,7 +150,9 @@ def start_tracker(args: Namespace, run: dict[str, Any], saved: dict[str, Any] | 
     if not (args.use_wandb and is_main_process()):
         return None
     name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
-    run_id, last = (saved["wandb_id"], saved["update"]) if saved else (None, 0)
+    run_id, last = None, 0
+    if saved:  # the point of a record that is still to be reported has not been drawn
+        run_id, last = saved["wandb_id"], saved["update"] - (saved["record"] is not None)
     return Tracker(args.wandb_project, name, args.swanlab_mode, run, run_id, last)
 
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dataset.errors import UserError
 from dataset.lm_dataset import collate_flat
-from dataset.token_cache import load_tokenizer
+from dataset.token_cache import available_cores, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoint import lm_checkpoint, load_weights, weight_path
+from trainer.checkpoint import lm_checkpoint, load_weights, reason, weight_path
 
 __all__ = [
     "Logger",
@@ -65,9 +65,8 @@ def init_distributed_mode() -> int:
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    else:  # torchrun gives each rank one thread; share the cores instead
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own setting; share the cores instead
+        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     return local_rank
 
@@ -82,12 +81,23 @@ def setup_seed(seed: int) -> None:
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """The device of this rank: `auto` takes CUDA, then Apple MPS, then the CPU."""
+    """The device of this rank: `auto` takes CUDA, then Apple MPS, then the CPU.
+
+    Raises:
+        UserError: there is no such device, or all ranks would share one GPU.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "cuda":
         device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device {device} cannot be used ({reason(error)}); leave it at auto") from error
+    if found.type == "cuda" and found.index != local_rank % torch.cuda.device_count():
+        raise UserError(f"--device {device} under torchrun puts several ranks on one GPU; leave it at auto")
+    return found
 
 
 def native_bfloat16(device: torch.device) -> bool:
