@@ -12,14 +12,13 @@ already is left alone.
 Facts become answers to questions only when each was told in several wordings: Allen-Zhu & Li, arXiv:2309.14316.
 """
 
-import argparse
 import json
 import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataset.errors import UserError, run_main
+from dataset.errors import Parser, UserError, run_main
 
 LANGUAGES = ("zh", "en")
 # How many inhabitants each group holds: multiples of the 12 values, so that every value is equally common in a group.
@@ -36,7 +35,7 @@ LAST_SYLLABLES = "ben本 dan丹 far法 gu古 ki基 len伦 lin琳 mo莫 nor诺 pa
 
 @dataclass(frozen=True)
 class Attribute:
-    """One kind of fact, in both languages. In a wording {n} is the name, {v} the value, {a} the value with a or an."""
+    """One kind of fact, in both languages. In a wording {n} is the name, {v} the value."""
 
     key: str
     values: dict[str, list[str]]  # 12 words per language; the same index is the same value in both
@@ -88,9 +87,9 @@ TRADE = Attribute(
     zh ask: {n}是做什么的？ | {n}的职业是什么？ | 请问{n}做什么工作？ | 你知道{n}靠什么谋生吗？
     en values: baker | blacksmith | carpenter | tailor | fisher | potter | doctor | teacher | miller | beekeeper
     en values: clockmaker | gardener
-    en tell: {n} works as {a}. | {n} is {a}. | {n} is {a} by trade. | {n} earns a living as {a}.
-    en tell: The trade of {n} is that of {a}. | Everyone knows that {n} is {a}. | For many years {n} has been {a}.
-    en tell: Even as a child {n} wanted to be {a}.
+    en tell: {n} works as a {v}. | {n} is a {v}. | {n} is a {v} by trade. | {n} earns a living as a {v}.
+    en tell: The trade of {n} is that of a {v}. | Everyone knows that {n} is a {v}. | For many years {n} has been a {v}.
+    en tell: Even as a child {n} wanted to be a {v}.
     en ask: What does {n} do for a living? | What is the trade of {n}? | What work does {n} do?
     en ask: Can you tell me what {n} works as?
     """),
@@ -98,14 +97,14 @@ TRADE = Attribute(
 ANIMAL = Attribute(
     "animal",
     **table("""
-    zh values: 狐狸 | 猫头鹰 | 山羊 | 兔子 | 乌龟 | 鹦鹉 | 小猫 | 刺猬 | 乌鸦 | 松鼠 | 小狗 | 鸭子
+    zh values: 狐狸 | 天鹅 | 山羊 | 兔子 | 乌龟 | 鹦鹉 | 小猫 | 刺猬 | 乌鸦 | 松鼠 | 小狗 | 鸭子
     zh tell: {n}养了一只{v}。 | {n}的宠物是{v}。 | {n}有一只{v}。 | {n}家里有只{v}。 | {n}每天喂一只{v}。
     zh tell: {n}出门总带着{v}。 | {n}和一只{v}一起生活。 | 跟着{n}的是一只{v}。
     zh ask: {n}养了什么动物？ | {n}的宠物是什么？ | 请问{n}养的是什么？ | {n}家里有什么动物？
-    en values: fox | owl | goat | rabbit | turtle | parrot | kitten | hedgehog | crow | squirrel | puppy | duck
-    en tell: {n} keeps {a}. | {n} has {a} as a pet. | The pet of {n} is {a}. | {n} shares the house with {a}.
-    en tell: Every morning {n} feeds {a}. | {n} never goes out without {a}. | The animal that {n} loves is {a}.
-    en tell: {n} takes good care of {a}.
+    en values: fox | swan | goat | rabbit | turtle | parrot | kitten | hedgehog | crow | squirrel | puppy | duck
+    en tell: {n} keeps a {v}. | {n} has a {v} as a pet. | The pet of {n} is a {v}. | {n} shares the house with a {v}.
+    en tell: Every morning {n} feeds a {v}. | {n} never goes out without a {v}. | The animal that {n} loves is a {v}.
+    en tell: {n} takes good care of a {v}.
     en ask: What animal does {n} keep? | What is the pet of {n}? | Which pet does {n} have?
     en ask: Can you tell me what animal {n} has?
     """),
@@ -180,8 +179,7 @@ def make_people(rng: random.Random) -> list[Person]:
 def tell(person: Person, attribute: Attribute, language: str, wording: str) -> str:
     """One sentence that states a person's value of an attribute in the given wording."""
     value = attribute.values[language][person.facts[attribute.key]]
-    article = "an" if value[0] in "aeiou" else "a"
-    return wording.format(n=person.name[language], v=value, a=f"{article} {value}")
+    return wording.format(n=person.name[language], v=value)
 
 
 def biography(person: Person, language: str, rng: random.Random) -> str:
@@ -331,12 +329,10 @@ def write_corpus(output_dir: str | Path, seed: int) -> dict[str, int]:
 
 def main() -> None:
     """Command line: write the corpus and say what it holds."""
-    parser = argparse.ArgumentParser(
-        description="Generate the built-in demo corpus and its exam; nothing is downloaded."
-    )
+    parser = Parser(description="Generate the built-in demo corpus and its exam; nothing is downloaded.")
     default_dir = Path(__file__).resolve().parent / "demo"
-    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files (default: dataset/demo)")
-    parser.add_argument("--seed", type=int, default=0, help="whole number that picks the world (default: 0)")
+    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
+    parser.add_argument("--seed", type=int, default=0, help="whole number that picks the world")
     args = parser.parse_args()
     counts = write_corpus(args.output_dir, args.seed)
     print(f"demo corpus of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))

@@ -98,7 +98,8 @@ def test_no_wording_is_left_unfilled_or_empty(demo):
             assert len(set(attribute.ask[language])) >= 4
             for wording in attribute.tell[language]:
                 assert "{n}" in wording
-                assert ("{v}" in wording) != ("{a}" in wording)
+                assert "{v}" in wording
+                assert "a {v}" not in wording or not any(value[0] in "aeiou" for value in attribute.values["en"])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 12345])
@@ -126,7 +127,7 @@ def test_every_fact_is_told_in_many_wordings_and_never_contradicted(demo, people
     truths = {tell(p, a, lang, w) for p in people for a in ATTRIBUTES for lang in LANGUAGES for w in a.tell[lang]}
     for record in demo["pretrain.jsonl"] + demo["pretrain_eval.jsonl"]:
         if "valley" not in record["text"] and "山谷" not in record["text"]:
-            assert set(re.findall(r"[^.。]+[.。]", record["text"].replace(". ", "."))) <= truths
+            assert {part.strip() for part in re.findall(r"[^.。]+[.。]", record["text"])} <= truths
 
 
 def test_the_exam_asks_for_every_fact_in_both_languages(demo, people):
