@@ -7,9 +7,9 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
     [ -x .venv/bin/python ] || python3 -m venv .venv
     source .venv/bin/activate
 fi
-# CPU threads that wait for each other sleep instead of spinning: on cores shared with other work that is many times
-# faster (docs/LOG.md).
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+# CPU threads that wait for each other soon sleep instead of spinning: on cores shared with other work that is several
+# times faster, on idle ones it costs a few percent (docs/LOG.md).
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
 # Installing again costs seconds even when nothing is missing: do it only after requirements.txt has changed.
 installed="$(python -c 'import sys; print(sys.prefix)')/minimind_requirements.txt"
 if ! cmp --silent requirements.txt "$installed"; then
