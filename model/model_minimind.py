@@ -115,12 +115,12 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seql
     One variable-length kernel on CUDA. Elsewhere one call per sample: no masked block is computed, and on a CPU reading
     the lengths costs no wait. There it works in float32: the bfloat16 kernel is compiled anew for every length.
     """
+    if not len(q):
+        return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True)
     lengths = cu_seqlens.diff().tolist()
-    if not lengths:
-        return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
     with torch.autocast(q.device.type, enabled=False):

@@ -5,7 +5,10 @@ import torch
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from dataset.lm_dataset import SFTDataset, collate_flat
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
 
 VOCAB = 300
 SHAPES = {
@@ -165,6 +168,33 @@ def test_flat_padded_and_one_at_a_time_have_the_same_loss_and_gradients(shape):
         scale = max(1.0, gradient.abs().max().item())
         assert (single[name] - gradient).abs().max() <= 1e-5 * scale, name
         assert (pad[name] - gradient).abs().max() <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("shape", ["dense", "moe"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(corpus, shape, packing):
+    """From conversations to gradients: the dataset's flat batch against stock transformers on each sample alone."""
+    dataset = SFTDataset(str(corpus["sft"]), load_tokenizer(ROOT / "model"), 256, packing, corpus["cache"])
+    rows = [dataset[i] for i in range(8)]
+    samples = [sample for row in rows for sample in row]
+    assert len(samples) > 8 if packing else len(samples) == 8
+    batch = collate_flat(rows)
+    batch.pop("sample_ids"), batch.pop("target_bytes")
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, **SHAPES[shape])).train()
+    reference = stock(model).train()
+    out = model(**batch)
+    (out.loss / len(batch["targets"])).backward()
+    flat = gradients(model)
+    for sample in samples:
+        ids = torch.from_numpy(sample["input_ids"].astype("int64"))
+        labels = ids.masked_fill(~torch.from_numpy(sample["trained"]), -100)[1:]
+        logits = reference(ids[None]).logits[0, :-1]
+        (F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(batch["targets"])).backward()
+    for name, parameter in reference.named_parameters():
+        if name in flat:  # stock transformers holds the experts stacked
+            assert (flat[name] - parameter.grad).abs().max() <= 1e-5, name
+    assert sum(name in flat for name, _ in reference.named_parameters()) >= 12
 
 
 def test_the_padded_loss_is_torchs_cross_entropy():
