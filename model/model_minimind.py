@@ -27,10 +27,8 @@ from transformers.modeling_utils import slice_logits_to_keep
 class MiniMindConfig(PretrainedConfig):
     """Shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
 
-    `dropout` acts on the embedding and at the end of each attention, while training. For contexts beyond the training
-    length pass transformers' `rope_scaling`, e.g. `{"rope_type": "yarn", "factor": 4.0,
-    "original_max_position_embeddings": 2048}`; `inference_rope_scaling` is MiniMind's switch for its own setting.
-    """
+    For contexts beyond the training length pass transformers' `rope_scaling`, such as `{"rope_type": "yarn",
+    "factor": 4.0, "original_max_position_embeddings": 2048}`; `inference_rope_scaling` is MiniMind's setting of it."""
 
     model_type = "minimind"
     default_theta = 1e6  # rope_theta, unless given
@@ -43,7 +41,7 @@ class MiniMindConfig(PretrainedConfig):
     num_key_value_heads: int = 4  # G
     head_dim: int | None = None  # D; hidden_size / num_attention_heads
     intermediate_size: int | None = None  # of SwiGLU; ceil(hidden_size * pi / 64) * 64
-    dropout: float = 0.0
+    dropout: float = 0.0  # at the embedding and after each attention
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_parameters: dict | None = None
@@ -68,6 +66,11 @@ class MiniMindConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
 
 
+def filler(rows: Tensor) -> int:
+    """Rows to add to a flat batch: oneDNN compiles, and keeps, a CPU kernel for each number of rows, so have few."""
+    return -len(rows) % 64 if rows.device.type == "cpu" else 0
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (arXiv:1910.07467), computed in float32."""
 
@@ -82,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), optionally rescaled by YaRN."""
+    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), by YaRN (arXiv:2309.00071) if so configured."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -112,15 +115,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Causal attention inside each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
-    One variable-length kernel on CUDA. Elsewhere one call per sample: no masked block is computed, and on a CPU reading
-    the lengths costs no wait. There it works in float32: the bfloat16 kernel is compiled anew for every length.
-    """
+    One variable-length kernel where a GPU has it, else one call per sample, without masked blocks (on a CPU in float32:
+    the bfloat16 kernel is compiled anew for every length)."""
     if not len(q):
         return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    half, head_dim = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    if q.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0):
         borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True)
     lengths = cu_seqlens.diff().tolist()
+    lengths += [len(q) - sum(lengths)]  # the filler
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
     with torch.autocast(q.device.type, enabled=False):
@@ -153,8 +157,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))  # [..., H, D]
-        q, k = rotate(self.q_norm(q), *rotary), rotate(self.k_norm(k), *rotary)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # the norm weights are float32, also under autocast
+        q, k = rotate(self.q_norm(q), *rotary).to(v.dtype), rotate(self.k_norm(k), *rotary).to(v.dtype)
         if flat is not None:
             out = flat_attention(q, k, v, *flat)
             return self.dropout(self.o_proj(out.flatten(-2)))
@@ -178,15 +181,13 @@ class FeedForward(nn.Module):
 
 
 def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor) -> Tensor:
-    """Linear layer i on rows [ends[i-1], ends[i]) of x [R, in] -> [R, out], as one grouped matrix product.
-
-    The number of rows per layer stays on the device: no host sync, and a layer without rows gets a zero gradient.
-    """
+    """Linear layer i on rows [ends[i-1], ends[i]) of x [R, in] -> [R, out], as one grouped matrix product: the number
+    of rows per layer stays on the device (no host sync), and a layer without rows gets a zero gradient."""
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     weights = torch.stack([layer.weight.to(dtype) for layer in layers]).transpose(1, 2)  # [E, in, out]
-    if hasattr(F, "grouped_mm") and (x.device.type == "cpu" or dtype == torch.bfloat16):
+    if hasattr(F, "grouped_mm") and (x.device.type == "cpu" or (x.is_cuda and dtype == torch.bfloat16)):
         return F.grouped_mm(x.to(dtype), weights, offs=ends)
-    bounds = [0, *ends.tolist()]  # where torch has no such kernel (float32 on a GPU): one host sync
+    bounds = [0, *ends.tolist()]  # where torch has no such kernel (float32 on a GPU): a host sync
     return torch.cat([x[a:b].to(dtype) @ w for a, b, w in zip(bounds[:-1], bounds[1:], weights, strict=True)])
 
 
@@ -220,11 +221,9 @@ class MOEFeedForward(nn.Module):
 def load_balancing_loss(probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int) -> Tensor:
     """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, for one layer.
 
-    f_e is the share of a sample's tokens routed to expert e and P_e its mean probability (Switch Transformer,
-    arXiv:2101.03961, eq. 4), taken per sample as in DeepSeek-V3 (arXiv:2412.19437, eq. 17). Per sample the loss is a
-    sum that does not change with the micro-batch, the accumulation or the number of ranks. `probs` [N, E] float32,
-    `chosen` [N, K], `sample` [N]: which sample a token belongs to; those numbered `num_samples` (padding) are left out.
-    """
+    f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
+    arXiv:2101.03961, eq. 4). Per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) the loss is a sum that micro-batches
+    and ranks do not change. `probs` [N, E], `chosen` [N, K], `sample` [N]; sample number `num_samples` is padding."""
     picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
     totals = probs.new_zeros(num_samples + 1, probs.shape[-1])
     counts = totals.index_add(0, sample, picked)[:num_samples]
@@ -311,13 +310,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
             return self._forward_flat(embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
-        mask = create_causal_mask(self.config, embeds, attention_mask, past_key_values, position_ids)
-        hidden, routings = self.model(embeds, position_ids, mask, past_key_values)
+        mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
+        hidden, routings = self.model(embeds, position_ids, mask, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
         loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs) if labels is not None else None
         aux_loss = None
@@ -326,18 +324,20 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
             aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
             loss = loss + aux_loss
-        cache = past_key_values if use_cache else None
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
     def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):
+        tokens, extra = len(embeds), filler(embeds)
+        embeds, position_ids = F.pad(embeds, (0, 0, 0, extra)), F.pad(position_ids, (0, extra))
         hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, max_seqlen))
         if targets is None:
-            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden))
-        hidden = hidden.index_select(0, target_index)  # [M, C]
-        fused = getattr(
-            F, "linear_cross_entropy", lambda x, w, y, **kw: F.cross_entropy(F.linear(x, w).float(), y, **kw)
-        )
-        loss = fused(hidden, self.lm_head.weight, targets, reduction="sum")
+            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
+        hidden = hidden.index_select(0, F.pad(target_index, (0, filler(targets))))  # [M, C]
+        targets = F.pad(targets, (0, filler(targets)), value=-100)  # -100: no target
+        if hasattr(F, "linear_cross_entropy"):
+            loss = F.linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum")
+        else:
+            loss = F.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
         aux_loss = loss.new_zeros(())
         if self.config.use_moe:
             positions = torch.arange(len(embeds), device=embeds.device)

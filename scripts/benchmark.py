@@ -14,14 +14,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dataset.errors import Parser, UserError, run_main
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from trainer import stage, train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.arguments import check_args, model_config, stage_parser
-from trainer.loop import Meter, TrainState, next_token_loss, peak_memory_mb, train_update
+from trainer.loop import Meter, TrainState, leave_group, next_token_loss, peak_memory_mb, train_update
 
 STAGES = {"pretrain": (PretrainDataset, train_pretrain.PRETRAIN), "sft": (SFTDataset, train_full_sft.FULL_SFT)}
 
@@ -93,13 +92,12 @@ def main() -> None:
         utils.epoch_loader(data.train, args.batch_size, args.seed, epoch, 0, args.num_workers) for epoch in range(100)
     )
     figures = measure(state, chain.from_iterable(loaders), args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     for name, value in figures.items():
         utils.Logger(f"{name:26} {value:,.3f}")
-    if args.json and local_rank == 0:
+    if args.json and utils.is_main_process():
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(figures | {"torch": torch.__version__, "device": str(device), "run": run}, file, indent=1)
+    leave_group(state)
 
 
 if __name__ == "__main__":

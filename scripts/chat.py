@@ -79,7 +79,11 @@ def main() -> None:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": answer(model, tokenizer, messages, args, streamer)})
+        try:
+            messages.append({"role": "assistant", "content": answer(model, tokenizer, messages, args, streamer)})
+        except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
+            messages.pop()
+            print()
         sys.stdout.flush()
 
 

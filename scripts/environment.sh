@@ -4,16 +4,16 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
         echo "error: $(python3 --version) is too old; install Python 3.11 or newer" >&2
         exit 2
     fi
-    [ -x .venv/bin/python ] || python3 -m venv .venv
+    [ -f .venv/bin/activate ] || python3 -m venv .venv
     source .venv/bin/activate
 fi
 # CPU threads that wait for each other soon sleep instead of spinning: on cores shared with other work that is several
 # times faster, on idle ones it costs a few percent (docs/LOG.md).
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
-# Installing again costs seconds even when nothing is missing: do it only after requirements.txt has changed.
+# Installing again costs seconds even when nothing is missing: do it only for other requirements or another clone.
 installed="$(python -c 'import sys; print(sys.prefix)')/minimind_requirements.txt"
-if ! cmp --silent requirements.txt "$installed"; then
+if [ "$(cat requirements.txt; pwd)" != "$(cat "$installed" 2>/dev/null)" ]; then
     echo "installing requirements.txt"
     python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-    cp requirements.txt "$installed"
+    { cat requirements.txt; pwd; } >"$installed"
 fi

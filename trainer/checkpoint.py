@@ -47,7 +47,7 @@ def reason(error: BaseException) -> str:
 def atomic_write(path: Path, write: Callable[[BinaryIO], Any], keep: Path | None = None) -> None:
     """Replace `path` by what `write(file)` writes; on failure nothing has changed. The old file is kept as `keep`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = path.with_name(f".{path.name}.tmp")  # one name: what a kill leaves behind is written over
     try:
         with open(temp, "wb") as file:
             write(file)
@@ -88,18 +88,18 @@ def load_weights(model: nn.Module, path: Path) -> None:
         there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
         found = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
         raise UserError(
-            f"--from_weight: {path} does not exist ({found}); train that stage first, or --from_weight none"
+            f"weights {path} do not exist ({found}); train that stage first, or name another (--from_weight, --weight)"
         )
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         given = {key: tuple(value.shape) for key, value in weights.items()}
     except (*UNREADABLE, AttributeError) as error:
-        raise UserError(f"--from_weight: {path} is not a readable weights file ({reason(error)})") from error
+        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if given != wanted:
         keys = sorted(k for k in {**given, **wanted} if given.get(k) != wanted.get(k))
         diff = f"{keys[0]} is {given.get(keys[0], 'missing')}, the model wants {wanted.get(keys[0], 'none')}"
-        raise UserError(f"--from_weight: {path} does not fit the model: {diff}; {len(keys)} tensors differ in all")
+        raise UserError(f"weights {path} do not fit the model: {diff}; {len(keys)} tensors differ in all")
     model.load_state_dict(weights, strict=True)
 
 

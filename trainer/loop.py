@@ -5,6 +5,7 @@ micro-batches on every rank (fewer at the end of an epoch). An update's loss is 
 ranks and micro-batches, divided by their number: how the update was cut into micro-batches and ranks changes nothing.
 """
 
+import gc
 import sys
 import time
 from argparse import Namespace
@@ -83,10 +84,24 @@ class TrainState:
         """Take over a checkpoint: weights, optimizer, scaler and progress."""
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
         self.epoch, self.step = saved["epoch"], saved["step"]
         for key in SAVED:
             setattr(self, key, saved[key])
+
+
+def leave_group(state: TrainState) -> None:
+    """Let all ranks leave together.
+
+    DDP's reducer must go before the group: it would end the group's threads while it holds the interpreter lock, and
+    gloo's threads need that lock to let go of their last tensors (a deadlock seen once in some dozen runs).
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        state.model = unwrap(state.model)
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -122,7 +137,9 @@ def train_update(state: TrainState, window: list[Batch], lr: float) -> tuple[Ten
         group["lr"] = lr
     exact = torch.float32 if state.device.type == "mps" else torch.float64
     sizes = [(len(batch["targets"]), len(batch["input_ids"])) for batch in window]
-    counts = reduce_sum(torch.tensor(sizes, dtype=exact, device=state.device).sum(dim=0))
+    counts = torch.tensor(sizes, dtype=exact).sum(dim=0)
+    counts = counts.pin_memory() if state.device.type == "cuda" else counts  # else the copy would wait for the device
+    counts = reduce_sum(counts.to(state.device, non_blocking=True))
     targets, tokens = counts.clamp(min=1).float()  # an update without any target has loss and gradient zero
     sums = torch.zeros(2, dtype=exact, device=state.device)
     for i, batch in enumerate(window):

@@ -35,4 +35,8 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 2048, roun
         total = (a @ a).sum()
         total.item()  # wait for the device
         best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
+    if device.type == "cuda":  # leave no trace in the run's memory figures
+        del a, total
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return best

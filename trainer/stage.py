@@ -4,19 +4,20 @@ import math
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from dataset.errors import UserError, run_main
+from dataset.errors import run_main
 from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.token_cache import file_hash
 from model.model_minimind import MiniMindConfig
 from trainer.arguments import check_args, model_config, stage_parser
 from trainer.checkpoint import check_same_run, run_name, save_weights, weight_path
 from trainer.console import MetricsLog
-from trainer.loop import LossFn, TrainState, report, train_epoch
+from trainer.loop import LossFn, TrainState, leave_group, report, train_epoch
 from trainer.speed import matrix_rate
 from trainer.tracker import Tracker
 from trainer.trainer_utils import (
@@ -126,6 +127,9 @@ def describe_run(args: Namespace, lm_config: MiniMindConfig, data: StageData) ->
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run["samples"] = len(data.train)
     run["data"] = data.train.cache.fingerprint
+    start = weight_path(args.save_dir, args.from_weight, lm_config)
+    run["from_weight"] = args.from_weight
+    run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if start.is_file() else None
     return run
 
 
@@ -140,8 +144,10 @@ def find_checkpoint(args: Namespace, lm_config: MiniMindConfig, run: dict[str, A
     saved = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir)
     if saved is None:
         Logger(f"WARNING: --from_resume 1, but {args.checkpoint_dir} holds no checkpoint of this run: starting afresh")
-    else:
-        check_same_run(saved["run"], run)
+        return None
+    if run["from_weight_sha256"] is None:  # they may be gone: the checkpoint holds what became of them
+        run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
+    check_same_run(saved["run"], run)
     return saved
 
 
@@ -194,20 +200,12 @@ def finish(state: TrainState, wandb=None) -> None:
     if wandb is not None:
         wandb.finish()
     Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_group(state)
 
 
 def resume_steps(saved: dict[str, Any], run: dict[str, Any], args: Namespace) -> int:
     """Where a checkpoint stands in its epoch, in micro-batches of the present batch size and world size.
 
-    Raises:
-        UserError: the samples done are no whole number of micro-batches here.
+    The samples done are a multiple of the global batch, which is the same, or the whole epoch.
     """
-    per_step = args.batch_size * world_size()
-    if saved["samples_done"] == run["samples"]:
-        return math.ceil(run["samples"] / per_step)
-    if saved["samples_done"] % per_step:
-        raise UserError(f"--batch_size {args.batch_size} does not divide the {saved['samples_done']} samples done")
-    return saved["samples_done"] // per_step
+    return math.ceil(saved["samples_done"] / (args.batch_size * world_size()))

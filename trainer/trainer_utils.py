@@ -58,13 +58,13 @@ def init_distributed_mode() -> int:
     """Join the process group that torchrun describes in the environment; gloo for CPU tensors, NCCL for CUDA ones.
 
     Returns:
-        The local rank; 0 when the script was started without torchrun, and then no group is made.
+        The local rank. A run of one process, with or without torchrun, is rank 0 and makes no group.
     """
-    if "RANK" not in os.environ:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # pick_device refuses too many ranks
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own setting; share the cores instead
         torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -81,22 +81,27 @@ def setup_seed(seed: int) -> None:
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """The device of this rank: `auto` takes CUDA, then Apple MPS, then the CPU.
+    """The device of this rank: `auto` takes CUDA, then Apple MPS (one process only), then the CPU.
 
     Raises:
-        UserError: there is no such device, or all ranks would share one GPU.
+        UserError: there is no such device, or several ranks would share one.
     """
+    alone = world_size() == 1
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        mps = alone and torch.backends.mps.is_available()
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if device == "cuda":
-        device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
+        device = f"cuda:{local_rank}"
     try:
         found = torch.device(device)
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device {device} cannot be used ({reason(error)}); leave it at auto") from error
-    if found.type == "cuda" and found.index != local_rank % torch.cuda.device_count():
-        raise UserError(f"--device {device} under torchrun puts several ranks on one GPU; leave it at auto")
+        hint = f"start at most {torch.cuda.device_count()} processes here, or use another device"
+        raise UserError(f"--device {device} cannot be used ({reason(error)}); {hint}") from error
+    if not alone and (found.type == "mps" or (found.type == "cuda" and found.index != local_rank)):
+        raise UserError(f"--device {device} cannot be shared by several processes; leave it at auto")
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
     return found
 
 
@@ -173,7 +178,8 @@ def wrap_model(model: nn.Module, use_compile: bool) -> nn.Module:
     if not dist.is_initialized():
         return model
     device = next(model.parameters()).device
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)  # the only buffer is a constant
 
 
 def this_rank() -> int:

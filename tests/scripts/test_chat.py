@@ -39,6 +39,6 @@ def test_a_conversation_from_a_pipe(weights):
 
 def test_mistakes(weights):
     done = launch(CHAT, *weights, "--weight", "nothing", "--prompt", "x", check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "nothing_32.pth does not exist" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "nothing_32.pth do not exist" in done.stderr
     done = launch(CHAT, *weights, "--temperature", "-1", "--prompt", "x", check=False)
     assert done.returncode == 2 and done.stderr.startswith("error: --temperature")

@@ -163,7 +163,7 @@ def test_script_with_a_random_model(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--weight", "full_sft", "--hidden_size", 64], "full_sft_64.pth does not exist"),
+        (["--weight", "full_sft", "--hidden_size", 64], "full_sft_64.pth do not exist"),
         (["--batch_size", 0], "--batch_size"),
         (["--show", "many"], "--show"),
         (["--exam_path", "no/such/exam.jsonl"], "python -m dataset.demo_corpus"),

@@ -12,7 +12,7 @@ import torch
 from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.loop import Meter, TrainState, make_record, next_token_loss, train_update
+from trainer.loop import Meter, TrainState, leave_group, make_record, next_token_loss, train_update
 
 
 def main() -> None:
@@ -42,7 +42,9 @@ def main() -> None:
         sums, norm = train_update(state, window, lr=0.0)
         records.append(make_record(state, iters, 0.0, sums, norm, Meter(), False))
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
-    torch.save({"gradients": gradients, "records": records, "ids": ids}, f"{out}.{utils.this_rank()}")
+    rank = utils.this_rank()
+    leave_group(state)
+    torch.save({"gradients": gradients, "records": records, "ids": ids}, f"{out}.{rank}")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_weights_for_use_are_fp16_and_load_back(tmp_path):
     for key, value in again.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, model.state_dict()[key].half().float())
     assert path.stat().st_size < 1.2 * 2 * sum(p.numel() for p in model.parameters()) + 20_000  # tied once
-    with pytest.raises(UserError, match=r"nowhere_32.pth does not exist \(found there: pretrain_32.pth\)"):
+    with pytest.raises(UserError, match=r"nowhere_32.pth do not exist \(found there: pretrain_32.pth\)"):
         load_weights(again, weight_path(tmp_path, "nowhere", CONFIG))
 
 

@@ -125,7 +125,7 @@ def test_resuming(corpus, tmp_path):
 
 
 MISTAKES = {
-    "no pretrained weights": (SFT, {"stage": "sft"}, "--from_weight: ", "does not exist"),
+    "no pretrained weights": (SFT, {"stage": "sft"}, "pretrain_32.pth do not exist", "--from_weight"),
     "several settings": (PRETRAIN, {"epochs": 0, "learning_rate": -1}, "--epochs 0", "--learning_rate -1.0"),
     "no data": (PRETRAIN, {"data_path": "nowhere.jsonl"}, "nowhere.jsonl", ""),
     "no tokenizer": (PRETRAIN, {"tokenizer_path": "nowhere"}, "--tokenizer_path nowhere", "no such folder"),
@@ -148,10 +148,10 @@ def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path, case):
 def test_weights_of_another_shape_are_refused(corpus, tmp_path):
     launch(PRETRAIN, *flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1))
     done = launch(SFT, *flags(corpus, tmp_path, "sft"), check=False)
-    assert done.returncode == 2 and "does not fit the model" in done.stderr and "layers.1." in done.stderr
+    assert done.returncode == 2 and "do not fit the model" in done.stderr and "layers.1." in done.stderr
     (tmp_path / "out/pretrain_32.pth").write_bytes(b"not weights")
     done = launch(SFT, *flags(corpus, tmp_path, "sft"), check=False)
-    assert done.returncode == 2 and "is not a readable weights file" in done.stderr
+    assert done.returncode == 2 and "not a readable weights file" in done.stderr
 
 
 def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
