@@ -239,6 +239,16 @@ def test_an_empty_micro_batch_has_loss_zero_and_zero_gradients(shape, dtype):
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+def test_a_cpu_meets_few_numbers_of_rows():
+    """Flat batches of any size run as multiples of 64 rows: each number of rows costs a compiled kernel."""
+    model, seen = build("dense").train(), set()
+    for layer in (model.model.layers[0].self_attn.q_proj, model.model.layers[1].mlp.down_proj):
+        layer.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].shape[0]))
+    for lengths in ([5, 30], [60, 4], [64], [64, 1], [100, 70, 20]):
+        model(**flat_batch(ragged(lengths)))
+    assert seen == {64, 128, 192}
+
+
 def test_a_micro_batch_without_targets_has_loss_zero():
     model = build("dense").train()
     samples = ragged([4, 6])

@@ -110,13 +110,14 @@ def test_resuming(corpus, tmp_path):
     run = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
     assert "starting afresh" in launch(PRETRAIN, *run).stdout
     before = (tmp_path / "out/pretrain_32.pth").read_bytes()
-    assert "done: 8 updates" in launch(PRETRAIN, *run).stdout
+    half = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, dtype="float16")  # the precision may change
+    assert "done: 8 updates" in launch(PRETRAIN, *half).stdout
     assert (tmp_path / "out/pretrain_32.pth").read_bytes() == before
-    other = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, learning_rate=0.02, seed=1)
+    other = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, learning_rate=0.02, from_weight="pretrain")
     done = launch(PRETRAIN, *other, check=False)
     assert done.returncode == 2
     assert done.stderr.strip().startswith("error: --from_resume 1: the checkpoint belongs to another run")
-    assert "learning_rate: 0.01 -> 0.02" in done.stderr and "seed: 42 -> 1" in done.stderr
+    assert "learning_rate: 0.01 -> 0.02" in done.stderr and "from_weight: none -> pretrain" in done.stderr
     assert (tmp_path / "out/pretrain_32.pth").read_bytes() == before
     newest = tmp_path / "checkpoints/pretrain_32_resume.pth"
     newest.write_bytes(newest.read_bytes()[:1000])  # damaged: the one before it stands in
