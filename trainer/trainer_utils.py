@@ -3,6 +3,7 @@
 `lm_checkpoint` lives in trainer/checkpoint.py and is offered here under the name that MiniMind users know.
 """
 
+import inspect
 import math
 import os
 import random
@@ -179,7 +180,9 @@ def wrap_model(model: nn.Module, use_compile: bool) -> nn.Module:
         return model
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)  # the only buffer is a constant
+    names = inspect.signature(DistributedDataParallel).parameters
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # renamed in 2.13
+    return DistributedDataParallel(model, device_ids=ids, **{sync_buffers: False})  # the only buffer is a constant
 
 
 def this_rank() -> int:
