@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -40,4 +41,6 @@ def run_main(main: Callable[[], None]) -> None:
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when one ends: let rank 0 speak first
         sys.exit(2)
