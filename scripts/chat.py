@@ -11,25 +11,21 @@ import torch
 from transformers import TextStreamer
 
 from dataset.errors import Parser, UserError, run_main
-from trainer.arguments import model_config, model_shape_flags
-from trainer.trainer_utils import ROOT, init_model, load_tokenizer, pick_device
+from trainer.arguments import model_config, trained_model_flags
+from trainer.trainer_utils import init_model, load_tokenizer, pick_device
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--weight", default="full_sft", help="name of the weights in --save_dir")
-    model_shape_flags(parser)
-    flag("--save_dir", default=str(ROOT / "out"), help="folder of the weights")
-    flag("--tokenizer_path", default=str(ROOT / "model"), help="folder of the tokenizer they were trained with")
+    trained_model_flags(parser)
     flag("--prompt", help="ask this one question and leave")
     flag("--system", help="system prompt")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag("--temperature", type=float, default=0.7, help="0: always the likeliest token")
     flag("--top_p", type=float, default=0.9, help="smallest set of tokens with this probability")
     flag("--seed", type=int, default=42, help="of the sampling")
-    flag("--device", default="auto", help="auto, cuda, mps or cpu")
     return parser.parse_args()
 
 

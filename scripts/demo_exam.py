@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dataset.errors import Parser, UserError, run_main
-from trainer.arguments import model_config, model_shape_flags
+from trainer.arguments import model_config, trained_model_flags
 from trainer.checkpoint import atomic_write, run_name
 from trainer.trainer_utils import ROOT, init_model, load_tokenizer, pick_device
 
@@ -26,10 +26,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--weight", default="full_sft", help="name of the weights in --save_dir")
-    model_shape_flags(parser)
-    flag("--save_dir", default=str(ROOT / "out"), help="folder of the weights")
-    flag("--tokenizer_path", default=str(ROOT / "model"), help="folder of the tokenizer they were trained with")
+    trained_model_flags(parser)
     flag("--exam_path", default=str(ROOT / "dataset" / "demo" / "exam.jsonl"), help="the questions")
     flag("--report", help="JSON file into which the score is written, beside what it holds already")
     flag(
@@ -39,7 +36,6 @@ def parse_args() -> argparse.Namespace:
     flag("--show", type=int, default=0, help="questions and answers to print")
     flag("--batch_size", type=int, default=96, help="questions answered at a time")
     flag("--max_new_tokens", type=int, default=32, help="longest answer, in tokens")
-    flag("--device", default="auto", help="auto, cuda, mps or cpu")
     return parser.parse_args()
 
 

@@ -18,6 +18,16 @@ def model_shape_flags(parser: argparse._ActionsContainer) -> None:
     flag("--use_moe", type=int, choices=[0, 1], default=0, help="1: mixture of experts instead of dense")
 
 
+def trained_model_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that name trained weights and where to run them; every script that uses a model takes them."""
+    flag = parser.add_argument
+    flag("--weight", default="full_sft", help="name of the weights in --save_dir")
+    model_shape_flags(parser)
+    flag("--save_dir", default=str(ROOT / "out"), help="folder of the weights")
+    flag("--tokenizer_path", default=str(ROOT / "model"), help="folder of the tokenizer they were trained with")
+    flag("--device", default="auto", help="auto, cuda, mps or cpu")
+
+
 def stage_parser(description: str, **defaults) -> Parser:
     """The parser of a stage script. `defaults` are what the stage owns (`save_weight`, `epochs` ...)."""
     parser = Parser(description=description.split("\n", 1)[0])
