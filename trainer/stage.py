@@ -179,7 +179,8 @@ def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run,
         state.eval_loader = eval_loader(data.held_out, args.batch_size)
     if saved is not None:
         state.restore(saved)
-        state.step = resume_steps(saved, run, args)
+        # in micro-batches of the present size and ranks: whole global batches are done, or the whole epoch
+        state.step = math.ceil(saved["samples_done"] / (args.batch_size * world_size()))
         Logger(f"resuming {args.save_weight} at epoch {state.epoch + 1}, update {state.update} of {updates}")
     if is_main_process():
         path = weight_path(args.save_dir, args.save_weight, lm_config).with_name(
@@ -201,11 +202,3 @@ def finish(state: TrainState, wandb=None) -> None:
         wandb.finish()
     Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
     leave_group(state)
-
-
-def resume_steps(saved: dict[str, Any], run: dict[str, Any], args: Namespace) -> int:
-    """Where a checkpoint stands in its epoch, in micro-batches of the present batch size and world size.
-
-    The samples done are a multiple of the global batch, which is the same, or the whole epoch.
-    """
-    return math.ceil(saved["samples_done"] / (args.batch_size * world_size()))
