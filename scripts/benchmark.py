@@ -20,7 +20,9 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from trainer import stage, train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.arguments import check_args, model_config, stage_parser
-from trainer.loop import Meter, TrainState, leave_group, next_token_loss, peak_memory_mb, train_update
+from trainer.loop import TrainState, leave_group, next_token_loss, train_update, update_size
+from trainer.resume import describe_run
+from trainer.speed import Meter, peak_memory_mb
 
 STAGES = {"pretrain": (PretrainDataset, train_pretrain.PRETRAIN), "sft": (SFTDataset, train_full_sft.FULL_SFT)}
 
@@ -50,10 +52,12 @@ def measure(state: TrainState, loader, args) -> dict[str, Any]:
     ranks = utils.world_size()  # tokens and flops are counted on rank 0 and taken for all
     for update in range(args.warmup + args.updates):
         meter = Meter()
-        window = meter.fetch(batches, args.accumulation_steps, state.lm_config)
+        window = meter.fetch(batches, args.accumulation_steps)
         if len(window) < args.accumulation_steps:
             raise UserError(f"--data_path holds only {update} updates; take fewer --updates or a smaller --batch_size")
-        train_update(state, window, args.learning_rate)[1].item()  # the gradient norm: waits for the device
+        meter.count(window, state.lm_config)
+        targets, all_tokens, _ = update_size(state, window)
+        train_update(state, window, args.learning_rate, targets, all_tokens)[1].item()  # waits for the device
         seconds = time.perf_counter() - meter.start
         if update < args.warmup:
             continue
@@ -84,7 +88,7 @@ def main() -> None:
     autocast, scaler = utils.mixed_precision(args.dtype, device)
     model, _ = utils.init_model(lm_config, "none", args.tokenizer_path, args.save_dir, device)
     optimizer = utils.make_optimizer(model, args.learning_rate, args.weight_decay)
-    run = stage.describe_run(args, lm_config, data)
+    run = describe_run(args, lm_config, data.train.cache, len(data.train))
     state = TrainState(args, lm_config, model, optimizer, scaler, autocast, device, next_token_loss, 1, run)
     state.peak_flops = stage.measured_peak(autocast, device)
     state.model = utils.wrap_model(model, bool(args.use_compile))

@@ -1,13 +1,18 @@
 """The command line that all stage scripts share: MiniMind's flags, grouped, each with its unit and default."""
 
 import argparse
+import math
+import os
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from dataset.errors import Parser, UserError
 from model.model_minimind import MiniMindConfig
 from trainer.tracker import MODES
-from trainer.trainer_utils import ROOT
+from trainer.trainer_utils import ROOT, native_float16, pick_device
+
+NAMES = ("save_weight", "from_weight")
 
 
 def model_shape_flags(parser: argparse._ActionsContainer) -> None:
@@ -66,6 +71,9 @@ def stage_parser(description: str, **defaults) -> Parser:
         default="stop",
         help="at a record that cannot be used: stop there, or skip and list all of them",
     )
+    flag("--max_bad_share", type=float, default=0.1, help="share of bad records above which skipping stops")
+    flag("--max_bad_updates", type=int, default=5, help="updates in a row without a finite gradient that end the run")
+    flag("--extend_epochs", type=int, choices=[0, 1], default=0, help="1: a resumed run may have more --epochs")
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu")
     flag(
@@ -95,16 +103,35 @@ def check_args(args: argparse.Namespace) -> None:
     """
     at_least = {"epochs": 1, "batch_size": 1, "accumulation_steps": 1, "max_seq_len": 8, "num_hidden_layers": 1}
     at_least |= {"log_interval": 1, "save_interval": 1, "eval_interval": 0, "warmup_updates": 0, "num_workers": 0}
-    at_least |= {"weight_decay": 0, "grad_clip": 0, "seed": 0, "hidden_size": 16}
-    wrong = [f"--{k} {getattr(args, k)} must be {low} or more" for k, low in at_least.items() if getattr(args, k) < low]
-    if not args.learning_rate > 0:
-        wrong.append(f"--learning_rate {args.learning_rate} must be positive")
+    at_least |= {"weight_decay": 0, "grad_clip": 0, "seed": 0, "hidden_size": 16, "max_bad_updates": 1}
+    given = vars(args)
+    wrong = [f"--{k} {given[k]} must be {low} or more" for k, low in at_least.items() if not given[k] >= low]
+    at_most = {"weight_decay": 1, "seed": 2**63 - 1, "max_seq_len": MiniMindConfig().max_position_embeddings}
+    wrong += [f"--{k} {given[k]} must be {high} or less" for k, high in at_most.items() if given[k] > high]
+    if not 0 < args.learning_rate < math.inf:
+        wrong.append(f"--learning_rate {args.learning_rate} must be positive and finite")
     if not 0 <= args.dropout < 1:
         wrong.append(f"--dropout {args.dropout} must be from 0 to below 1")
+    if not 0 <= args.max_bad_share <= 1:
+        wrong.append(f"--max_bad_share {args.max_bad_share} must be from 0 to 1")
     if args.hidden_size % 16:
         wrong.append(f"--hidden_size {args.hidden_size} must be divisible by 16 (8 heads of an even size)")
+    paths = [k for k in NAMES if Path(given[k]).name != given[k]]
+    wrong += [f"--{k} {given[k]!r} must be a plain name; the folder is --save_dir" for k in paths]
+    wrong += machine_mistakes(args)
     if wrong:
         raise UserError("; ".join(wrong))
+
+
+def machine_mistakes(args: argparse.Namespace) -> list[str]:
+    """What this machine cannot do."""
+    try:
+        device = pick_device(args.device, int(os.environ.get("LOCAL_RANK", "0")))
+    except UserError as error:
+        return [str(error)]
+    if args.dtype == "float16" and not native_float16(device):
+        return [f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)"]
+    return []
 
 
 def model_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:

@@ -3,17 +3,14 @@
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from dataset.errors import UserError
 from trainer.checkpoint import atomic_write
-
-
-def warn(text: str) -> None:
-    """One `warning: ...` line on stderr."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -37,6 +34,7 @@ class MetricsLog:
     def __init__(self, path: Path, total_updates: int, last_update: int | None = None):
         kept = [] if last_update is None else [r for r in read_metrics(path) if r["update"] <= last_update]
         text = "".join(json.dumps(record) + "\n" for record in kept)
+        self.path = path
         atomic_write(path, lambda file: file.write(text.encode()))
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         self.total_updates = total_updates
@@ -52,14 +50,21 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200)`."""
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
+            ) from error
         text = f"{head}, {describe(record)}, eta: {self.time_left(record)}"
         if self.bar is None:
             print(text, flush=True)
         else:
             self.bar.write(text, file=sys.stdout)
-            self.bar.set_postfix_str(f"loss: {record['loss']:.4f}, eta: {self.time_left(record)}", refresh=False)
+            self.bar.set_postfix_str(
+                f"{number('loss', record['loss'], '.4f')}, eta: {self.time_left(record)}", refresh=False
+            )
 
     def time_left(self, record: dict[str, Any]) -> str:
         """Seconds per update so far, times the updates to come."""
@@ -69,18 +74,28 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush to the disk and leave the terminal tidy."""
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with suppress(OSError):  # a disk that is full has been told of
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        with suppress(OSError):
+            self.file.close()
         if self.bar is not None:
             self.bar.close()
 
 
+def number(name: str, value: float | None, form: str) -> str:
+    """`name: value`; an update that was left out has no finite value."""
+    return f"{name}: {'not finite' if value is None else format(value, form)}"
+
+
 def describe(record: dict[str, Any]) -> str:
     """One record for a person."""
-    parts = [f"loss: {record['loss']:.4f}", f"logits_loss: {record['logits_loss']:.4f}"]
-    parts += [f"aux_loss: {record['aux_loss']:.4f}", f"lr: {record['learning_rate']:.2e}"]
-    parts += [f"grad_norm: {record['grad_norm']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
-    parts += [f"mfu: {record['mfu']:.0%}", f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
+    forms = {"loss": ".4f", "logits_loss": ".4f", "aux_loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f"}
+    parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
+    parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
+    parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
     if "eval_loss" in record:
         parts += [f"eval_loss: {record['eval_loss']:.4f}", f"eval_bpb: {record['eval_bpb']:.4f}"]
+    if "skipped" in record:
+        parts += [f"updates left out: {len(record['skipped'])}"]
     return ", ".join(parts)

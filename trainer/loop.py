@@ -6,38 +6,35 @@ ranks and micro-batches, divided by their number: how the update was cut into mi
 """
 
 import gc
-import sys
+import math
+import signal
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dataset.errors import Interrupted
 from model.model_minimind import MiniMindConfig
-from trainer.checkpoint import lm_checkpoint, save_weights, unwrap, weight_path
+from trainer.bad_updates import BadUpdates
+from trainer.checkpoint import Writer, lm_checkpoint, save_weights, unwrap, weight_path
 from trainer.console import MetricsLog
-from trainer.speed import training_flops
-from trainer.trainer_utils import get_lr, is_main_process, this_rank, world_size
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+from trainer.interrupt import StopRequest
+from trainer.speed import Meter
+from trainer.trainer_utils import get_lr, is_main_process, reduce_sum, this_rank, world_size
 
 Batch = dict[str, Any]
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index", "targets")
-SAVED = ("update", "tokens", "seconds", "best_eval", "record")
+SAVED = ("update", "tokens", "seconds", "best_eval", "record", "save_due", "bad_updates")
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -63,6 +60,9 @@ class TrainState:
     metrics: MetricsLog | None = None  # rank 0 only
     eval_loader: DataLoader | None = None
     peak_flops: float = float("inf")  # of all ranks together
+    writer: Writer = field(default_factory=Writer)
+    stop: StopRequest = field(default_factory=StopRequest)
+    bad_updates: BadUpdates = field(default_factory=BadUpdates)
     # ---- progress
     epoch: int = 0
     step: int = 0
@@ -71,6 +71,7 @@ class TrainState:
     seconds: float = 0.0  # of the whole run: training, evaluating and saving
     best_eval: float = float("inf")
     record: dict[str, Any] | None = None  # of the last update, until it is reported
+    save_due: bool = False  # put off while updates are left out
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
@@ -87,8 +88,10 @@ class TrainState:
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.epoch, self.step = saved["epoch"], saved["step"]
+        self.bad_updates.load_state_dict(saved["bad_updates"])
         for key in SAVED:
-            setattr(self, key, saved[key])
+            if key != "bad_updates":
+                setattr(self, key, saved[key])
 
 
 def leave_group(state: TrainState) -> None:
@@ -113,34 +116,43 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch | {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
 
 
-def reduce_sum(values: Tensor) -> Tensor:
-    """Sum over all ranks, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    return values
-
-
 def seed_micro_batch(seed: int, update: int, micro_batch: int) -> None:
     """Dropout depends on (seed, update, micro-batch, rank) alone: a resume has no random stream to restore."""
     torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0]))
 
 
-def train_update(state: TrainState, window: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
+def update_size(state: TrainState, window: list[Batch]) -> tuple[float, float, bool]:
+    """Targets and tokens of an update over all ranks, and whether a rank was asked to stop.
+
+    The ranks' hosts meet here, over gloo; the device is not waited for, and a rank that is gone is noticed.
+    """
+    targets = sum(len(batch["targets"]) for batch in window)
+    tokens = sum(len(batch["input_ids"]) for batch in window)
+    sizes = torch.tensor([targets, tokens, state.stop.signal], dtype=torch.float64)
+    targets, tokens, stop = reduce_sum(sizes).tolist()
+    return targets, tokens, stop > 0
+
+
+def train_update(
+    state: TrainState, window: list[Batch], lr: float, targets: float, tokens: float
+) -> tuple[Tensor, Tensor]:
     """One optimizer update over a window of micro-batches.
 
+    Args:
+        state: the run.
+        window: this rank's micro-batches.
+        lr: learning rate.
+        targets, tokens: of the whole update, over all ranks.
+
     Returns:
-        Sums over this rank's window, on the device: [cross entropy, aux loss, targets of the update, tokens of the
-        update] in float64 (float32 on MPS), and the gradient norm before clipping. The loop reads them only to log.
+        On the device, over all ranks: [cross entropy, aux loss] as means per target and per token, float64 (float32 on
+        MPS), and the gradient norm before clipping. The loop reads them only to log.
     """
     args, model = state.args, state.model
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     exact = torch.float32 if state.device.type == "mps" else torch.float64
-    sizes = [(len(batch["targets"]), len(batch["input_ids"])) for batch in window]
-    counts = torch.tensor(sizes, dtype=exact).sum(dim=0)
-    counts = counts.pin_memory() if state.device.type == "cuda" else counts  # else the copy would wait for the device
-    counts = reduce_sum(counts.to(state.device, non_blocking=True))
-    targets, tokens = counts.clamp(min=1).float()  # an update without any target has loss and gradient zero
+    targets, tokens = max(targets, 1.0), max(tokens, 1.0)  # an update without any target has loss and gradient zero
     sums = torch.zeros(2, dtype=exact, device=state.device)
     for i, batch in enumerate(window):
         seed_micro_batch(args.seed, state.update, i)
@@ -150,63 +162,17 @@ def train_update(state: TrainState, window: list[Batch], lr: float) -> tuple[Ten
             with state.autocast:
                 loss, aux_loss = state.loss_fn(model, to_device(batch, state.device))
             update_loss = (loss / targets + aux_loss / tokens) * world_size()
-            state.scaler.scale(update_loss).backward()
+            # 1 for a finite loss; else NaN, so that the gradient, which all ranks share, tells of it
+            contagion = 1.0 + 0.0 * update_loss.detach()
+            state.scaler.scale(update_loss * contagion).backward()
         sums += torch.stack((loss.detach(), aux_loss.detach())).to(exact)
     state.scaler.unscale_(state.optimizer)
     limit = args.grad_clip or float("inf")
     grad_norm = nn.utils.clip_grad_norm_(unwrap(model).parameters(), limit)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    means = reduce_sum(sums) / torch.tensor([targets, tokens], dtype=exact, device=state.device)
+    state.bad_updates.step(state.optimizer, state.scaler, means, grad_norm)
     state.optimizer.zero_grad(set_to_none=True)
-    return torch.cat((sums, counts)), grad_norm
-
-
-class Meter:
-    """Time, tokens and arithmetic since the last log point, counted on the host without waiting for the device."""
-
-    def __init__(self):
-        self.start = time.perf_counter()
-        self.wait = self.flops = self.tokens = 0.0
-
-    def fetch(self, batches: Iterable[Batch], count: int, config: MiniMindConfig) -> list[Batch]:
-        """The next `count` micro-batches, and how long they kept us waiting."""
-        begin = time.perf_counter()
-        window = list(islice(batches, count))
-        self.wait += time.perf_counter() - begin
-        for batch in window:
-            tokens, targets = len(batch["input_ids"]), len(batch["targets"])
-            self.tokens += tokens
-            self.flops += training_flops(config, tokens, targets, batch["cu_seqlens"])
-        return window
-
-    def read(self, state: TrainState) -> dict[str, float]:
-        """Speed figures of all ranks since the last reading, and a new start. Waits for the device."""
-        if state.device.type == "cuda":
-            torch.cuda.synchronize(state.device)
-        seconds = time.perf_counter() - self.start
-        host = torch.tensor([self.wait, self.flops, self.tokens], dtype=torch.float64)
-        wait, flops, tokens = reduce_sum(host).tolist()
-        state.seconds, state.clock = state.seconds + time.perf_counter() - state.clock, time.perf_counter()
-        state.tokens += int(tokens)
-        self.__init__()
-        return {
-            "tokens": state.tokens,
-            "tokens_per_second": tokens / seconds,
-            "mfu": flops / seconds / state.peak_flops,
-            "data_wait": wait / seconds / world_size(),
-            "seconds": state.seconds,
-            "memory_mb": peak_memory_mb(state.device),
-        }
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Largest memory so far: of the GPU where there is one, else resident memory of this process, in MB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if resource is None:
-        return psutil.Process().memory_info().peak_wset / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return means, grad_norm
 
 
 def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, start_step: int = 0, wandb=None) -> None:
@@ -219,24 +185,35 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         iters: micro-batches of the whole epoch.
         start_step: micro-batches done before (always at an update's end).
         wandb: the tracker, or None.
+
+    Raises:
+        Interrupted: a signal asked for it; the state is saved, on all ranks at the same update.
+        UserError: too many updates in a row without a finite gradient, or a file cannot be written.
     """
     args = state.args
     batches, step, meter = iter(loader), start_step, Meter()
     state.model.train()
     while step < iters:
-        window = meter.fetch(batches, min(args.accumulation_steps, iters - step), state.lm_config)
+        window = meter.fetch(batches, min(args.accumulation_steps, iters - step))
+        targets, tokens, stop = update_size(state, window)
+        if stop:
+            save_and_leave(state, meter, wandb)
+        meter.count(window, state.lm_config)
         before, step = step, step + len(window)
         warmup = min(1.0, (state.update + 1) / max(1, args.warmup_updates))
         lr = warmup * get_lr(state.update + 1, state.total_updates, args.learning_rate)
-        sums, grad_norm = train_update(state, window, lr)
+        means, grad_norm = train_update(state, window, lr, targets, tokens)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         if state.metrics is not None:
             state.metrics.tick(state.update)
         due = partial(reached, before=before, step=step, iters=iters)
         evaluating = state.eval_loader is not None and due(args.eval_interval)
-        saving = due(args.save_interval)
-        if due(args.log_interval) or evaluating or saving:
-            state.record = make_record(state, iters, lr, sums, grad_norm, meter, evaluating)
+        state.save_due = state.save_due or evaluating or due(args.save_interval)
+        logging = due(args.log_interval) or state.save_due
+        state.bad_updates.note(state.update, window, read=logging or state.device.type == "cpu")
+        saving = state.save_due and not state.bad_updates.in_a_row  # else what is saved stays the last good state
+        if logging:
+            state.record = make_record(state, iters, lr, means, grad_norm, meter, evaluating)
         if saving:
             save_checkpoint(state, wandb)
         if state.record is not None:
@@ -249,43 +226,68 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
-def make_record(state: TrainState, iters: int, lr: float, sums, grad_norm, meter: Meter, evaluating: bool) -> dict:
+def make_record(state: TrainState, iters: int, lr: float, means, grad_norm, meter: Meter, evaluating: bool) -> dict:
     """The log record of the update just made. The host waits for the device here, and nowhere else in the loop."""
-    sums[:2] = reduce_sum(sums[:2].clone())
-    loss, aux_loss, targets, tokens = sums.tolist()
-    logits_loss, aux_loss = loss / max(targets, 1), aux_loss / max(tokens, 1)
+    logits_loss, aux_loss = means.tolist()
     record = {"update": state.update, "epoch": state.epoch, "step": state.step, "iters": iters}
-    record |= {"loss": logits_loss + aux_loss, "logits_loss": logits_loss, "aux_loss": aux_loss}
-    record |= {"learning_rate": lr, "grad_norm": float(grad_norm), **meter.read(state)}
-    return record | ({"evaluating": True} if evaluating else {})
+    values = {"loss": logits_loss + aux_loss, "logits_loss": logits_loss, "aux_loss": aux_loss}
+    values |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
+    record |= {key: value if math.isfinite(value) else None for key, value in values.items()} | meter.read(state)
+    skipped = state.bad_updates.take()
+    return record | ({"evaluating": True} if evaluating else {}) | ({"skipped": skipped} if skipped else {})
 
 
 def save_checkpoint(state: TrainState, wandb=None) -> None:
-    """Write the resume state, then the weights for use (rank 0). The pending record is saved too: a run killed while
-    it evaluates finishes that report when it is resumed."""
+    """Write the resume state, then the weights for use (rank 0, in the background). The pending record is saved too: a
+    run killed while it evaluates finishes that report when it is resumed."""
+    state.save_due = False
     if not is_main_process():
         return
+    state.writer.wait()  # at most one copy of the state waits in memory
     args = state.args
     progress = {key: getattr(state, key) for key in (*SAVED, "samples_done", "run")}
     where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
-    lm_checkpoint(
-        state.lm_config, args.save_weight, state.model, state.optimizer, **where, scaler=state.scaler, **progress
-    )
-    save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config))
+    where |= {"writer": state.writer, "scaler": state.scaler}
+    lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **where, **progress)
+    save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config), state.writer)
+
+
+def save_and_leave(state: TrainState, meter: Meter, wandb=None) -> None:
+    """Grant a wish to stop, at the end of an update: save, and raise Interrupted."""
+    meter.read(state)  # what was trained since the last record counts
+    state.bad_updates.read()
+    save_checkpoint(state, wandb)
+    raise interrupted(state)
+
+
+def interrupted(state: TrainState) -> Interrupted:
+    """How a run says goodbye that was asked to stop; another rank may have got the signal."""
+    number = state.stop.signal or signal.SIGTERM
+    name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
+    return Interrupted(number, f"by {name} after {done}, which is saved; --from_resume 1 goes on from there")
 
 
 def report(state: TrainState, wandb=None) -> None:
-    """Finish the pending record: evaluate if it is time, keep the best weights, log."""
-    record, state.record = state.record, None
+    """Finish the pending record: evaluate if it is time, keep the best weights, log.
+
+    Raises:
+        Interrupted: a signal came while it evaluated. The checkpoint just written holds the record, and the resumed run
+            evaluates again.
+    """
+    record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        record |= evaluate(state, state.eval_loader)
+        held_out = evaluate(state, state.eval_loader)
+        if held_out is None:
+            raise interrupted(state)
+        record |= held_out
         if record["eval_loss"] < state.best_eval:
             state.best_eval = record["eval_loss"]
             if is_main_process():
                 best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
-                save_weights(state.model, best)
+                save_weights(state.model, best, state.writer)
     if not is_main_process():
         return
+    state.writer.check()
     head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{record.pop('iters')})"
     state.metrics.write(record, head)
     if wandb is not None:
@@ -293,18 +295,24 @@ def report(state: TrainState, wandb=None) -> None:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float]:
+def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float] | None:
     """Held-out loss (nats per target token) and bits per byte of the text that the targets spell, over all ranks.
 
-    Bits per byte do not depend on the tokenizer. The micro-batches are the same whatever the world size.
+    Bits per byte do not depend on the tokenizer. The micro-batches are the same whatever the world size. None if a
+    signal cut it short.
     """
     model = unwrap(state.model)
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)  # cross entropy, targets, bytes
+    totals = torch.zeros(4, dtype=torch.float64)  # cross entropy, targets, bytes, wishes to stop
     for batch in loader:
+        if state.stop.signal:
+            totals[3] = 1
+            break
         with state.autocast:
             loss, _ = state.loss_fn(model, to_device(batch, state.device))
-        totals += torch.tensor([loss.item(), len(batch["targets"]), batch["target_bytes"]], dtype=torch.float64)
-    loss, targets, text_bytes = reduce_sum(totals).tolist()
+        totals[:3] += torch.tensor([loss.item(), len(batch["targets"]), batch["target_bytes"]], dtype=torch.float64)
+    loss, targets, text_bytes, stop = reduce_sum(totals).tolist()
     model.train()
+    if stop:
+        return None
     return {"eval_loss": loss / max(targets, 1), "eval_bpb": loss / np.log(2) / max(text_bytes, 1)}

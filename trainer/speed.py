@@ -1,11 +1,22 @@
 """How much arithmetic a batch is and how much the device can do: the two sides of the MFU (arXiv:2204.02311)."""
 
+import sys
 import time
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from model.model_minimind import MiniMindConfig
+from trainer.trainer_utils import reduce_sum, world_size
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 
 def training_flops(config: MiniMindConfig, tokens: int, targets: int, cu_seqlens: Tensor) -> float:
@@ -40,3 +51,54 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 2048, roun
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return best
+
+
+class Meter:
+    """Time, tokens and arithmetic since the last log point, counted on the host without waiting for the device."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+        self.wait = self.flops = self.tokens = 0.0
+
+    def fetch(self, batches: Iterable[dict], count: int) -> list[dict]:
+        """The next `count` micro-batches; how long they kept us waiting is noted."""
+        begin = time.perf_counter()
+        window = list(islice(batches, count))
+        self.wait += time.perf_counter() - begin
+        return window
+
+    def count(self, window: list[dict], config: MiniMindConfig) -> None:
+        """Note the work of the micro-batches that are about to be trained on."""
+        for batch in window:
+            tokens, targets = len(batch["input_ids"]), len(batch["targets"])
+            self.tokens += tokens
+            self.flops += training_flops(config, tokens, targets, batch["cu_seqlens"])
+
+    def read(self, state: Any) -> dict[str, float]:
+        """Speed figures of all ranks since the last reading, and a new start. Waits for the device."""
+        if state.device.type == "cuda":
+            torch.cuda.synchronize(state.device)
+        seconds = time.perf_counter() - self.start
+        host = torch.tensor([self.wait, self.flops, self.tokens], dtype=torch.float64)
+        wait, flops, tokens = reduce_sum(host).tolist()
+        state.seconds, state.clock = state.seconds + time.perf_counter() - state.clock, time.perf_counter()
+        state.tokens += int(tokens)
+        self.__init__()
+        return {
+            "tokens": state.tokens,
+            "tokens_per_second": tokens / seconds,
+            "mfu": flops / seconds / state.peak_flops,
+            "data_wait": wait / seconds / world_size(),
+            "seconds": state.seconds,
+            "memory_mb": peak_memory_mb(state.device),
+        }
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Largest memory so far: of the GPU where there is one, else resident memory of this process, in MB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if resource is None:
+        return psutil.Process().memory_info().peak_wset / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

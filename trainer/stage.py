@@ -1,23 +1,27 @@
 """The nine steps of a training stage, written once: a stage script brings its defaults, its dataset and its loss."""
 
 import math
+import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dataset.errors import run_main
+from dataset.errors import UserError, run_main
 from dataset.lm_dataset import PretrainDataset, SFTDataset
-from dataset.token_cache import file_hash
 from model.model_minimind import MiniMindConfig
 from trainer.arguments import check_args, model_config, stage_parser
-from trainer.checkpoint import check_same_run, run_name, save_weights, weight_path
+from trainer.bad_updates import BadUpdates
+from trainer.checkpoint import run_name, save_weights, weight_path
 from trainer.console import MetricsLog
-from trainer.loop import LossFn, TrainState, leave_group, report, train_epoch
+from trainer.interrupt import StopRequest, explained
+from trainer.loop import LossFn, TrainState, leave_group, report, save_checkpoint, train_epoch
+from trainer.resume import describe_run, find_checkpoint, sole_writer, total_updates
 from trainer.speed import matrix_rate
 from trainer.tracker import Tracker
 from trainer.trainer_utils import (
@@ -27,7 +31,6 @@ from trainer.trainer_utils import (
     init_distributed_mode,
     init_model,
     is_main_process,
-    lm_checkpoint,
     load_tokenizer,
     make_optimizer,
     mixed_precision,
@@ -41,22 +44,29 @@ from trainer.trainer_utils import (
 
 def run_stage(description: str, defaults: dict[str, Any], dataset_class: type, loss_fn: LossFn) -> None:
     """What a stage script does: parse the command line, train; a user's mistake ends in one line, exit status 2."""
-    run_main(lambda: train_stage(stage_parser(description, **defaults).parse_args(), dataset_class, loss_fn))
+
+    def main() -> None:
+        args = stage_parser(description, **defaults).parse_args()
+        check_args(args)
+        with StopRequest() as stop, sole_writer(args), explained():
+            train_stage(args, dataset_class, loss_fn, stop)
+
+    run_main(main)
 
 
-def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
+def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn, stop: StopRequest) -> None:
     """Run a training stage from its command line to its weights.
 
     Args:
-        args: of `stage_parser`.
+        args: of `stage_parser`, checked.
         dataset_class: `PretrainDataset` or `SFTDataset`, or one with the same interface.
         loss_fn: maps (model, flat batch) to (sum of the cross entropies, sum of the auxiliary losses).
+        stop: tells whether a signal came.
 
     Raises:
         UserError: a setting, a file or a record that the user can mend.
+        Interrupted: a signal came; what was trained is saved.
     """
-    check_args(args)
-
     # 1. Environment and seed. The data are tokenised first, while no other process waits in a collective.
     data = load_data(dataset_class, args)
     local_rank = init_distributed_mode()
@@ -64,7 +74,7 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
 
     # 2. Model shape, the run's contract, and the checkpoint to go on from.
     lm_config = model_config(args, data.tokenizer)
-    run = describe_run(args, lm_config, data)
+    run = describe_run(args, lm_config, data.train.cache, len(data.train))
     saved = find_checkpoint(args, lm_config, run)
 
     # 3. Mixed precision.
@@ -81,22 +91,24 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn) -> None:
 
     # 6. The state of the run, restored from the checkpoint.
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "autocast": autocast, "device": device}
-    state = make_state(args, lm_config, data, run, saved, loss_fn=loss_fn, **parts)
+    state = make_state(args, lm_config, data, run, saved, loss_fn=loss_fn, stop=stop, **parts)
 
     # 7. Compile and DDP.
     state.model = wrap_model(model, bool(args.use_compile))
-    if state.record is not None:
-        report(state, wandb)  # the run was stopped between saving and reporting
 
     # 8. Train.
-    iters = steps_per_epoch(len(data.train), args.batch_size)
-    for epoch in range(state.epoch, args.epochs):
-        start = state.step if epoch == state.epoch else 0
-        loader = epoch_loader(data.train, args.batch_size, args.seed, epoch, start, args.num_workers)
-        train_epoch(state, epoch, loader, iters, start, wandb)
+    with finished_files(state, wandb):
+        if state.record is not None:
+            report(state, wandb)  # the run was stopped between saving and reporting
+        iters = steps_per_epoch(len(data.train), args.batch_size)
+        for epoch in range(state.epoch, args.epochs):
+            start = state.step if epoch == state.epoch else 0
+            loader = epoch_loader(data.train, args.batch_size, args.seed, epoch, start, args.num_workers)
+            train_epoch(state, epoch, loader, iters, start, wandb)
+        save_last_weights(state)
 
     # 9. Clean up.
-    finish(state, wandb)
+    leave_group(state)
 
 
 @dataclass
@@ -112,43 +124,15 @@ def load_data(dataset_class: type, args: Namespace) -> StageData:
     """Open the token caches of a stage, building them first where needed. No process group may exist yet: tokenising
     a large corpus takes longer than a collective waits."""
     tokenizer = load_tokenizer(args.tokenizer_path)
-    shape = {"max_length": args.max_seq_len, "cache_dir": args.cache_dir, "on_bad_data": args.on_bad_data}
-    build = partial(dataset_class, tokenizer=tokenizer, **shape)
+    shape = {"max_length": args.max_seq_len, "cache_dir": args.cache_dir}
+    bad_data = {"on_bad_data": args.on_bad_data, "max_bad_share": args.max_bad_share}
+    build = partial(dataset_class, tokenizer=tokenizer, **shape, **bad_data)
     train = build(args.data_path, packing=bool(args.packing))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > len(train):
+        raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
     held_out = build(args.eval_data_path) if args.eval_data_path else None
     return StageData(train, held_out, tokenizer)
-
-
-def describe_run(args: Namespace, lm_config: MiniMindConfig, data: StageData) -> dict[str, Any]:
-    """The run's contract: what must stay the same for a resume to be the same run."""
-    same = ("epochs", "learning_rate", "warmup_updates", "weight_decay", "grad_clip", "max_seq_len", "packing", "seed")
-    shape = ("hidden_size", "num_hidden_layers", "use_moe", "vocab_size", "dropout")
-    run = {key: getattr(args, key) for key in same} | {key: getattr(lm_config, key) for key in shape}
-    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
-    run["samples"] = len(data.train)
-    run["data"] = data.train.cache.fingerprint
-    start = weight_path(args.save_dir, args.from_weight, lm_config)
-    run["from_weight"] = args.from_weight
-    run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if start.is_file() else None
-    return run
-
-
-def find_checkpoint(args: Namespace, lm_config: MiniMindConfig, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint that `--from_resume 1` goes on from; says so loudly where there is none.
-
-    Raises:
-        UserError: it belongs to another run.
-    """
-    if not args.from_resume:
-        return None
-    saved = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir)
-    if saved is None:
-        Logger(f"WARNING: --from_resume 1, but {args.checkpoint_dir} holds no checkpoint of this run: starting afresh")
-        return None
-    if run["from_weight_sha256"] is None:  # they may be gone: the checkpoint holds what became of them
-        run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
-    check_same_run(saved["run"], run)
-    return saved
 
 
 def start_tracker(args: Namespace, run: dict[str, Any], saved: dict[str, Any] | None) -> Tracker | None:
@@ -172,8 +156,9 @@ def measured_peak(autocast, device: torch.device) -> float:
 
 def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run, saved, **parts) -> TrainState:
     """The run's state, restored from a checkpoint when there is one, with its metrics file and held-out loader."""
-    updates = math.ceil(steps_per_epoch(len(data.train), args.batch_size) / args.accumulation_steps) * args.epochs
-    state = TrainState(args, lm_config, total_updates=updates, run=run, **parts)
+    updates = total_updates(run)
+    bad_updates = BadUpdates(args.max_bad_updates, data.train.cache.source)
+    state = TrainState(args, lm_config, total_updates=updates, run=run, bad_updates=bad_updates, **parts)
     state.peak_flops = measured_peak(state.autocast, state.device)
     if data.held_out is not None:
         state.eval_loader = eval_loader(data.held_out, args.batch_size)
@@ -191,14 +176,30 @@ def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run,
     return state
 
 
-def finish(state: TrainState, wandb=None) -> None:
-    """The last weights, the tracker's end, and all ranks leave together."""
-    args = state.args
-    path = weight_path(args.save_dir, args.save_weight, state.lm_config)
+@contextmanager
+def finished_files(state: TrainState, wandb: Tracker | None) -> Iterator[None]:
+    """From here on a signal waits for the end of an update. However training ends, what is being written is finished:
+    a checkpoint in the background, the metrics file, the tracker's curves."""
+    patience = 10.0
+    try:
+        state.stop.patient = True
+        yield
+        patience = 60.0
+    finally:
+        state.stop.patient = False
+        if wandb is not None:
+            wandb.finish(patience)
+        if state.metrics is not None:
+            state.metrics.close()
+        state.writer.wait()
+
+
+def save_last_weights(state: TrainState) -> None:
+    """Write what the run was for, and say where it lies."""
+    path = weight_path(state.args.save_dir, state.args.save_weight, state.lm_config)
     if is_main_process():
-        save_weights(state.model, path)
-        state.metrics.close()
-    if wandb is not None:
-        wandb.finish()
+        if state.save_due:
+            save_checkpoint(state)
+        save_weights(state.model, path, state.writer)
+        state.writer.wait()
     Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
-    leave_group(state)

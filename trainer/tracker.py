@@ -4,8 +4,7 @@ import queue
 import threading
 from typing import Any
 
-from trainer.checkpoint import reason
-from trainer.console import warn
+from dataset.errors import reason, warn
 
 MODES = {"cloud": "online", "online": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 
@@ -35,7 +34,7 @@ class Tracker:
         try:
             import swanlab
 
-            run = swanlab.init(**settings)
+            run = self._start(swanlab, settings)
             self.id = getattr(run, "id", None)
             self._ready.set()
             while (item := self._queue.get()) is not None:
@@ -47,6 +46,17 @@ class Tracker:
             warn(f"SwanLab stopped ({why}); training goes on, the metrics file is complete")
         finally:
             self._ready.set()
+
+    def _start(self, swanlab: Any, settings: dict[str, Any]) -> Any:
+        """Open the run; one that can no longer be continued (deleted, of another account) gives way to a new one."""
+        try:
+            return swanlab.init(**settings)
+        except Exception as error:
+            if "id" not in settings:
+                raise
+            run = swanlab.init(**{key: value for key, value in settings.items() if key not in ("id", "resume")})
+            warn(f"SwanLab cannot continue run {settings['id']} ({reason(error)}); the curves go on in a new run")
+            return run
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Hand over one point of update `step`; never waits. An update is drawn at most once."""

@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from dataset.errors import UserError
+from dataset.errors import UserError, reason
 from dataset.lm_dataset import collate_flat
 from dataset.token_cache import available_cores, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoint import lm_checkpoint, load_weights, reason, weight_path
+from trainer.checkpoint import lm_checkpoint, load_weights, weight_path
+from trainer.interrupt import ignore_stop_signals
 
 __all__ = [
     "Logger",
@@ -49,6 +50,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def reduce_sum(values: Tensor) -> Tensor:
+    """Sum over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
 def Logger(text: str) -> None:
     """Print one line, on rank 0 only."""
     if is_main_process():
@@ -60,6 +68,9 @@ def init_distributed_mode() -> int:
 
     Returns:
         The local rank. A run of one process, with or without torchrun, is rank 0 and makes no group.
+
+    Raises:
+        UserError: the ranks cannot meet.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0
@@ -68,7 +79,14 @@ def init_distributed_mode() -> int:
         torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # pick_device refuses too many ranks
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own setting; share the cores instead
         torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except RuntimeError as error:  # dist.DistNetworkError and its like
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the ranks cannot meet at {where} ({reason(error)}); if the port is taken give torchrun another "
+            "--master_port, or --standalone on one machine"
+        ) from error
     return local_rank
 
 
@@ -87,7 +105,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     Raises:
         UserError: there is no such device, or several ranks would share one.
     """
-    alone = world_size() == 1
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # asked before the ranks meet
     if device == "auto":
         mps = alone and torch.backends.mps.is_available()
         device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -114,6 +132,11 @@ def native_bfloat16(device: torch.device) -> bool:
         flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         return any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
     return False
+
+
+def native_float16(device: torch.device) -> bool:
+    """Whether the device has arithmetic for float16; emulated it is hundreds of times slower than float32."""
+    return device.type != "cpu" or getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
 
 
 def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
@@ -246,6 +269,7 @@ def epoch_loader(
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # the loader draws a base seed: keep it off the global stream
+        worker_init_fn=ignore_stop_signals,
     )
 
 

@@ -12,7 +12,8 @@ import torch
 from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.loop import Meter, TrainState, leave_group, make_record, next_token_loss, train_update
+from trainer.loop import TrainState, leave_group, make_record, next_token_loss, train_update, update_size
+from trainer.speed import Meter
 
 
 def main() -> None:
@@ -39,8 +40,9 @@ def main() -> None:
     assert len(batches) == iters
     for begin in range(0, iters, accumulation):
         window = batches[begin : begin + accumulation]
-        sums, norm = train_update(state, window, lr=0.0)
-        records.append(make_record(state, iters, 0.0, sums, norm, Meter(), False))
+        targets, tokens, _ = update_size(state, window)
+        means, norm = train_update(state, window, 0.0, targets, tokens)
+        records.append(make_record(state, iters, 0.0, means, norm, Meter(), False))
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
     rank = utils.this_rank()
     leave_group(state)

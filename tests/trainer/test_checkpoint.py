@@ -11,7 +11,8 @@ import torch
 
 from dataset.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoint import atomic_write, check_same_run, load_weights, save_weights, weight_path
+from trainer.checkpoint import atomic_write, load_weights, save_weights, weight_path
+from trainer.resume import check_same_run
 from trainer.trainer_utils import lm_checkpoint, make_optimizer
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -49,7 +50,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
     for damage in (b"", content[: len(content) // 2], b"x" * len(content)):
         newest.write_bytes(damage)
         assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
-        assert "warning: damaged checkpoint" in capsys.readouterr().out
+        assert "warning: damaged checkpoint" in capsys.readouterr().err
     (tmp_path / "w_32_resume_previous.pth").write_bytes(b"")
     with pytest.raises(UserError, match="no readable checkpoint"):
         lm_checkpoint(CONFIG, "w", save_dir=tmp_path)

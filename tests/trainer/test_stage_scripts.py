@@ -122,7 +122,7 @@ def test_resuming(corpus, tmp_path):
     newest = tmp_path / "checkpoints/pretrain_32_resume.pth"
     newest.write_bytes(newest.read_bytes()[:1000])  # damaged: the one before it stands in
     done = launch(PRETRAIN, *run)
-    assert "warning: damaged checkpoint" in done.stdout and "done: 8 updates" in done.stdout
+    assert "warning: damaged checkpoint" in done.stderr and "done: 8 updates" in done.stdout
 
 
 MISTAKES = {
