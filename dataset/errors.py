@@ -69,7 +69,7 @@ def run_main(main: Callable[[], None]) -> None:
     except UserError as error:
         _leave(f"error: {error}", 2, speak_first=_local_rank() == 0, is_cause=not isinstance(error, LostRank))
     except Interrupted as error:
-        _leave(f"stopped: {error}", 128 + error.number, speak_first=_local_rank() == 0)
+        _leave(f"stopped: {error}", 128 + error.number, silent=_local_rank() > 0)  # the ranks stop together
     except KeyboardInterrupt:
         _leave("stopped: by Ctrl-C", 128 + signal.SIGINT)
 
@@ -78,7 +78,7 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _leave(line: str, status: int, speak_first: bool = True, is_cause: bool = True) -> NoReturn:
+def _leave(line: str, status: int, speak_first: bool = True, is_cause: bool = True, silent: bool = False) -> NoReturn:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     for number in STOP_SIGNALS if several else ():  # from here on torchrun may end this rank at any moment
         signal.signal(number, signal.SIG_DFL)
@@ -87,7 +87,8 @@ def _leave(line: str, status: int, speak_first: bool = True, is_cause: bool = Tr
     if not speak_first:
         time.sleep(2)
     sys.stdout.flush()
-    print(line, file=sys.stderr, flush=True)
+    if not silent:
+        print(line, file=sys.stderr, flush=True)
     if several and not is_cause:
         time.sleep(2)  # torchrun then sees first the rank that is the cause
     if several:

@@ -54,7 +54,8 @@ class StopRequest:
             raise Interrupted(number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one")
         if not self.signal:
             self.signal, self._since = number, now
-            os.write(2, f"{name}: finishing this update, then saving\n".encode())
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, f"{name}: finishing this update, then saving\n".encode())
 
 
 def ignore_stop_signals(_: int = 0) -> None:

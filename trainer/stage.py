@@ -180,11 +180,11 @@ def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run,
 def finished_files(state: TrainState, wandb: Tracker | None) -> Iterator[None]:
     """From here on a signal waits for the end of an update. However training ends, what is being written is finished:
     a checkpoint in the background, the metrics file, the tracker's curves."""
-    patience = 10.0
+    patience: float | None = 10.0  # seconds for the tracker: a run that was stopped is waited for
     try:
         state.stop.patient = True
         yield
-        patience = 60.0
+        patience = None
     finally:
         state.stop.patient = False
         if wandb is not None:

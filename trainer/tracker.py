@@ -8,6 +8,8 @@ from dataset.errors import reason, warn
 
 MODES = {"cloud": "online", "online": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 
+START_PATIENCE, END_PATIENCE = 30.0, 60.0  # seconds
+
 
 class Tracker:
     """One SwanLab run, fed by a thread of its own; its first failure is told once and ends the tracking.
@@ -28,7 +30,7 @@ class Tracker:
         settings = {"project": project, "name": name, "mode": MODES[mode], "config": config, **resume}
         self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True, name="swanlab")
         self._thread.start()
-        self._ready.wait(timeout=30)  # time to learn the run's id; a slower network is not waited for
+        self._ready.wait(START_PATIENCE)  # time to learn the run's id; a slower network is not waited for
 
     def _work(self, settings: dict[str, Any]) -> None:
         try:
@@ -68,8 +70,9 @@ class Tracker:
         except queue.Full:
             warn("SwanLab is far behind; a point was left out")
 
-    def finish(self, timeout: float = 60.0) -> None:
-        """Let the queue drain and close the run, waiting `timeout` seconds at most."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Let the queue drain and close the run, waiting `timeout` seconds at most (END_PATIENCE)."""
+        timeout = END_PATIENCE if timeout is None else timeout
         try:
             self._queue.put_nowait(None)
         except queue.Full:

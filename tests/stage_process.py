@@ -1,0 +1,150 @@
+"""Runs of a training stage as real processes, forked from a server that has torch loaded: they can be signalled, killed
+and limited like any other, and start in a fraction of a second instead of several."""
+
+import atexit
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.stage_process", "trainer.train_pretrain", "trainer.train_full_sft"])
+
+
+@dataclass
+class Faults:
+    """What goes wrong, at which of the micro-batches that this process trains on (from 1)."""
+
+    nan: tuple[int, ...] = ()  # the loss becomes NaN
+    infinite_gradient: tuple[int, ...] = ()  # the loss is finite, its gradient is not
+    signals: dict[int, int] = field(default_factory=dict)  # micro-batch -> signal that the process sends itself
+    eval_signal: int = 0  # signal at the first held-out micro-batch
+    hog: int = 0  # the micro-batch at which it wants more memory than there is
+    sleep: float = 0.0  # seconds in each micro-batch
+    record: str = ""  # file for the sample ids of each micro-batch
+    file_limit: int = 0  # bytes that a file may have
+    script: str = ""  # Python that is run first
+
+
+class FaultyLoss:
+    """next_token_loss with faults."""
+
+    def __init__(self, faults: Faults):
+        self.faults, self.count, self.evaluated = faults, 0, False
+
+    def __call__(self, model, batch):
+        from trainer.loop import next_token_loss
+
+        faults = self.faults
+        loss, aux_loss = next_token_loss(model, batch)
+        if not model.training:
+            if faults.eval_signal and not self.evaluated:
+                self.evaluated = True
+                os.kill(os.getpid(), faults.eval_signal)
+            return loss, aux_loss
+        self.count += 1
+        if faults.record:
+            with open(faults.record, "a") as file:
+                print(*batch["sample_ids"].tolist(), file=file)
+        if self.count in faults.nan:
+            loss = loss * float("nan")
+        if self.count in faults.infinite_gradient:
+            tiny = loss * 0.0
+            loss = loss + torch.sqrt(tiny)  # finite, with an infinite derivative
+        if self.count == faults.hog:
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 33, resource.RLIM_INFINITY))
+            loss = loss + torch.ones(1 << 31, dtype=torch.float64).sum()
+        if self.count in faults.signals:
+            os.kill(os.getpid(), faults.signals[self.count])
+        time.sleep(faults.sleep)
+        return loss, aux_loss
+
+
+def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], folder: str) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    if faults.file_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_limit, resource.RLIM_INFINITY))
+    from dataset.lm_dataset import PretrainDataset, SFTDataset
+    from trainer.stage import run_stage
+    from trainer.train_full_sft import FULL_SFT
+    from trainer.train_pretrain import PRETRAIN
+
+    sys.argv = [f"train_{stage}.py", *argv]
+    exec(faults.script)
+    defaults, dataset = {"pretrain": (PRETRAIN, PretrainDataset), "sft": (FULL_SFT, SFTDataset)}[stage]
+    run_stage("A run with faults.", defaults, dataset, FaultyLoss(faults))
+
+
+class StageProcess:
+    """One rank of a stage."""
+
+    def __init__(self, stage: str, argv: list, faults: Faults | None = None, **env: str):
+        self.folder = Path(tempfile.mkdtemp(prefix="stage-"))
+        args = (stage, [str(part) for part in argv], faults or Faults(), env, str(self.folder))
+        for name in ("out", "err"):
+            (self.folder / name).touch()
+        self.process = context.Process(target=_child, args=args)
+        self.process.start()
+        atexit.register(self.process.kill)
+
+    def wait(self, timeout: float = 120) -> int:
+        """Exit status (negative: the signal that killed it); fails if it does not end in time."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"still running after {timeout} s: {self.out[-2000:]}{self.err[-2000:]}")
+        return self.process.exitcode
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.process.pid, number)
+
+    @property
+    def out(self) -> str:
+        """What it printed."""
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        """What it printed on stderr."""
+        return (self.folder / "err").read_text()
+
+    @property
+    def error_lines(self) -> list[str]:
+        """Lines of stderr."""
+        return [line for line in self.err.splitlines() if line.strip()]
+
+
+def start_ranks(count: int, stage: str, argv: list, faults: dict[int, Faults] | None = None) -> list[StageProcess]:
+    """Several ranks as torchrun would start them; `faults` by rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    env |= {"LOCAL_WORLD_SIZE": str(count)}
+    ranks = range(count)
+    return [StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks]
+
+
+def run(stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0) -> StageProcess:
+    """Run to the end, which must be this exit status; returns the process (rank 0)."""
+    if ranks > 1:
+        processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None)
+    else:
+        processes = [StageProcess(stage, argv, faults)]
+    ends = [process.wait() for process in processes]
+    assert ends == [status] * len(processes), "".join(p.out[-1500:] + p.err[-3000:] for p in processes)
+    return processes[0]

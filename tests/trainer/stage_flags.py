@@ -1,0 +1,58 @@
+"""Small runs of the stages for tests, and what must be equal when two runs are the same."""
+
+from pathlib import Path
+
+import torch
+
+from trainer.console import read_metrics
+
+FIELDS = ("update", "epoch", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
+FIELDS += ("eval_loss", "eval_bpb", "skipped")
+
+
+def flags(corpus, folder, stage, **extra) -> list[str]:
+    """A small run; `extra` replaces its settings."""
+    settings = {
+        "data_path": corpus[stage],
+        "eval_data_path": corpus[f"{stage}_eval"],
+        "cache_dir": corpus["cache"],
+        "save_dir": folder / "out",
+        "checkpoint_dir": folder / "checkpoints",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "max_seq_len": 64,
+        "batch_size": 8,
+        "accumulation_steps": 1,
+        "epochs": 2,
+        "learning_rate": 1e-2,
+        "dtype": "float32",
+        "log_interval": 1,
+        "save_interval": 3,
+        "eval_interval": 4,
+    }
+    settings |= {"from_weight": "none"} if stage == "pretrain" else {}
+    return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
+
+
+def saved_state(folder: Path, name: str = "pretrain_32") -> dict:
+    """The newest resume checkpoint of a run."""
+    return torch.load(folder / f"checkpoints/{name}_resume.pth", weights_only=True)
+
+
+def records(folder: Path, name: str = "pretrain_32") -> list[list]:
+    """What the metrics file says about each update, without figures of time."""
+    return [[r.get(key) for key in FIELDS] for r in read_metrics(folder / f"out/{name}_metrics.jsonl")]
+
+
+def assert_same_run(one: Path, other: Path, name: str = "pretrain_32") -> None:
+    """Weights, optimizer and metrics of two runs are the same bits."""
+    a, b = saved_state(one, name), saved_state(other, name)
+    assert a["update"] == b["update"]
+    for key, value in a["model"].items():
+        assert torch.equal(value, b["model"][key]), key
+    for index, state in a["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, b["optimizer"]["state"][index][key]), (index, key)
+    a, b = (torch.load(run / f"out/{name}.pth", weights_only=True) for run in (one, other))
+    assert all(torch.equal(value, b[key]) for key, value in a.items())
+    assert records(one, name) == records(other, name)

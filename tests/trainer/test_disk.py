@@ -1,0 +1,115 @@
+"""A disk that is full, a folder that cannot be written: one line, exit status 2, and what was there stays whole."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.stage_process import Faults, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.console import read_metrics
+
+
+def only_line(process) -> str:
+    """The error line, which is alone."""
+    assert len(process.error_lines) == 1, process.err
+    assert process.error_lines[0].startswith("error: ")
+    return process.error_lines[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_room_for_the_checkpoint(corpus, tmp_path, ranks):
+    """The limit is set while it runs, so that an older checkpoint and weights are there: they stay as they were."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, batch_size=8 // ranks)
+    run("pretrain", argv, Faults(signals={5: 15}), ranks=ranks, status=143)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
+    assert len(files) >= 3
+    limit = Faults(file_limit=min(map(len, files.values())) // 2)
+    processes = start_ranks(ranks, "pretrain", argv, dict.fromkeys(range(ranks), limit))
+    assert [process.wait(60) for process in processes] == [2] * ranks
+    line = processes[0].error_lines[0]
+    checkpoint = f"{tmp_path}/checkpoints/pretrain_32_resume.pth"
+    assert line.startswith(f"error: {checkpoint} cannot be written (File too large)")
+    assert "Traceback" not in processes[0].err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == files
+    assert not list(tmp_path.rglob("*.tmp"))
+    run("pretrain", argv, ranks=ranks)
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", epochs=1, batch_size=8 // ranks), ranks=ranks)
+    assert_same_run(tmp_path / "whole", tmp_path)
+
+
+def test_no_room_for_the_metrics(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", save_interval=1000, eval_interval=1000, epochs=2, batch_size=2)
+    line = only_line(run("pretrain", argv, Faults(file_limit=3000), status=2))
+    assert line.startswith(f"error: {tmp_path}/out/pretrain_32_metrics.jsonl cannot be written (File too large)")
+    assert len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")) >= 5
+
+
+def test_no_room_for_the_token_cache(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache")
+    line = only_line(run("pretrain", argv, Faults(file_limit=1500), status=2))
+    assert f"the token cache in {tmp_path}/cache cannot be written" in line and "File too large" in line
+    assert not list((tmp_path / "cache").glob("*.tmp*")) and not list(tmp_path.rglob("*.npy"))
+
+
+@pytest.mark.parametrize("flag", ["save_dir", "checkpoint_dir", "cache_dir"])
+def test_a_folder_that_cannot_be_made(corpus, tmp_path, flag):
+    (tmp_path / "file").write_text("")
+    argv = flags(corpus, tmp_path, "pretrain", **{flag: tmp_path / "file" / "out"})
+    line = only_line(run("pretrain", argv, status=2))
+    assert str(tmp_path / "file") in line and f"--{flag}" in line
+
+
+@pytest.mark.parametrize("flag", ["save_dir", "checkpoint_dir"])
+def test_a_read_only_folder(corpus, tmp_path, flag):
+    if os.name != "posix":
+        pytest.skip("rights of folders are another matter there")
+    base = Path(tempfile.mkdtemp())
+    base.chmod(0o755)
+    folders = {name: base / name for name in ("save_dir", "checkpoint_dir")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        folder.chmod(0o555 if name == flag else 0o777)
+    folder = folders[flag]
+    argv = flags(corpus, tmp_path, "pretrain", **folders)
+    if os.getuid() == 0:  # root may write anywhere: give the rights up, in a process that has everything loaded
+        script = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+        line = only_line(run("pretrain", argv, Faults(script=script), status=2))
+    else:
+        line = only_line(run("pretrain", argv, status=2))
+    assert line.startswith(f"error: --{flag} {folder} cannot be written (Permission denied)")
+
+
+def test_a_really_full_file_system(corpus, tmp_path):
+    """The same on a file system of its own, 3 MB small, where the system lets us mount one."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", small], capture_output=True).returncode
+    ):
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        argv = flags(corpus, tmp_path, "pretrain", checkpoint_dir=small, epochs=1, save_interval=2, from_resume=1)
+        line = only_line(run("pretrain", argv, status=2))
+        assert line.startswith(f"error: {small}/pretrain_32_resume.pth cannot be written (No space left on device)")
+        left = [path.name for path in small.glob("*.pth")]
+        assert all(torch.load(small / name, weights_only=True) for name in left)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_the_real_script_ends_the_same_way(corpus, tmp_path):
+    code = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1)); "
+    code += f"sys.argv = sys.argv[1:]; runpy.run_path({str(ROOT / 'trainer/train_pretrain.py')!r}, run_name='__main__')"
+    argv = ["train_pretrain.py", *flags(corpus, tmp_path, "pretrain")]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("*.tmp"))
