@@ -75,6 +75,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of the data loader, as in a run started by hand
     if faults.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_limit, resource.RLIM_INFINITY))
     from dataset.lm_dataset import PretrainDataset, SFTDataset

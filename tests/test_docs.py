@@ -18,6 +18,7 @@ import torch
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
+from dataset.errors import UserError
 from dataset.formats import to_chat, to_text
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
@@ -44,6 +45,7 @@ SCRIPTS = {
     "scripts/benchmark.py": None,
     "scripts/demo_exam.py": None,
     "scripts/train_tokenizer.py": None,
+    "scripts/verify_resume.py": None,
     "dataset/inspect.py": "dataset.inspect",
     "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
@@ -239,12 +241,15 @@ def check_python(folder: Path, words: list[str], where: str) -> None:
     if rest[:2] in (["-m", "venv"], ["-m", "pytest"], ["-m", "pip"]):
         return
     assert (ROOT / script).is_file(), f"{where}: there is no {script}"
-    parser = parser_of(script)[0]
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+    parts = [(script, arguments)]
+    if "--" in arguments:  # what follows goes to the stage script
+        at = arguments.index("--")
+        parts = [(script, arguments[:at]), ("trainer/train_full_sft.py", arguments[at + 1 :])]
+    for started, given in parts:
         try:
-            parser.parse_args(arguments)
-        except SystemExit:
-            pytest.fail(f"{where}: {' '.join(words)}\n{stderr.getvalue()}")
+            parser_of(started)[0].parse_args(given)
+        except UserError as error:
+            pytest.fail(f"{where}: {' '.join(words)}\n{error}")
 
 
 def check_bash(folder: Path, variables: dict, words: list[str], where: str) -> None:
@@ -297,7 +302,8 @@ def test_launch_lines_at_the_head_of_scripts_name_real_scripts_and_flags(script)
         started = named[1].replace(".", "/") + ".py" if named[1] else named[2]
         started = started if "/" in started else f"trainer/{started}"  # stage scripts show lines for `cd trainer`
         known = {option for action in parser_of(started)[0]._actions for option in action.option_strings}
-        unknown = set(re.findall(r" (--[a-z]\w*)", line[named.end() :])) - known
+        own = line[named.end() :].partition(" -- ")[0]  # what follows goes to the stage script
+        unknown = set(re.findall(r" (--[a-z]\w*)", own)) - known
         assert not unknown, f"{script} tells of {unknown}, which {started} does not know"
 
 
@@ -315,7 +321,7 @@ def test_the_example_records_are_accepted(manual):
 
 @pytest.mark.parametrize("manual", MANUALS)
 def test_the_metrics_fields_are_those_of_the_loop(manual):
-    code = read("trainer/loop.py")
+    code = read("trainer/loop.py") + read("trainer/speed.py")
     fields = [name for row in rows(section(manual, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
 

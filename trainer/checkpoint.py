@@ -152,11 +152,16 @@ def snapshot(value: Any, copies: dict | None = None) -> Any:
     return value
 
 
+def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights for use, MiniMind's own names in fp16 on the CPU; tied tensors stay one tensor."""
+    copies: dict[int, Tensor] = {}
+    state = unwrap(model).state_dict()
+    return {key: copies.setdefault(value.data_ptr(), value.half().cpu()) for key, value in state.items()}
+
+
 def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> None:
-    """Write the weights for use: MiniMind's own names in fp16. With a writer this only takes the copy."""
-    state, halves = unwrap(model).state_dict(), {}
-    weights = {key: halves.setdefault(value.data_ptr(), value.half().cpu()) for key, value in state.items()}
-    _write(path, weights, writer)
+    """Write the fp16 weights for use. With a writer this only takes the copy."""
+    _write(path, half_state_dict(model), writer)
 
 
 def _write(path: Path, state: dict[str, Any], writer: Writer | None, keep: Path | None = None) -> None:

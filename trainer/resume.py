@@ -122,18 +122,19 @@ def _all_ranks_agree(run: Contract, saved: dict[str, Any] | None) -> None:
     """Ranks on several machines may see other files: then none of them starts."""
     if not dist.is_initialized():
         return
-    mine = {"data and settings": run, "checkpoint": saved and [saved[key] for key in ("epoch", "step", "update")]}
+    position = {key: saved[key] for key in ("epoch", "step", "update")} if saved else {}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        for what in mine:
-            if other[what] != everyone[0][what]:
-                a, b = everyone[0][what], other[what]
-                if isinstance(a, dict):
-                    a, b = ({key: side.get(key) for key in a if a[key] != b.get(key)} for side in (a, b))
+    dist.all_gather_object(everyone, (run, position))
+    for rank, views in enumerate(everyone):
+        for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):
+            differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+            fields = "; ".join(
+                f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in differing
+            )
+            if differing:
                 raise UserError(
-                    f"the ranks do not see the same {what}: rank 0 has {a}, rank {rank} has {b}; all machines need the "
-                    "same files: a file system that they share, or copies"
+                    f"the ranks do not see the same {what} ({fields}); all machines need the same files: a file system "
+                    "that they share, or copies"
                 )
 
 

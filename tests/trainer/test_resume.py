@@ -140,11 +140,14 @@ def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
     elsewhere = f"sys.argv[sys.argv.index('--checkpoint_dir') + 1] = {str(tmp_path / 'elsewhere')!r}"
     processes = start_ranks(2, "pretrain", argv, {1: Faults(script=elsewhere)})
     assert [process.wait() for process in processes] == [2, 2]
-    assert "the ranks do not see the same checkpoint: rank 0 has [0, 8, 8], rank 1 has None" in processes[0].err
+    assert (
+        "the ranks do not see the same checkpoint (epoch: 0 on rank 0, None on rank 1; step: 8 on rank 0"
+        in processes[0].err
+    )
     other_data = f"sys.argv[sys.argv.index('--data_path') + 1] = {str(corpus['pretrain_eval'])!r}"
     processes = start_ranks(2, "pretrain", argv, {1: Faults(script=other_data)})
     assert [process.wait() for process in processes] == [2, 2]
-    assert "the ranks do not see the same data and settings: rank 0 has {'samples': " in processes[0].err
+    assert "the ranks do not see the same data and settings (samples: " in processes[0].err
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
