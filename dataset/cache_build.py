@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -23,10 +24,12 @@ import numpy as np
 from tqdm import tqdm
 
 from dataset.data_files import Block, iter_blocks
-from dataset.errors import UserError
+from dataset.errors import STOP_SIGNALS, Interrupted, UserError
+from dataset.formats import BadRecords, bad_records_message
 from dataset.tokenizing import BlockTokenizer, Samples, TokenizerSpec
 
 SMALL = 8 << 20  # bytes of data below which starting processes costs more than it saves
+Results = Iterator[tuple[Block, Samples]]
 
 
 class ArrayFile:
@@ -83,17 +86,18 @@ def build_arrays(
             stack.callback(file.close)
         progress = stack.enter_context(closing(Progress(total)))
         bad = stack.enter_context(closing(BadRecords(folder / "bad_records.txt")))
-        results = stack.enter_context(closing(tokenised(iter_blocks(paths), tokenizer, num_proc, check_only)))
+        blocks = iter_blocks(paths)
+        results = stack.enter_context(closing(tokenised(blocks, tokenizer, num_proc, check_only, folder)))
         for block, samples in results:
             counts.update(samples.counts)
-            bad.add(block.path, samples.bad)
+            bad.add(block, samples.bad)
             if bad.count and not skip_bad:
                 check_only.set()  # the rest is only searched for more bad records
             else:
                 counts.update(_write(files, block, samples))
             progress.update(block.size, len(samples.tokens))
         if bad.count and not skip_bad:
-            raise UserError(bad.message())
+            raise UserError(bad_records_message(bad.first_text(paths), bad.count))
         if not counts["samples"]:
             raise UserError(_nothing_left(paths, counts, bad))
         for file in files.values():
@@ -145,51 +149,45 @@ def _report(folder: Path, kind: str, max_length: int, counts: Counter, bad: "Bad
         "files": files,
         **{name: int(counts[name]) for name in names},
         "skipped_bad_records": bad.count,
-        "first_bad_record": bad.message() if bad.count else None,
+        "first_bad_record": bad.first,
         "length_mean": round(float(lengths.mean()), 1),
         "length_percentiles": dict(zip(map(str, shares), map(int, np.percentile(lengths, shares)), strict=True)),
         "real_share_if_padded": round(counts["tokens"] / (len(lengths) * max_length), 4),
     }
 
 
+def format_report(report: dict) -> str:
+    """The report of a cache as lines for people."""
+    r = report
+
+    def part(name: str) -> str:
+        return f"{r[name]:,} ({r[name] / max(1, r['records']):.1%})"
+
+    lines = [f"{r['kind']}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files"]
+    if r["kind"] == "pretrain":
+        lines.append(f"  documents {r['documents']:,}, split {part('documents_split')}, empty {r['empty_documents']:,}")
+    else:
+        cuts = f"cut behind a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
+        lines.append(f"  conversations {r['conversations']:,}, {cuts}")
+    lines.append(f"  dropped for want of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
+    share = r["targets"] / r["tokens"]
+    lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of them targets {r['targets']:,} ({share:.1%})")
+    lengths = ", ".join(f"{share} % {length:,}" for share, length in r["length_percentiles"].items())
+    lines.append(f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}")
+    lines.append(f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens")
+    return "\n".join(lines)
+
+
 def _nothing_left(paths: list[str], counts: Counter, bad: "BadRecords") -> str:
-    if bad.count == counts["records"]:
-        return f"every one of the {bad.count} records is bad; the first: {bad.first}"
+    if bad.count and bad.count == counts["records"]:
+        return f"every one of the {bad.count} records is bad; the first: {bad.first_text(paths)}"
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
+    also_bad = f", {bad.count} are bad, the first: {bad.first_text(paths)}" if bad.count else ""
     return (
         f"{where}: none of the {counts['records']} records gives a sample with something to train on "
         f"({counts['dropped_without_label']} have no label within --max_seq_len, {counts['empty_documents']} are "
-        f"empty); raise --max_seq_len or check the data with python -m dataset.inspect"
+        f"empty{also_bad}); raise --max_seq_len or check the data with python -m dataset.inspect"
     )
-
-
-class BadRecords:
-    """Counts the records that cannot be used and lists each of them in a file."""
-
-    def __init__(self, path: Path):
-        self.path, self.file = path, None
-        self.count, self.first = 0, ""
-
-    def add(self, path: str, bad: list[tuple[int, str]]) -> None:
-        """Note (line, reason) of each bad record of one block."""
-        for line, reason in bad:
-            text = f"{path}:{line}: {reason}"
-            if self.file is None:
-                self.first = text
-                self.file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-            self.file.write(text + "\n")
-            self.count += 1
-
-    def message(self) -> str:
-        """The first of them, how many follow, and the way out."""
-        more = self.count - 1
-        follow = f"; {more} more bad record{'s' * (more > 1)} follow{'s' * (more == 1)}" if more else ""
-        return f"{self.first}{follow} (--on_bad_data skip leaves bad records out and lists them)"
-
-    def close(self) -> None:
-        """Finish the list."""
-        if self.file:
-            self.file.close()
 
 
 class Progress:
@@ -224,44 +222,56 @@ class Progress:
 # --- one process or several ----------------------------------------------------------------------------------------
 
 
-def _in_this_process(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only) -> Iterator[tuple[Block, Samples]]:
+def _in_this_process(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
     for block in blocks:
         yield block, tokenizer(block, check_only.is_set())
 
 
-def _in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only) -> Iterator[tuple[Block, Samples]]:
+def _in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
     """The same from several processes: results in the order of the blocks, a few blocks per process under way."""
+    # The workers read the tokenizer from a file. Sent as an argument it is more than a pipe holds: starting a process
+    # that dies at once would then wait forever.
+    settings = folder / "worker_settings.pickle"
+    settings.write_bytes(pickle.dumps((tokenizer.spec, tokenizer.kind, tokenizer.max_length)))
     # Fresh processes rather than forks: the parent may hold torch with its threads, or a CUDA context.
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    settings = (tokenizer.spec, tokenizer.kind, tokenizer.max_length)
-    pool = ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=settings)
+    with _signals_later():  # it starts a process of its own, too
+        pool = ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(settings,))
     under_way: deque = deque()
     try:
         for block in blocks:
-            with _main_module_hidden():
+            with _signals_later(), _main_module_hidden():
                 under_way.append((block, pool.submit(_run_worker, block, check_only.is_set())))
             if len(under_way) >= 3 * num_proc:
                 block, future = under_way.popleft()
                 yield block, future.result()
         for block, future in under_way:
             yield block, future.result()
-    except BrokenProcessPool as error:
+    except BaseException as error:  # GeneratorExit among them: nobody waits for the rest
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        if not isinstance(error, BrokenProcessPool):
+            raise
+        time.sleep(0.5)  # a signal that went to the whole group is the better reason: let it arrive
         raise UserError(
-            "a process of the token cache died, perhaps for want of memory; use fewer of them (--num_proc)"
+            "a process of the token cache died, perhaps for want of memory; build the cache ahead of time with fewer "
+            "of them (--num_proc of python -m dataset.token_cache)"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        settings.unlink(missing_ok=True)
 
 
 _worker: BlockTokenizer | None = None
 
 
-def _start_worker(spec: TokenizerSpec, kind: str, max_length: int) -> None:
+def _start_worker(settings: Path) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no mask to inherit, see _signals_later
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: the processes are the parallelism
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker = BlockTokenizer(spec, kind, max_length)
+    _worker = BlockTokenizer(*pickle.loads(settings.read_bytes()))
 
 
 def _leave_with_parent() -> None:
@@ -272,6 +282,45 @@ def _leave_with_parent() -> None:
 
 def _run_worker(block: Block, check_only: bool) -> Samples:
     return _worker(block, check_only)
+
+
+@contextmanager
+def _signals_later():
+    """Start processes undisturbed: what Ctrl-C interrupts there would leave half a process behind.
+
+    A signal comes when the block is over. The new processes inherit the mask and never see it: Ctrl-C and a closed
+    terminal are for the parent, which then ends them. SIGTERM must still end them: the pool uses it.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    came: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Raise Interrupted at SIGTERM, SIGHUP and Ctrl-C, so that nothing half-built stays behind."""
+
+    def stop(number: int, _) -> None:
+        raise Interrupted(number, f"by {signal.Signals(number).name}; the token cache is begun anew the next time")
+
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -290,6 +339,12 @@ def _main_module_hidden():
 def write_json(path: Path, content: dict) -> None:
     """Write and wait until it is on the disk."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
+        json.dump(content, file, indent=1)  # in ASCII: the name of a file may hold bytes that are not UTF-8
         file.flush()
         os.fsync(file.fileno())
+
+
+def say(text: str) -> None:
+    """Print, also where stdout cannot write every character that a file name or a record may hold."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataset.errors import UserError
-from dataset.formats import BOM, BadRecord, check_characters, decoder, not_utf8
+from dataset.errors import UserError, reason
+from dataset.formats import BOM, BadRecord, check_characters, check_depth, decoder, not_utf8
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 COLUMNS = {"text", "conversations", "messages", "instruction", "input", "output", "system", "history", "tools"}
@@ -79,10 +79,8 @@ def iter_blocks(paths: Sequence[str]) -> Iterator[Block]:
         try:
             yield from _blocks_of_file(index, path)
         except OSError as error:
-            reason = error.strerror or str(error).splitlines()[0]
-            raise UserError(
-                f"{path} cannot be read ({reason}); check the file or take it out of --data_path"
-            ) from error
+            why = error.strerror or reason(error)
+            raise UserError(f"{path} cannot be read ({why}); check the file or take it out of --data_path") from error
 
 
 def _blocks_of_file(index: int, path: str) -> Iterator[Block]:
@@ -94,7 +92,7 @@ def _blocks_of_file(index: int, path: str) -> Iterator[Block]:
         blocks = _line_blocks(index, path)
     empty = True
     for block in blocks:
-        empty = empty and (block.data.isspace() if isinstance(block.data, bytes) else not block.data)
+        empty = empty and not (block.data.replace(BOM, b"").strip() if isinstance(block.data, bytes) else block.data)
         yield block
     if empty:
         raise UserError(f"{path} holds no record; take it out of --data_path or write it anew")
@@ -114,8 +112,8 @@ def _line_blocks(index: int, path: str) -> Iterator[Block]:
                 data = file.read(BLOCK_BYTES)
                 data += file.readline() if data else b""
             except DAMAGED_GZIP as error:
-                reason = f"after this line the .gz file is damaged or cut off ({error}); get it again"
-                raise UserError(f"{path}:{line}: {reason}") from error
+                why = f"after this line the .gz file is damaged or cut off ({error}); get it again"
+                raise UserError(f"{path}:{line}: {why}") from error
             if not data:
                 return
             position = stored.tell()
@@ -130,15 +128,18 @@ def _parquet_blocks(index: int, path: str) -> Iterator[Block]:
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             columns = [name for name in table.schema_arrow.names if name in COLUMNS]
+            if len(set(columns)) < len(columns):
+                raise UserError(f"{path}: two columns have the same name ({', '.join(columns)}); write it anew")
             bytes_per_row = os.path.getsize(path) / max(1, table.metadata.num_rows)
             # Without one known column the whole row is read, so that the error can tell which keys there are.
             for batch in table.iter_batches(BLOCK_ROWS, columns=columns or None):
                 rows = list(enumerate(batch.to_pylist(), row))
                 yield Block(index, path, row, rows, round(len(rows) * bytes_per_row))
                 row += len(rows)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}:{row}: from this row on no readable Parquet ({reason}); write it anew") from error
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # or values that Python has no type for
+        raise UserError(
+            f"{path}:{row}: from this row on no readable Parquet ({reason(error)}); write it anew"
+        ) from error
 
 
 def _starts_an_array(path: str) -> bool:
@@ -176,16 +177,26 @@ def _array_records(path: str, text: str) -> Iterator[tuple[int, object]]:
         elif separator and not text.startswith("]", position):
             raise UserError(f"{path}:{line}: after this record a ',' or ']' is missing; the array looks cut off")
         elif text.startswith("]", position):
+            _check_end(path, text, position + 1)
             return
         line, counted = line + text.count("\n", counted, position), position
         try:
             record, position = decoder.raw_decode(text, position)
+            check_depth(record)
             check_characters(record)
         except (BadRecord, ValueError, RecursionError) as error:
-            reason = str(error).split(": line")[0]
-            raise UserError(f"{path}:{line}: from this line on no valid JSON array ({reason}); mend it") from error
+            why = str(error).split(": line")[0]
+            raise UserError(f"{path}:{line}: from this line on no valid JSON array ({why}); mend it") from error
         yield line, record
         separator = ","
+
+
+def _check_end(path: str, text: str, end: int) -> None:
+    """What stands behind the array would be lost without a word."""
+    position = _skip_blanks(text, end)
+    if position < len(text):
+        line = text.count("\n", 0, position) + 1
+        raise UserError(f"{path}:{line}: the array has ended before this; a .json file holds one array, or JSON Lines")
 
 
 def _skip_blanks(text: str, position: int) -> int:

@@ -8,16 +8,20 @@ SFT       {"conversations" | "messages": [{"role", "content", optional "reasonin
 Fine without a word: a UTF-8 byte order mark, CRLF line ends, blank lines, a last line without a line end, other keys.
 Decided here: an escaped NUL (\\u0000) is a character like any other. A key that stands twice in one object is refused,
 because JSON readers silently keep only the last. A lone surrogate (half a character: \\ud83d) is refused anywhere.
+So is nesting deeper than MAX_DEPTH: the depth that Python itself bears depends on who calls.
 """
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dataset.data_files import Block
 
 BOM = b"\xef\xbb\xbf"
+MAX_DEPTH = 100
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep; make the record flatter"
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -69,17 +73,31 @@ def parse_line(raw: bytes, last: bool = False) -> dict:
         cut = ", and the file ends here, so it looks cut off" if last else ""
         reason = f"{error.msg} at column {error.colno}"
         raise BadRecord(f"not valid JSON ({reason}{cut}); each line must hold one JSON object") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested brackets
+    except RecursionError:
+        raise BadRecord(TOO_DEEP) from None
+    except ValueError as error:  # a number of thousands of digits
         raise BadRecord(f"JSON that cannot be read ({error}); each line must hold one JSON object") from None
     if not isinstance(record, dict):
         raise BadRecord(_not_an_object(record))
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        check_depth(record)
     if b"\\ud" in raw or b"\\uD" in raw:  # only such an escape can stand for half a character
         check_characters(record)
     return record
 
 
+def check_depth(record: object) -> None:
+    """Raise BadRecord if lists and objects are nested deeper than MAX_DEPTH."""
+    level = [record]
+    for _ in range(MAX_DEPTH):
+        nested = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, (dict, list)))
+        level = [child for children in nested for child in children]
+    if any(isinstance(node, (dict, list)) for node in level):
+        raise BadRecord(TOO_DEEP)
+
+
 def check_characters(record: object) -> None:
-    """Raise BadRecord if any text in the record holds a lone surrogate, which no encoding can write."""
+    """Raise BadRecord if any text in the record, whose depth is checked, holds a lone surrogate: half a character."""
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -214,6 +232,7 @@ def _objects(value: object, where: str, name: str | None = None) -> list[dict]:
             value = decoder.decode(value)
         except (ValueError, RecursionError) as error:
             raise BadRecord(f"{where} does not parse as JSON ({str(error).split(': line')[0]})") from None
+        check_depth(value)
         check_characters(value)
     value = [value] if isinstance(value, dict) else value
     if not (isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value)):
@@ -223,6 +242,41 @@ def _objects(value: object, where: str, name: str | None = None) -> list[dict]:
         if name and not (isinstance(function, dict) and isinstance(function.get(name), str)):
             raise BadRecord(f'{where} holds a call without a \'{name}\'; write {{"name": ..., "arguments": {{...}}}}')
     return value
+
+
+class BadRecords:
+    """Counts the records that cannot be used and lists each of them in a file."""
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, None
+        self.count = 0
+        self.first: tuple[int, int, str] | None = None  # index of the file, line, reason
+
+    def add(self, block: "Block", bad: list[tuple[int, str]]) -> None:
+        """Note (line, reason) of each bad record of one block."""
+        if bad and self.file is None:
+            self.first = (block.file, *bad[0])
+            self.file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        for line, reason in bad:
+            self.file.write(f"{block.path}:{line}: {reason}\n")
+        self.count += len(bad)
+
+    def first_text(self, paths: list[str]) -> str:
+        """FILE:LINE and reason of the first of them; there must be one."""
+        file, line, reason = self.first
+        return f"{paths[file]}:{line}: {reason}"
+
+    def close(self) -> None:
+        """Finish the list."""
+        if self.file:
+            self.file.close()
+
+
+def bad_records_message(first: str, count: int) -> str:
+    """The first of `count` bad records, how many follow, and the way out."""
+    more = count - 1
+    follow = f"; {more} more bad record{'s' * (more > 1)} follow{'s' * (more == 1)}" if more else ""
+    return f"{first}{follow} (--on_bad_data skip leaves bad records out and lists them)"
 
 
 # --- words for messages --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dataset.packing import pack
-from dataset.token_cache import TokenCache, build_token_cache
+from dataset.token_cache import MAX_BAD_SHARE, TokenCache, build_token_cache
 
 
 class TokenDataset(Dataset):
@@ -61,9 +61,19 @@ class PretrainDataset(TokenDataset):
     """Documents, `{"text": ...}`; every token is a target once. See `build_token_cache` for the arguments."""
 
     def __init__(
-        self, data_path, tokenizer, max_length=512, packing=False, cache_dir=None, num_proc=None, on_bad_data="stop"
+        self,
+        data_path,
+        tokenizer,
+        max_length=512,
+        packing=False,
+        cache_dir=None,
+        num_proc=None,
+        on_bad_data="stop",
+        *,
+        max_bad_share=MAX_BAD_SHARE,
     ):
-        cache = build_token_cache("pretrain", data_path, tokenizer, max_length, cache_dir, num_proc, on_bad_data)
+        options = (cache_dir, num_proc, on_bad_data)
+        cache = build_token_cache("pretrain", data_path, tokenizer, max_length, *options, max_bad_share=max_bad_share)
         super().__init__(cache, packing)
 
 
@@ -71,9 +81,19 @@ class SFTDataset(TokenDataset):
     """Conversations; the assistant's turns are targets. See `build_token_cache` for the arguments."""
 
     def __init__(
-        self, data_path, tokenizer, max_length=768, packing=False, cache_dir=None, num_proc=None, on_bad_data="stop"
+        self,
+        data_path,
+        tokenizer,
+        max_length=768,
+        packing=False,
+        cache_dir=None,
+        num_proc=None,
+        on_bad_data="stop",
+        *,
+        max_bad_share=MAX_BAD_SHARE,
     ):
-        cache = build_token_cache("sft", data_path, tokenizer, max_length, cache_dir, num_proc, on_bad_data)
+        options = (cache_dir, num_proc, on_bad_data)
+        cache = build_token_cache("sft", data_path, tokenizer, max_length, *options, max_bad_share=max_bad_share)
         super().__init__(cache, packing)
 
 

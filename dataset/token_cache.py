@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import shutil
 import time
 import uuid
@@ -24,9 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.cache_build import build_arrays, write_json
+from dataset.cache_build import build_arrays, format_report, say, stoppable, write_json
 from dataset.data_files import expand_paths
-from dataset.errors import Parser, UserError, run_main
+from dataset.errors import Parser, UserError, reason, run_main
+from dataset.formats import bad_records_message
 from dataset.tokenizing import KINDS, TokenizerSpec
 
 try:
@@ -34,9 +36,11 @@ try:
 except ImportError:  # Windows: without locks several ranks may build the same cache, and the last one's is kept
     fcntl = None
 
-FORMAT_VERSION = 1  # to be raised whenever the same data would give other tokens or labels
+FORMAT_VERSION = 2  # to be raised whenever the same data would give other tokens, labels or another meta.json
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_DIR = REPOSITORY / "dataset" / "cache"
+MAX_BAD_SHARE = 0.1
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 class TokenCache:
@@ -84,16 +88,20 @@ def build_token_cache(
     cache_dir: str | os.PathLike | None = None,
     num_proc: int | None = None,
     on_bad_data: str = "stop",
+    *,
+    max_bad_share: float = MAX_BAD_SHARE,
 ) -> TokenCache:
     """Open the token cache of these data, tokenizer and settings; build it first if there is none.
 
     kind: "pretrain" or "sft". data_path: files, globs and folders, separated by commas. tokenizer: a transformers
     tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository. num_proc:
     processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip" and list each.
-    Raises UserError.
+    max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. Raises UserError.
     """
     if kind not in KINDS or on_bad_data not in ("stop", "skip"):
         raise UserError(f"kind is one of {KINDS} and on_bad_data 'stop' or 'skip', not {kind!r} and {on_bad_data!r}")
+    if not 0 <= max_bad_share <= 1:
+        raise UserError(f"--max_bad_share {max_bad_share} is no share of the records; give a number from 0 to 1")
     if max_length < 2:
         raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
     paths = expand_paths(data_path)
@@ -114,11 +122,34 @@ def build_token_cache(
     except OSError as error:
         raise UserError(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
-            f"make room or give another folder (--cache_dir of python -m dataset.token_cache)"
+            f"make room or give another folder (--cache_dir)"
         ) from error
-    if on_bad_data == "stop" and cache.report["skipped_bad_records"]:
-        raise UserError(cache.report["first_bad_record"])
+    except MemoryError as error:
+        raise UserError(
+            "out of memory while the token cache is built; build it ahead of time with fewer processes "
+            "(python -m dataset.token_cache ... --num_proc 1), and cut lines of hundreds of megabytes in pieces"
+        ) from error
+    if cache.report["skipped_bad_records"]:
+        _judge_bad_records(cache, on_bad_data, max_bad_share)
     return cache
+
+
+def _judge_bad_records(cache: TokenCache, on_bad_data: str, max_bad_share: float) -> None:
+    """Raise UserError where bad records are not allowed, or not so many; otherwise say how many are left out."""
+    count, records = cache.report["skipped_bad_records"], cache.report["records"]
+    file, line, reason = cache.report["first_bad_record"]
+    first = f"{cache.files[file]}:{line}: {reason}"
+    if on_bad_data == "stop":
+        raise UserError(bad_records_message(first, count))
+    listed = f"all of them are listed in {cache.path / 'bad_records.txt'}"
+    share = f"{count:,} of {records:,} records ({count / records:.1%})"
+    if count > max_bad_share * records:
+        raise UserError(
+            f"{first}; {share} are bad, more than --max_bad_share {max_bad_share:g} allows; {listed}; "
+            f"mend them or raise --max_bad_share"
+        )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"bad records are left out: {share}; {listed}")
 
 
 def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
@@ -130,41 +161,67 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
         if _is_complete(folder):
             return
         if failure.exists() and failure.stat().st_mtime > arrived:
-            raise UserError(failure.read_text(encoding="utf-8"))  # the process that this one waited for met it
-        for leftover in folder.parent.glob(f"{folder.name}.tmp*") if is_held else ():
-            shutil.rmtree(leftover)  # of a build that was killed
-        shutil.rmtree(folder, ignore_errors=True)  # there, yet not complete: damaged
-        building = folder.with_suffix(f".tmp-{uuid.uuid4().hex[:8]}")
+            message = failure.read_text(encoding="utf-8", errors="surrogateescape")
+            raise UserError(message)  # the process that this one waited for met it
+        if is_held:
+            _remove_leftovers(folder)
+        building = folder.with_suffix(f".tmp-{HOST}-{uuid.uuid4().hex[:8]}")
         building.mkdir()
         try:
             _build(building, stamps, spec, settings, options)
-            os.rename(building, folder)
-            _sync_folder(folder.parent)
+            _put_in_place(building, folder)
             failure.unlink(missing_ok=True)
         except UserError as error:
-            failure.write_text(str(error), encoding="utf-8")
+            failure.write_text(str(error), encoding="utf-8", errors="surrogateescape")
             raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed builds left, of this cache, whose lock is held, and of others that nobody builds now.
+
+    Some shared file systems keep locks on one machine only, so what another machine left must be an hour old as well.
+    """
+    for leftover in folder.parent.glob("*.tmp-*"):
+        with open(leftover.with_suffix(".lock"), "ab") as lock, contextlib.suppress(OSError):
+            if leftover.stem != folder.name:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            latest = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
+            if leftover.suffix.startswith(f".tmp-{HOST}") or time.time() - latest > 3600:
+                shutil.rmtree(leftover)
+
+
+def _put_in_place(building: Path, folder: Path) -> None:
+    """Give a finished cache its name, unless another process, on a file system without locks, was quicker."""
+    if _is_complete(folder):
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # there, yet not complete: damaged
+    try:
+        os.rename(building, folder)
+    except OSError:
+        if not _is_complete(folder):
+            raise
+    _sync_folder(folder.parent)
 
 
 def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
     begin = time.monotonic()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # see cache_build: the processes are the parallelism
     report = build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], **options)
-    changed = [path for path, stamp in stamps.items() if _stamp(path) != stamp]
+    changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes})
     _sync_folder(folder)
     seconds = time.monotonic() - begin
-    print(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
-    print(format_report(report), flush=True)
+    say(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
+    say(format_report(report))
     if report["skipped_bad_records"]:
         with open(folder / "bad_records.txt", encoding="utf-8") as listed:
-            print("".join(f"  left out: {line}" for line in itertools.islice(listed, 20)), end="")
-        print("  all of them are listed in bad_records.txt in the folder of the cache", flush=True)
+            for line in itertools.islice(listed, 20):
+                say(f"  left out: {line.rstrip()}")
 
 
 def _is_complete(folder: Path) -> bool:
@@ -172,7 +229,7 @@ def _is_complete(folder: Path) -> bool:
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or damaged
         return False
 
 
@@ -181,34 +238,28 @@ def file_hash(path: str, cache_dir: Path) -> str:
 
     Of several ranks one reads the file, and later runs do not read it again.
     """
-    known = cache_dir / "hashes" / (hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32] + ".json")
+    known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
     known.parent.mkdir(exist_ok=True)
     with _locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
         stamp = _stamp(path)
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             entry = json.loads(known.read_text(encoding="utf-8"))
             if entry["stamp"] == stamp:
                 return entry["sha256"]
         begin = time.time()
         if stamp[0] > 2e9:
-            print(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to know its content again", flush=True)
+            say(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to know its content again")
         try:
-            digest = _sha256(path)
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its rights") from error
         # A file changed within the last moments may change again under the same time stamp: then read it next time.
         if _stamp(path) == stamp and stamp[1] < (begin - 2) * 1e9:
-            write_json(known.with_suffix(".tmp"), {"path": path, "stamp": stamp, "sha256": digest})
-            os.replace(known.with_suffix(".tmp"), known)
+            written = known.with_suffix(f".tmp-{uuid.uuid4().hex[:8]}")
+            write_json(written, {"path": path, "stamp": stamp, "sha256": digest})
+            os.replace(written, known)
         return digest
-
-
-def _sha256(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _stamp(path: str) -> list[int]:
@@ -226,7 +277,7 @@ def _locked(path: Path, message: str):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(message, flush=True)
+                say(message)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:  # a file system without locks: as on Windows
             is_held = False
@@ -246,28 +297,6 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def format_report(report: dict) -> str:
-    """The report of a cache as lines for people."""
-    r = report
-
-    def part(name: str) -> str:
-        return f"{r[name]:,} ({r[name] / max(1, r['records']):.1%})"
-
-    lines = [f"{r['kind']}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files"]
-    if r["kind"] == "pretrain":
-        lines.append(f"  documents {r['documents']:,}, split {part('documents_split')}, empty {r['empty_documents']:,}")
-    else:
-        cuts = f"cut behind a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
-        lines.append(f"  conversations {r['conversations']:,}, {cuts}")
-    lines.append(f"  dropped for want of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
-    share = r["targets"] / r["tokens"]
-    lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of them targets {r['targets']:,} ({share:.1%})")
-    lengths = ", ".join(f"{share} % {length:,}" for share, length in r["length_percentiles"].items())
-    lines.append(f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}")
-    lines.append(f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens")
-    return "\n".join(lines)
-
-
 def load_tokenizer(path: str | os.PathLike):
     """The tokenizer of a folder, as transformers loads it. Raises UserError."""
     from transformers import AutoTokenizer  # brings torch along, which building a cache does not need
@@ -275,10 +304,10 @@ def load_tokenizer(path: str | os.PathLike):
     if not Path(path).is_dir():
         raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--tokenizer_path {path} holds no tokenizer that transformers can load ({reason})") from error
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # from files of strangers: transformers raises whatever it stumbles over
+        message = f"--tokenizer_path {path} holds no tokenizer that transformers can load ({reason(error)})"
+        raise UserError(message) from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,13 +321,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache_dir", default=str(DEFAULT_CACHE_DIR), help="folder of caches")
     parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
     parser.add_argument("--on_bad_data", choices=("stop", "skip"), default="stop", help="at a bad record")
+    parser.add_argument(
+        "--max_bad_share", type=float, default=MAX_BAD_SHARE, help="share of bad records above which skip stops as well"
+    )
 
 
 def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
     """The cache that the options of `add_arguments` mean."""
     max_length = args.max_seq_len if args.max_seq_len is not None else {"pretrain": 340, "sft": 768}[args.kind]
     options = (args.cache_dir, args.num_proc, args.on_bad_data)
-    return build_token_cache(args.kind, args.data_path, tokenizer, max_length, *options)
+    with stoppable():
+        share = args.max_bad_share
+        return build_token_cache(args.kind, args.data_path, tokenizer, max_length, *options, max_bad_share=share)
 
 
 def main() -> None:
@@ -307,7 +341,7 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     cache = cache_of_arguments(args, load_tokenizer(args.tokenizer_path))
-    print(f"ready: {cache.path}")
+    say(f"ready: {cache.path}")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,31 @@ def test_parquet_without_a_known_column_shows_its_columns(tmp_path):
     assert records_of(path)[0][2] == {"content": "x"}
 
 
+@pytest.mark.parametrize(
+    ("names", "values", "message"),
+    [
+        (["text", "text"], [["a"], ["b"]], r"two columns have the same name \(text, text\)"),
+        (["when"], [[2**62]], r"x.parquet:1: from this row on no readable Parquet"),  # no date of Python's
+    ],
+)
+def test_parquet_that_python_cannot_hold(names, values, message, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = str(tmp_path / "x.parquet")
+    columns = [pa.array(column, pa.timestamp("us") if names == ["when"] else None) for column in values]
+    pq.write_table(pa.Table.from_arrays(columns, names=names), path)
+    with pytest.raises(UserError, match=message):
+        records_of(path)
+
+
+@pytest.mark.parametrize("content", [b"\n \r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n\n"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_file_without_a_record(name, content, write):
+    with pytest.raises(UserError, match=f"{name} holds no record; take it out of --data_path or write it anew"):
+        records_of(write(name, content))
+
+
 def test_a_json_file_may_hold_one_array(write):
     rows = [{"instruction": "a", "output": "b"}, {"instruction": "c\nd", "output": ""}, 5]
     path = write("x.json", json.dumps(rows, indent=2).encode())
@@ -132,6 +157,9 @@ def test_a_json_file_may_hold_one_array(write):
         (b'[\n"\\ud800"]', "x.json:2: .*lone surrogate"),
         (b'[\n"\xff"]', "x.json:2: not UTF-8 .byte 0xff"),
         (b"[]", "x.json holds no record"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "x.json:2: the array has ended before this"),
+        (b'[{"a": 1}], {"a": 2}', "x.json:1: the array has ended before this"),
+        (b'[\n{"a": ' + b"[" * 100 + b"]" * 100 + b"}]", "x.json:2: .*nested more than 100 deep"),
         (b"[" * 100_000, "x.json:1: from this line on no valid JSON array"),
     ],
 )

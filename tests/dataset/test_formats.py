@@ -101,7 +101,8 @@ BAD_LINES = [
     ("pretrain", b"17", "a number instead of a JSON object"),
     ("pretrain", b"NaN", "a number instead of a JSON object"),
     ("pretrain", b"9" * 5000, "JSON that cannot be read"),
-    ("pretrain", b"[" * 100_000, "JSON that cannot be read"),
+    ("pretrain", b"[" * 100_000, "nested more than 100 deep"),
+    ("pretrain", b'{"text": "a", "x": ' + b"[" * 100 + b"]" * 100 + b"}", "nested more than 100 deep"),
     ("pretrain", b"{}", "no 'text' in this record (its keys: none)"),
     ("pretrain", b'{"content": "a"}', "no 'text' in this record (its keys: 'content')"),
     ("pretrain", b'{"conversations": []}', "is this SFT data?"),
@@ -194,7 +195,7 @@ def test_all_bad_records_at_once_can_be_skipped(kind, write, cache_dir, other_to
     lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for k, line, _ in BAD_LINES if k == kind]
     good = json.dumps({"text": "x"} if kind == "pretrain" else chat_of(USER, BOT)).encode()
     path = write("data.jsonl", b"\n".join([good, *lines, good, b""]))
-    cache = build_token_cache(kind, path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
+    cache = build_token_cache(kind, path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
     report, bad = cache.report, len(lines)
     assert (report["records"], report["samples"], report["skipped_bad_records"]) == (bad + 2, 2, bad)
     listed = (cache.path / "bad_records.txt").read_text().splitlines()

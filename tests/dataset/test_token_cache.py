@@ -1,12 +1,16 @@
 """The cache on disk: found again, rebuilt when anything changes, whole or not there, whoever builds it."""
 
+import fcntl
+import gzip
 import json
 import os
 import pickle
-import resource
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from pathlib import Path
@@ -47,10 +51,10 @@ def command(*args):
 
 # What a process of its own starts with: a tokenizer that needs no torch, whose import takes longer than the tests.
 PRELUDE = f"""
-import time
+import os, time
 from types import SimpleNamespace
 from tokenizers import Tokenizer
-from dataset import cache_build, data_files
+from dataset import cache_build, data_files, token_cache
 from dataset.errors import run_main
 from dataset.token_cache import build_token_cache
 
@@ -61,9 +65,20 @@ tokenizer = SimpleNamespace(
 """
 
 
-def start(code):
+def start(code, **options):
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", PRELUDE + code], stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([sys.executable, "-c", PRELUDE + code], stdout=pipe, stderr=pipe, text=True, **options)
+
+
+def run(code, **options):
+    """Run the code to its end, in a process of its own; stdout and stderr come with it."""
+    return subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, **options)
+
+
+def build_code(path, cache_dir, processes=1):
+    """Code that builds as `python -m dataset.token_cache` does, without torch."""
+    build = f"build_token_cache('pretrain', {str(path)!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})"
+    return f"def main():\n    with cache_build.stoppable():\n        {build}\n\nrun_main(main)\n"
 
 
 def test_a_growing_array_is_an_ordinary_npy_file(tmp_path):
@@ -225,6 +240,95 @@ def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir,
     assert contents(cache) == contents(fresh)
 
 
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    """Text that takes some seconds to tokenise, so that a build is caught half-way without slowing it down."""
+    rng, path = random.Random(3), tmp_path_factory.mktemp("long") / "long.jsonl"
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(20_000)]
+    records = [json.dumps({"text": " ".join(rng.choices(words, k=900))}) for _ in range(500)]
+    path.write_text("".join(f"{record}\n" for record in records) * 8, encoding="utf-8")
+    assert path.stat().st_size > 2 * cache_build.SMALL
+    return path
+
+
+def under_way(cache_dir):
+    return any(file.stat().st_size > 0 for file in cache_dir.glob("*.tmp*/tokens.npy"))
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "processes", "moment"),
+    [
+        (signal.SIGINT, True, 2, "under way"),  # Ctrl-C
+        (signal.SIGINT, True, 2, "start"),
+        (signal.SIGTERM, False, 2, "under way"),
+        (signal.SIGTERM, True, 2, "start"),
+        (signal.SIGHUP, True, 2, "start"),  # a terminal that is closed
+        (signal.SIGTERM, False, 1, "under way"),
+    ],
+)
+def test_a_signal_ends_a_build_at_once(number, group, processes, moment, long_file, cache_dir):
+    building = start(build_code(long_file, cache_dir, processes), start_new_session=True)
+    wait_for(lambda: under_way(cache_dir) if moment == "under way" else list(cache_dir.glob("*.tmp*")))
+    time.sleep(0.1)  # somewhere in the start of the workers, or between two blocks
+    workers = psutil.Process(building.pid).children(recursive=True)
+    (os.killpg if group else os.kill)(building.pid, number)
+    out, err = building.communicate(timeout=20)
+    assert err == f"stopped: by {number.name}; the token cache is begun anew the next time\n"
+    assert building.returncode == 128 + number and out == ""
+    assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
+    wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 5)
+
+
+def test_hanging_up_does_not_end_what_nohup_started(long_file, cache_dir):
+    building = start("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + build_code(long_file, cache_dir))
+    wait_for(lambda: under_way(cache_dir))
+    building.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert building.poll() is None
+    building.kill()
+    building.communicate()
+
+
+def test_a_worker_that_is_killed_ends_in_one_line(long_file, cache_dir):
+    building = start(build_code(long_file, cache_dir, 2))
+    wait_for(lambda: under_way(cache_dir))
+    workers = [c for c in psutil.Process(building.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+    workers[0].kill()  # as the system does where memory runs out
+    _, err = building.communicate(timeout=20)
+    assert building.returncode == 2 and err.count("\n") == 1
+    assert err.startswith("error: a process of the token cache died, perhaps for want of memory")
+    assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
+
+
+def test_leftovers_of_other_caches_go_unless_somebody_builds_them(write, tokenizer, cache_dir):
+    here = token_cache.HOST
+    names = [f"dead.tmp-{here}-1", f"alive.tmp-{here}-2", "elsewhere.tmp-0123-3", "long-ago.tmp-0123-4"]
+    for name in names:
+        (cache_dir / name).mkdir(parents=True)
+        (cache_dir / name / "tokens.npy").touch()
+    os.utime(cache_dir / names[3] / "tokens.npy", (1e9, 1e9))
+    os.utime(cache_dir / names[3], (1e9, 1e9))
+
+    def left(max_length):
+        build_token_cache("pretrain", write("a.jsonl", TEXTS), tokenizer, max_length, cache_dir)
+        return {path.name for path in cache_dir.glob("*.tmp*")}
+
+    with open(cache_dir / "alive.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert left(64) == {names[1], names[2]}
+    assert left(32) == {names[2]}
+
+
+def test_two_processes_at_once_on_a_file_system_without_locks(write, cache_dir):
+    path = write("a.jsonl", TEXTS)
+    code = "token_cache.fcntl = None\ncache_build.Progress.close = lambda _: time.sleep(1)\n"
+    both = [start(code + build_code(path, cache_dir) + "print('ready')") for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert all(out.endswith("ready\n") and err == "" for out, err in outputs), outputs
+    assert sum("built in" in out for out, _ in outputs) == 2  # both did, and one of the two caches is kept
+    assert len(list(cache_dir.glob("*/meta.json"))) == 1 and not list(cache_dir.glob("*.tmp*"))
+
+
 @pytest.mark.parametrize("damage", ["truncate", "remove", "meta"])
 def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir):
     path = write("a.jsonl", TEXTS)
@@ -239,19 +343,120 @@ def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir):
     assert contents(build_token_cache("pretrain", path, tokenizer, 64, cache_dir)) == before
 
 
-def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(write, cache_dir):
+@pytest.mark.parametrize("content", ["", "null", "5", "[]", '["sizes"]', "{}", '{"sizes": 1}', '{"sizes": []}', "\0\0"])
+def test_damaged_notes_are_written_again(content, write, tokenizer, cache_dir):
+    path = write("a.jsonl", TEXTS[:20])
+    os.utime(path, (1e9, 1e9))
+    cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    before = contents(cache)
+    (cache.path / "meta.json").write_text(content)
+    (known,) = (cache_dir / "hashes").glob("*.json")
+    known.write_text(content)
+    assert contents(build_token_cache("pretrain", path, tokenizer, 64, cache_dir)) == before
+
+
+@pytest.mark.parametrize("limit", [0, 100, 50_000])
+def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(limit, write, cache_dir):
     path = write("a.jsonl", TEXTS * 10)
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-
-    done = subprocess.run(
-        command("pretrain", path, cache_dir, "--num_proc", 1), preexec_fn=limit, capture_output=True, text=True
-    )
+    os.utime(path, (1e9, 1e9))  # its hash is remembered: that file is written as well
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    done = run(limited + build_code(path, cache_dir))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: the token cache in {cache_dir} cannot be written or read (File too large)")
     assert done.stderr.count("\n") == 1
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
+    assert run(build_code(path, cache_dir)).returncode == 0  # and nothing is in the way of the next attempt
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(write, cache_dir):
+    path, cache_dir = write("a.jsonl", TEXTS * 10), cache_dir / "tiny"
+    cache_dir.mkdir(parents=True)
+    script = 'mount -t tmpfs -o size=80k tmpfs "$0" || exit 77; "$1" -c "$2"; status=$?; find "$0"; exit $status'
+    inside = ["unshare", "-rm", "sh", "-c", script, cache_dir, sys.executable, PRELUDE + build_code(path, cache_dir)]
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here, not even in a namespace of its own")
+    done = subprocess.run(inside, capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("a tmpfs cannot be mounted here")
+    assert done.returncode == 2
+    no_space = f"error: the token cache in {cache_dir} cannot be written or read (No space left on device)"
+    assert done.stderr.startswith(no_space) and done.stderr.count("\n") == 1
+    assert "hashes" in done.stdout and ".tmp" not in done.stdout and "meta.json" not in done.stdout
+
+
+@pytest.mark.parametrize("which", ["cache", "data"])
+def test_missing_rights(which):
+    with tempfile.TemporaryDirectory() as folder:
+        path, cache_dir = Path(folder, "a.jsonl"), Path(folder, "cache")
+        path.write_text('{"text": "the river"}\n')
+        cache_dir.mkdir()
+        cache_dir.chmod(0o555 if which == "cache" else 0o777)
+        path.chmod(0o000 if which == "data" else 0o444)
+        os.chmod(folder, 0o755)
+        nobody = "if os.getuid() == 0:\n    os.setuid(65534)\n"  # root may do anything
+        done = run(nobody + build_code(path, cache_dir))
+    expected = {
+        "cache": f"the token cache in {cache_dir} cannot be written or read (Permission denied); make room or",
+        "data": f"{path} cannot be read (Permission denied); check the file and its rights\n",
+    }
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {expected[which]}")
+
+
+def test_too_little_memory_ends_in_one_line(tmp_path, cache_dir):
+    path = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(600):
+            file.write(b" " * 1_000_000)  # one line
+    limited = "import psutil, resource\nlimit = psutil.Process().memory_info().vms + 200_000_000\n"
+    limited += "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+    done = run(limited + build_code(path, cache_dir))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: out of memory while the token cache is built; build it ahead of time with")
+    assert not list(cache_dir.glob("*.tmp*"))
+
+
+def test_any_name_of_a_file_and_any_encoding_of_the_console(tmp_path, cache_dir):
+    path = tmp_path / os.fsdecode("文-\udcff.jsonl".encode("utf-8", "surrogateescape"))
+    path.write_text('{"text": "a"}\n' * 20 + '{"键🙂": 1}\n', encoding="utf-8")
+    os.utime(path, (1e9, 1e9))
+    name = os.fsencode(path)
+    build = f"build_token_cache('pretrain', os.fsdecode({name!r}), tokenizer, 64, {str(cache_dir)!r}, 1, ON)"
+    skip = run(build.replace("ON", "'skip'"), env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert skip.returncode == 0 and skip.stderr == ""
+    assert "left out: " in skip.stdout and "'\\u952e\\U0001f642'" in skip.stdout and "1 of 21 records" in skip.stdout
+    (cache,) = cache_dir.glob("*/meta.json")
+    shutil.rmtree(cache.parent)
+    stop = run(f"run_main(lambda: {build})".replace("ON", "'stop'"))
+    assert stop.returncode == 2 and stop.stderr.startswith("error: ") and stop.stderr.count("\n") == 1
+    assert r"\udcff.jsonl:21: no 'text' in this record (its keys: '键🙂')" in stop.stderr
+
+
+FOLDERS = {
+    "empty": {},
+    "empty file": {"tokenizer.json": ""},
+    "not JSON": {"tokenizer.json": "{oops"},
+    "another JSON": {"tokenizer.json": "[]"},
+    "half a model": {"tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}'},
+    "settings": {"tokenizer_config.json": "[]"},
+    "code": {
+        "config.json": '{"model_type": "zzz"}',
+        "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.T", null]}, "tokenizer_class": "T"}',
+        "x.py": "raise SystemExit('this must not run')",
+    },
+}
+
+
+@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
+def test_folders_that_hold_no_tokenizer(files, tmp_path, monkeypatch):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a run in the night can answer no question"))
+    with pytest.raises(UserError) as caught:
+        token_cache.load_tokenizer(tmp_path)
+    text = str(caught.value)
+    assert text.startswith(f"--tokenizer_path {tmp_path} holds no tokenizer that transformers can load (")
+    assert "\n" not in text
 
 
 def test_a_cache_folder_that_cannot_be_one(write, tokenizer, tmp_path):
@@ -309,6 +514,7 @@ def test_lines_of_progress_on_a_pipe(capsys):
         (["--tokenizer_path", "."], "error: --tokenizer_path . holds no tokenizer that transformers can load"),
         (["--max_seq_len", "1"], "error: --max_seq_len 1 leaves no token to predict"),
         (["--kind", "sft"], "error: {path}:1: no 'conversations'"),
+        (["--on_bad_data", "skip", "--max_bad_share", "2"], "error: --max_bad_share 2.0 is no share of the records"),
     ],
 )
 def test_mistakes_on_the_command_line_end_in_one_line(
@@ -351,7 +557,47 @@ def test_skipped_records_are_listed(write, tokenizer, cache_dir, capsys):
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir, on_bad_data="skip")
     out = capsys.readouterr().out
     assert out.count("  left out: ") == 20 and f"{path}:401: no 'text'" in out and "bad 30" in out
-    assert len((cache.path / "bad_records.txt").read_text().splitlines()) == 30
+    listed = cache.path / "bad_records.txt"
+    summary = f"bad records are left out: 30 of 430 records (7.0%); all of them are listed in {listed}\n"
+    assert len(listed.read_text().splitlines()) == 30 and out.endswith(summary)
+    build_token_cache("pretrain", path, tokenizer, 64, cache_dir, on_bad_data="skip")
+    assert capsys.readouterr().out == summary  # a later run says it, too
+
+
+def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, capsys):
+    def build(share=None, path=None):
+        options = {} if share is None else {"max_bad_share": share}
+        where = path or write("a.jsonl", [{"txt": 1} if i % 8 == 5 else {"text": f"text {i}"} for i in range(80)])
+        return build_token_cache("pretrain", where, tokenizer, 64, cache_dir, on_bad_data="skip", **options)
+
+    with pytest.raises(UserError) as caught:
+        build()
+    text, (folder,) = str(caught.value), cache_dir.glob("*/meta.json")
+    assert "a.jsonl:6: no 'text' in this record (its keys: 'txt')" in text and "\n" not in text
+    assert "10 of 80 records (12.5%) are bad, more than --max_bad_share 0.1 allows" in text
+    assert f"all of them are listed in {folder.parent / 'bad_records.txt'}; mend them or raise --max_bad_share" in text
+    listed = (folder.parent / "bad_records.txt").read_text().splitlines()
+    assert [int(line.split(": ")[0].rsplit(":", 1)[1]) for line in listed] == list(range(6, 80, 8))
+    assert "built in" in capsys.readouterr().out
+    for share in (0.125, 1, 1.0):  # exactly the share is allowed, and the cache is there already
+        assert len(build(share)) == 70 and "built in" not in capsys.readouterr().out
+    for share in (0, 0.1249):
+        with pytest.raises(UserError, match="are bad, more than --max_bad_share"):
+            build(share)
+    assert len(build(0, write("good.jsonl", TEXTS))) > 0
+    for share in (-0.1, 1.1, float("nan"), 10):
+        with pytest.raises(UserError, match=f"--max_bad_share {share} is no share of the records; give a number from"):
+            build(share)
+
+
+def test_messages_name_the_data_where_they_lie_now(write, tokenizer, cache_dir):
+    path = write("old.jsonl", [*TEXTS, {"text": 1}, {"text": 2}])
+    build_token_cache("pretrain", path, tokenizer, 64, cache_dir, on_bad_data="skip")
+    moved = str(Path(path).rename(Path(path).with_name("new.jsonl")))
+    for options in ({"on_bad_data": "stop"}, {"on_bad_data": "skip", "max_bad_share": 0}):
+        with pytest.raises(UserError) as caught:
+            build_token_cache("pretrain", moved, tokenizer, 64, cache_dir, **options)
+        assert str(caught.value).startswith(f"{moved}:401: 'text' is a number")
 
 
 def test_memory_stays_flat_whatever_the_size_of_the_file(write, other_tokenizer, cache_dir, monkeypatch):

@@ -1,0 +1,314 @@
+"""verify_resume finds every kind of difference, kills every process, and real runs killed at random moments pass it."""
+
+import json
+import random
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from dataset.errors import run_main
+from scripts import verify_resume
+from scripts.verify_resume import Launch, Run, compare_runs, differences, draw_kills, train
+from tests.conftest import ROOT, launch
+
+# --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def make_records() -> list[dict]:
+    records = []
+    for update in range(1, 11):
+        record = {"update": update, "epoch": update // 6, "step": update * 2, "loss": 5 / update, "logits_loss": 4.5}
+        record |= {"aux_loss": 0.0, "learning_rate": 1e-3, "grad_norm": 1.25, "tokens": update * 100, "seconds": 0.5}
+        records.append(record | ({"eval_loss": 4.0, "eval_bpb": 2.0} if update % 3 == 0 else {}))
+    records[4]["loss"] = float("nan")
+    return records
+
+
+def write_run(folder: Path, change_records=None, change_state=None, change_weights=None) -> SimpleNamespace:
+    """The files of a small made-up run, changed by functions."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    weights = {key: value.half() for key, value in model.state_dict().items()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {"scale": 1024.0}}
+    state |= {"epoch": 2, "step": 8, "update": 10, "tokens": 1000, "samples_done": 64, "best_eval": 4.0, "seconds": 1}
+    records = make_records()
+    for change, content in ((change_records, records), (change_state, state), (change_weights, weights)):
+        if change is not None:
+            change(content)
+    run = SimpleNamespace(**{name: folder / f"{name}.pth" for name in ("weights", "best_weights", "checkpoint")})
+    torch.save(weights, run.weights)
+    torch.save(weights, run.best_weights)
+    torch.save(state, run.checkpoint)
+    run.metrics = folder / "metrics.jsonl"
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Turn the lowest bit of the first value."""
+    tensor.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])[0] ^= 1
+
+
+def test_the_same_run_has_no_difference(tmp_path):
+    other_times = lambda content: [record.update(seconds=9.9) for record in content]  # noqa: E731
+    other_seconds = lambda state: state.update(seconds=2, world_size=2)  # noqa: E731
+    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b", other_times, other_seconds)
+    assert compare_runs(*runs) == []
+
+
+RECORDS = {
+    "a changed loss": (lambda r: r[6].update(loss=r[6]["loss"] + 1e-16), "update 7.loss: 0.714285714285714"),
+    "NaN in one": (lambda r: r[4].update(loss=1.0), "update 5.loss: 1.0, not nan"),
+    "another norm": (lambda r: r[9].update(grad_norm=1.5), "update 10.grad_norm: 1.5, not 1.25"),
+    "the earlier of two": (lambda r: (r[8].update(epoch=7), r[3].update(step=9)), "update 4.step: 9, not 8"),
+    "no evaluation": (lambda r: r[2].pop("eval_bpb"), "update 3.eval_bpb: None, not 2.0"),
+    "a missing update": (lambda r: r.pop(6), "update 7.records: 'missing', not 1"),
+    "a doubled update": (lambda r: r.insert(7, dict(r[6])), "update 7.records: 2, not 1"),
+    "a doubled update, later": (lambda r: r.append(dict(r[6])), "update 7.records: 2, not 1"),
+    "one update more": (lambda r: r.append({"update": 11}), "update 11.records: 1, not 'missing'"),
+    "a changed order": (lambda r: r.insert(3, r.pop(6)), "update 4.line: 5, not 4"),
+    "none": (lambda r: r.clear(), "update 1.records: 'missing', not 1"),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_difference_in_the_metrics_is_found(tmp_path, case):
+    change, expected = RECORDS[case]
+    found = compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", change_records=change))
+    assert len(found) == 1 and found[0].startswith(expected)
+
+
+STATES = {
+    "a bit of the model": (lambda s: flip(s["model"]["1.weight"]), "checkpoint.model.1.weight: 1 of 6 values differ"),
+    "a bit of the optimizer": (
+        lambda s: flip(s["optimizer"]["state"][2]["exp_avg_sq"]),
+        "checkpoint.optimizer.state.2.exp_avg_sq: 1 of 6 values differ, by at most ",
+    ),
+    "the optimizer's count": (
+        lambda s: s["optimizer"]["state"][0]["step"].add_(1),
+        "checkpoint.optimizer.state.0.step",
+    ),
+    "its settings": (
+        lambda s: s["optimizer"]["param_groups"][0].update(lr=0.5),
+        "checkpoint.optimizer.param_groups.0.lr: 0.5, not 0.001",
+    ),
+    "the scaler": (lambda s: s["scaler"].update(scale=512.0), "checkpoint.scaler.scale: 512.0, not 1024.0"),
+    "a counter": (lambda s: s.update(tokens=999), "checkpoint.tokens: 999, not 1000"),
+    "a lost counter": (lambda s: s.pop("update"), "checkpoint.update: None, not 10"),
+    "a lost tensor": (lambda s: s["model"].pop("0.bias"), "checkpoint.model.0.bias: 'missing', not torch.float32 (3,)"),
+    "another precision": (
+        lambda s: s["model"].update({"0.bias": s["model"]["0.bias"].double()}),
+        "checkpoint.model.0.bias: torch.float64 (3,), not torch.float32 (3,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_difference_in_the_checkpoint_is_found(tmp_path, case):
+    change, expected = STATES[case]
+    found = compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", change_state=change))
+    assert len(found) == 1 and found[0].startswith(expected)
+
+
+def test_a_bit_of_the_weights_and_a_file_that_cannot_be_read(tmp_path):
+    right = write_run(tmp_path / "a")
+    found = write_run(tmp_path / "b", change_weights=lambda weights: flip(weights["0.weight"]))
+    texts = compare_runs(right, found)
+    assert [text.split(":")[0] for text in texts] == ["weights.0.weight", "best_weights.0.weight"]
+    found.weights.write_bytes(right.weights.read_bytes()[:-100])
+    assert compare_runs(right, found)[0].startswith("weights: cannot be read")
+    found.best_weights.unlink()
+    assert compare_runs(right, found)[1].startswith("best_weights: cannot be read")
+
+
+def test_every_bit_counts():
+    nan = torch.tensor([float("nan"), 1.0])
+    assert differences(nan, nan.clone(), "x") == []
+    assert differences(nan, torch.ones(2), "x") == ["x: 1 of 2 values differ, by at most inf"]
+    assert differences(torch.zeros(2), -torch.zeros(2), "x") == ["x: 2 of 2 values differ, by at most 0"]
+    assert differences(0.0, -0.0, "x") and differences(1, 1.0, "x") and differences(True, 1, "x")
+    assert differences([1, (2, None)], [1, (2, None)], "x") == [] and differences([1], [1, 2], "x")
+    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float64):
+        for shape in ((), (0,), (2, 3)):
+            tensor = torch.ones(shape, dtype=dtype)
+            assert differences(tensor, tensor.clone(), "x") == []
+            assert len(differences(tensor, torch.zeros_like(tensor), "x")) == (tensor.numel() > 0)
+
+
+# --- drawing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 40])
+def test_kills_are_spread_over_the_run(count):
+    records = [{"update": u} | ({"eval_loss": 1.0} if u % 5 == 0 else {}) for u in range(1, 3 * count + 31)]
+    last, kinds = len(records), Counter()
+    for seed in range(50):
+        kills = draw_kills(random.Random(seed), count, records)
+        assert kills == draw_kills(random.Random(seed), count, records)
+        kinds.update(kind for kind, *_ in kills)
+        targets = [target for _, target, *_ in kills]
+        assert len(kills) == count and targets == sorted(targets) and targets[0] >= 0 and targets[-1] < last
+        assert all(target >= last * i // count or target == last - 1 for i, target in enumerate(targets))
+        # an evaluation may lie behind its part, the next kills then follow it closely
+        assert all(target <= last * (i + 1) // count + 6 for i, target in enumerate(targets))
+        assert all(
+            records[target]["update"] % 5 == 0 or target >= last - 5 for kind, target, *_ in kills if kind[0] == "e"
+        )
+        assert not any(kind == "cache" for kind, *_ in kills[2:])
+    assert set(kinds) == {"cache", "start", "update", "save", "evaluation"}
+
+
+# --- running and killing -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose command a test replaces."""
+    (tmp_path / "broken").mkdir()
+    return Run("sft", 1, 0, tmp_path, "broken", [])
+
+
+FAMILY = """
+import multiprocessing, os, pathlib, signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+depth = int(sys.argv[1])
+pathlib.Path(sys.argv[2], str(os.getpid())).touch()
+for _ in range(2 if depth else 0):
+    subprocess.Popen([sys.executable, *sys.orig_argv[1:3], str(depth - 1), sys.argv[2]], start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_a_kill_leaves_no_process(run, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    run.command = [sys.executable, "-c", FAMILY, "2", str(pids)]
+    started = Launch(run)
+    assert started.wait(lambda: len(list(pids.iterdir())) == 7, seconds=60) and len(list(pids.iterdir())) == 7
+    processes = [psutil.Process(int(path.name)) for path in pids.iterdir()]
+    started.close()
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert started.result(killed=True).startswith("before training after")
+    started.close()  # a second time changes nothing
+
+
+def test_a_hung_run_ends(run, monkeypatch):
+    monkeypatch.setattr(verify_resume, "PATIENCE", 0.5)
+    run.command = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"]
+    begin = time.monotonic()
+    with pytest.raises(SystemExit, match=r"FAIL: no sign of life for(.|\n)*so far"):
+        train(run, [])
+    assert time.monotonic() - begin < 30 and run.launches == 1
+    time.sleep(0.1)
+    assert not [child for child in psutil.Process().children() if "so far" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("kills", [[], [("start", 0, 1.0, False)], [("update", 3, 0.5, False)]])
+def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
+    run.command = [sys.executable, "-c", "import sys; sys.exit('something is wrong')"]
+    with pytest.raises(SystemExit, match=r"FAIL: a launch ended by itself with status 1;(.|\n)*something is wrong"):
+        train(run, kills, 600.0, 1.0)
+
+
+def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
+    """It would reach the same bits in the end."""
+    monkeypatch.setattr(run, "saved_update", lambda: 12)
+    script = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"update\": 13}\\n'); print(sys.argv[2])"
+    run.command = [sys.executable, "-c", script, str(run.metrics), "resuming full_sft at epoch 2, update 12 of 45"]
+    train(run, [])
+    assert run.last_update() == 13
+    shutil.rmtree(run.weights.parent)
+    run.command[-1] = "WARNING: starting afresh"
+    with pytest.raises(SystemExit, match="FAIL: checkpoint of update 12, but the run went on from"):
+        train(run, [])
+
+
+def test_weights_to_start_from_are_taken_along(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/pretrain_64_moe.pth").write_bytes(b"weights")
+    typed = ["--from_weight", "pretrain", "--save_dir", str(tmp_path / "mine"), "--epochs", "7"]
+    run = Run("sft", 2, 1, tmp_path, "whole", typed)
+    assert run.args.epochs == 7 and run.args.from_resume == 0 and "--nproc_per_node" in run.command
+    run.folder.mkdir()
+    run.command = [sys.executable, "-c", ""]
+    train(run, [])
+    assert (run.weights.parent / "pretrain_64_moe.pth").read_bytes() == b"weights"
+    assert run.weights.name == "full_sft_64_moe.pth" and tmp_path / "mine" != run.weights.parent
+
+
+# --- the script ----------------------------------------------------------------------------------------------------
+
+
+def call(monkeypatch, *flags) -> None:
+    """The script in this process."""
+    monkeypatch.setattr(sys, "argv", ["verify_resume.py", *map(str, flags)])
+    run_main(verify_resume.main)
+
+
+MISTAKES = {
+    "no kill for a combination": (["--kills", 3, "--ranks", "1,2", "--use_moe", "0,1"], "--kills at least"),
+    "no rank": (["--ranks", 0], "--ranks must be 1 or more"),
+    "no number": (["--ranks", "one"], "argument --ranks"),
+    "a stage's own flag": (["--", "--bath_size", 4], "--bath_size"),
+    "impossible settings": (["--", "--epochs", 0, "--hidden_size", 17], "--epochs 0 must be 1 or more; --hidden_size"),
+    "a flag of this script": (["--", "--use_moe", 1], "--use_moe goes before the --"),
+    "a folder that is there": (["--work_dir", ROOT], "name a new folder"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(monkeypatch, capsys, case):
+    flags, expected = MISTAKES[case]
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, *flags)
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and not captured.out
+    assert captured.err.startswith("error: ") and expected in captured.err and captured.err.count("\n") == 1
+
+
+def new_seed() -> int:
+    return random.SystemRandom().randrange(10**6)
+
+
+def test_one_rank_killed_at_random_moments():
+    """As a user starts it. A failure shows the seed that draws the same kills again."""
+    seed = new_seed()
+    done = launch(ROOT / "scripts/verify_resume.py", "--kills", 3, "--seed", seed, check=False)
+    print(done.stdout + done.stderr)
+    assert done.returncode == 0, f"--kills 3 --seed {seed}: {done.stdout}{done.stderr}"
+    assert re.search(rf"PASS: [123]( of 3)? kills, 0 differing bits \(.*--seed {seed}, ", done.stdout)
+    assert not Path(re.search(r", in (\S+)", done.stdout)[1]).exists()
+
+
+def test_two_ranks_of_a_mixture_of_experts_killed_at_random_moments(monkeypatch, capsys, tmp_path):
+    seed = new_seed()
+    monkeypatch.setattr(verify_resume, "UPDATES", 18)
+    small = ["--", "--num_hidden_layers", 1, "--packing", 1]
+    flags = ["--stage", "pretrain", "--kills", 2, "--ranks", 2, "--use_moe", 1, "--seed", seed]
+    try:
+        call(monkeypatch, *flags, "--work_dir", tmp_path / "work", *small)
+    except SystemExit as end:
+        pytest.fail(f"{flags} {small}: {capsys.readouterr()} {end.code}")
+    assert re.search(r"PASS: [12]( of 2)? kills, 0 differing bits", capsys.readouterr().out)
+    assert (
+        len(list((tmp_path / "work").glob("ranks_2_moe_1/*/save/pretrain_64_moe.pth"))) == 2
+    )  # a named folder is kept
+
+
+def test_a_stage_that_cannot_run(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match=r"FAIL: a launch ended by itself with status 2(.|\n)*nowhere.jsonl: no such"):
+        call(monkeypatch, "--work_dir", tmp_path / "work", "--", "--data_path", "nowhere.jsonl")
+    assert (tmp_path / "work").is_dir()

@@ -1,0 +1,450 @@
+"""Bad data, met as a user meets them: through a stage script, which ends in one line that names file and line."""
+
+import gzip
+import io
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataset.lm_dataset import PretrainDataset, SFTDataset
+from tests.conftest import ROOT, launch, write_jsonl
+from trainer import train_full_sft, train_pretrain
+from trainer.loop import next_token_loss
+from trainer.stage import run_stage
+from trainer.trainer_utils import load_tokenizer
+
+BOM = b"\xef\xbb\xbf"
+TEXT, USER, BOT = {"text": "the river"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CHAT = {"conversations": [USER, BOT]}
+SYSTEM = {"role": "system", "content": "s"}
+CALL = {"name": "weather", "arguments": {}}
+GOOD = {"pretrain": TEXT, "sft": CHAT}
+STAGES = {
+    "pretrain": (train_pretrain.__doc__, train_pretrain.PRETRAIN, PretrainDataset),
+    "sft": (train_full_sft.__doc__, train_full_sft.FULL_SFT, SFTDataset),
+}
+
+
+def line(record) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def parquet(columns: dict) -> bytes:
+    pq.write_table(pa.table(columns), memory := io.BytesIO())
+    return memory.getvalue()
+
+
+def chat(*messages, **beside) -> dict:
+    return {"conversations": list(messages), **beside}
+
+
+class Case(NamedTuple):
+    """What is wrong, in which kind of data, and what the line says.
+
+    content: of the file; a dict is a record, which stands on line 2; a function prepares the path.
+    says: from where the line begins, behind FILE:2 for a record, behind FILE for text that begins with a colon;
+    otherwise anywhere in the line, with {data} and {tmp} for the path and its folder.
+    """
+
+    kind: str
+    content: bytes | dict | Callable[[Path], None]
+    says: str
+    name: str = "x.jsonl"
+    tokenizer: str = ""
+
+
+def nothing(path: Path) -> None:
+    pass
+
+
+def folder_of(*names: str) -> Callable[[Path], None]:
+    def prepare(path: Path) -> None:
+        path.mkdir()
+        for name in names:
+            (path / name).write_text("not data")
+
+    return prepare
+
+
+PRE, SFT = "pretrain", "sft"
+GZ = gzip.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)))
+DAMAGED_GZ = GZ[:300] + b"\x00\xff" * 9 + GZ[318:]
+PARQUET = parquet({"text": [f"text {i}" for i in range(100)]})
+SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n{"text": "c",}\r\n{"text": "d"}\r\n'
+NESTED = b'{"text": "\\ud83d", "x": ' + b"[" * 300 + b"]" * 300 + b"}"
+LONG_QUESTION = chat({"role": "user", "content": "the river " * 900}, BOT)
+SHAREGPT = chat({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"})
+ALPACA = {"instruction": "q", "output": "a"}
+UNNAMED_CALL, BROKEN_CALL = {**BOT, "tool_calls": [{"arguments": {}}]}, {**BOT, "tool_calls": "{oops"}
+
+CASES = {
+    # --- files
+    "missing file": Case(PRE, nothing, ": no such file; check --data_path"),
+    "missing file in a list": Case(PRE, nothing, "x.jsonl: no such file; check --data_path", "x.jsonl,y.jsonl"),
+    "no match": Case(PRE, nothing, ": no file matches this pattern; check --data_path", "*.jsonl"),
+    "broken link": Case(SFT, lambda path: path.symlink_to("gone"), ": no such file; check --data_path"),
+    "empty folder": Case(PRE, folder_of(), "{data} is a folder without data; it must hold files named", "x"),
+    "folder without data": Case(SFT, folder_of("a.txt", ".b.jsonl"), "{data} is a folder without data", "x"),
+    "folder named as a file": Case(SFT, folder_of(), "{data} is a folder without data"),
+    "empty file": Case(PRE, b"", "{data} is an empty file; take it out of --data_path or write it anew"),
+    "blank lines": Case(PRE, b"\n \n\t\r\n", "{data} holds no record; take it out of --data_path or write it anew"),
+    "only a BOM": Case(SFT, BOM, "{data} holds no record"),
+    "empty array": Case(SFT, b"[ ]", "{data} holds no record", "x.json"),
+    "empty Parquet": Case(PRE, parquet({"text": pa.array([], "string")}), "{data} holds no record", "x.parquet"),
+    # --- characters
+    "not UTF-8": Case(PRE, line(TEXT) + b'{"text": "\xe4\xb8"}\n', ":2: not UTF-8 (byte 0xe4); save the file as UTF-8"),
+    "GB18030": Case(PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8 (byte 0xd6)"),
+    "UTF-16": Case(PRE, line(TEXT).decode().encode("utf-16"), ":1: not UTF-8 (it looks like UTF-16, byte 0xff)"),
+    "array not UTF-8": Case(PRE, b'[\n{"text": "\xff"}]', ":2: not UTF-8 (byte 0xff)", "x.json"),
+    "lone surrogate": Case(
+        PRE, b'\n{"text": "\\ud83d"}', ":2: lone surrogate \\ud83d (half a character); write the whole"
+    ),
+    "lone surrogate in a key": Case(SFT, b'{"\\udc00": 1}', ":1: lone surrogate \\udc00"),
+    "bare NUL": Case(PRE, b'{"text": "a\x00b"}', ":1: not valid JSON (Invalid control character"),
+    "zeroed by a crash": Case(PRE, line(TEXT) + b"\x00" * 500, ":2: not valid JSON"),
+    # --- JSON
+    "malformed": Case(PRE, line(TEXT) * 3 + b'{"text": oops}\n' + line(TEXT), ":4: not valid JSON (Expecting value at"),
+    "malformed behind odd lines": Case(
+        PRE, SURROUNDED, ":7: not valid JSON (Expecting property name enclosed in double"
+    ),
+    "single quotes": Case(SFT, b"{'conversations': []}", ":1: not valid JSON (Expecting property name"),
+    "two records on a line": Case(PRE, line(TEXT).strip() * 2, ":1: not valid JSON (Extra data"),
+    "truncated last line": Case(PRE, line(TEXT) * 2 + b'{"text": "the di', ":3: not valid JSON (Unterminated string"),
+    "truncated last line is told": Case(SFT, line(CHAT) + line(CHAT)[:-9], "the file ends here, so it looks cut off"),
+    "plain text": Case(
+        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value at column 1); each line", "x.txt"
+    ),
+    "list": Case(PRE, line(TEXT) + b'["text"]\n', ":2: a list instead of a JSON object; each line must hold one {"),
+    "number": Case(PRE, b"17", ":1: a number instead of a JSON object"),
+    "string": Case(PRE, b'"text"', ":1: text instead of a JSON object"),
+    "null": Case(SFT, b"null", ":1: null instead of a JSON object"),
+    "duplicated key": Case(PRE, b'{"text": "a", "text": "b"}', ":1: the key 'text' stands twice in one object; keep"),
+    "deeply nested": Case(PRE, b'{"text": ' + b"[" * 50_000, ":1: lists and objects are nested more than 100 deep"),
+    "nested, with a surrogate": Case(PRE, NESTED, ":1: lists and objects are nested more than 100 deep"),
+    "thousands of digits": Case(
+        PRE, b'{"text": ' + b"9" * 5000 + b"}", ":1: JSON that cannot be read (Exceeds the limit"
+    ),
+    "array cut off": Case(
+        PRE, b'[\n{"text": "a"},\n{"text": "b"}\n', ":3: after this record a ',' or ']' is", "x.json"
+    ),
+    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: from this line on no valid JSON array", "x.json"),
+    "two arrays": Case(PRE, b'[{"text": "a"}]\n[{"text": "b"}]', ":2: the array has ended before this", "x.json"),
+    # --- pretraining records
+    "missing key": Case(PRE, {"content": "a"}, "no 'text' in this record (its keys: 'content'); write {"),
+    "no key": Case(PRE, {}, "no 'text' in this record (its keys: none)"),
+    "null text": Case(PRE, {"text": None}, "'text' is null instead of text; write it as a string or remove the line"),
+    "number for text": Case(PRE, {"text": 5}, "'text' is a number instead of text"),
+    "list for text": Case(PRE, {"text": ["a"]}, "'text' is a list instead of text"),
+    "object for text": Case(PRE, {"text": {"a": 1}}, "'text' is an object instead of text"),
+    "bool for text": Case(PRE, {"text": True}, "'text' is true/false instead of text"),
+    "SFT data": Case(PRE, CHAT, "no 'text' in this record (its keys: 'conversations'); is this SFT data?"),
+    "only empty texts": Case(PRE, b'{"text": ""}\n' * 3, "{data}: none of the 3 records gives a sample with something"),
+    # --- conversations
+    "pretraining data": Case(
+        SFT, TEXT, "no 'conversations', 'messages' or 'instruction' in this record (its keys: 'text');"
+    ),
+    "pretraining data is told": Case(SFT, line(TEXT), "is this pretraining data?"),
+    "empty conversations": Case(
+        SFT, chat(), "'conversations' is an empty list; write messages into it or remove the line"
+    ),
+    "conversations not a list": Case(
+        SFT, {"conversations": "hi"}, "'conversations' is text instead of a list of messages"
+    ),
+    "messages an object": Case(SFT, {"messages": USER}, "'messages' is an object instead of a list of messages"),
+    "message not an object": Case(
+        SFT, chat(USER, "hi"), "message 2 is text instead of an object with 'role' and 'content'"
+    ),
+    "unknown role": Case(
+        SFT, chat({**USER, "role": "robot"}, BOT), "message 1 has the unknown role 'robot'; known are"
+    ),
+    "role a number": Case(SFT, chat({**USER, "role": 1}, BOT), "message 1 has the unknown role 1"),
+    "missing role": Case(
+        SFT, chat(USER, {"content": "a"}), "message 2 has no 'role' (its keys: 'content'); write one of"
+    ),
+    "two system messages": Case(
+        SFT, chat(SYSTEM, SYSTEM, USER, BOT), "two system messages in one conversation; join them"
+    ),
+    "system beside and inside": Case(
+        SFT, chat(SYSTEM, USER, BOT, system="t"), "two system messages in one conversation"
+    ),
+    "system not first": Case(
+        SFT, chat(USER, SYSTEM, BOT), "the system message is not the first one; move it to the front"
+    ),
+    "no assistant turn": Case(
+        SFT, chat(SYSTEM, USER), "no assistant turn, so nothing to learn; add the answer or remove"
+    ),
+    "content a number": Case(
+        SFT, chat(USER, {**BOT, "content": 3}), "'content' of message 2 is a number instead of text"
+    ),
+    "content null": Case(SFT, chat(USER, {**BOT, "content": None}), "'content' of message 2 is null instead of text"),
+    "content a list": Case(
+        SFT, chat({**USER, "content": [{}]}, BOT), "'content' of message 1 is a list instead of text"
+    ),
+    "content missing": Case(
+        SFT, chat(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"
+    ),
+    "tool_calls that do not parse": Case(
+        SFT, chat(USER, BROKEN_CALL), "'tool_calls' of message 2 does not parse as JSON"
+    ),
+    "tool_calls without a name": Case(
+        SFT, chat(USER, UNNAMED_CALL), "'tool_calls' of message 2 holds a call without a 'name'"
+    ),
+    "tool_calls on a user": Case(
+        SFT, chat({**USER, "tool_calls": [CALL]}, BOT), "message 1 has 'tool_calls' but the role"
+    ),
+    "tools twice": Case(
+        SFT, chat({**USER, "tools": [CALL]}, BOT, tools=[CALL]), "'tools' are given more than once; keep"
+    ),
+    "tools that do not parse": Case(
+        SFT, chat(USER, BOT, tools="[1, "), "'tools' does not parse as JSON (Expecting value)"
+    ),
+    "messages beside": Case(
+        SFT, chat(USER, BOT, messages=[USER, BOT]), "both 'conversations' and 'messages' in one record"
+    ),
+    "messages and Alpaca": Case(
+        SFT, {"messages": [USER, BOT], **ALPACA}, "both 'messages' and 'instruction' in one record"
+    ),
+    "ShareGPT and Alpaca": Case(
+        SFT, {**SHAREGPT, **ALPACA}, "both 'conversations' and 'instruction' in one record; keep one"
+    ),
+    "ShareGPT with content": Case(
+        SFT, chat({"from": "human", "content": "q"}, BOT), "no 'value' of message 1 (its keys"
+    ),
+    "Alpaca without output": Case(SFT, {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
+    "Alpaca output a number": Case(SFT, {**ALPACA, "output": 4}, "'output' is a number instead of text"),
+    "Alpaca history": Case(SFT, {**ALPACA, "history": ["q"]}, "turn 1 of 'history' is not [question, answer]"),
+    "all samples dropped": Case(
+        SFT, line(LONG_QUESTION) * 2, "(2 have no label within --max_seq_len, 0 are empty); raise --m"
+    ),
+    # --- compressed files and Parquet
+    "not gzip": Case(PRE, line(TEXT), ":1: after this line the .gz file is damaged or cut off", "x.jsonl.gz"),
+    "damaged .gz": Case(PRE, DAMAGED_GZ, ":1: after this line the .gz file is damaged or cut off", "x.jsonl.gz"),
+    "truncated .gz": Case(PRE, GZ[:-999], ":1: after this line the .gz file is damaged or cut off", "x.jsonl.gz"),
+    "bad line in .gz": Case(PRE, gzip.compress(line(TEXT) * 4 + b"{\n"), ":5: not valid JSON", "x.jsonl.gz"),
+    "truncated .json.gz": Case(
+        PRE, GZ[:-999], ".gz file is damaged or cut off (Compressed file ended before", "x.json.gz"
+    ),
+    "not Parquet": Case(PRE, line(TEXT) * 9, ":1: from this row on no readable Parquet", "x.parquet"),
+    "truncated Parquet": Case(PRE, PARQUET[:-30], ":1: from this row on no readable Parquet", "x.parquet"),
+    "damaged Parquet": Case(PRE, PARQUET[:40] + b"\xff" * 300 + PARQUET[340:], "{data}", "x.parquet"),
+    "wrong columns": Case(
+        PRE, parquet({"content": ["a"]}), ":1: no 'text' in this record (its keys: 'content')", "x.parquet"
+    ),
+    "wrong type of column": Case(PRE, parquet({"text": [1, 2]}), ":1: 'text' is a number instead of text", "x.parquet"),
+    "null in Parquet": Case(PRE, parquet({"text": ["a", None]}), ":2: 'text' is null instead of text", "x.parquet"),
+    "text for messages": Case(
+        SFT, parquet({"messages": ["hi"]}), ":1: 'messages' is text instead of a list", "x.parquet"
+    ),
+    # --- what goes with the data
+    "no tokenizer folder": Case(
+        PRE, line(TEXT), "--tokenizer_path {tmp}/gone: no such folder; it must", tokenizer="gone"
+    ),
+    "no tokenizer": Case(PRE, line(TEXT), "--tokenizer_path {tmp}/bad holds no tokenizer that", tokenizer="bad"),
+}
+
+
+def expected(case: Case, path: Path) -> str:
+    """What the error line holds."""
+    if isinstance(case.content, dict):
+        return f"error: {path}:2: {case.says}"
+    return f"error: {path}{case.says}" if case.says[0] == ":" else case.says.format(data=path, tmp=path.parent)
+
+
+def prepare(case: Case, path: Path) -> bytes | None:
+    """Write the case's file; returns what it holds."""
+    if callable(case.content):
+        return case.content(path)
+    content = line(GOOD[case.kind]) + line(case.content) if isinstance(case.content, dict) else case.content
+    path.write_bytes(content)
+    return content
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch, capfd):
+    """stage(kind, data_path, *options) runs a stage script up to the mistake, and gives its error line and stdout."""
+
+    def run(kind: str, data_path: str, *options) -> tuple[str, str]:
+        doc, defaults, dataset_class = STAGES[kind]
+        folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
+        shape = ["--hidden_size", "32", "--num_hidden_layers", "1", "--from_weight", "none"]
+        monkeypatch.setattr(sys, "argv", [kind, "--data_path", data_path, *folders, *shape, *map(str, options)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_stage(doc, defaults, dataset_class, next_token_loss)
+        out, err = capfd.readouterr()
+        assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+        assert "Traceback" not in out + err
+        left = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+        assert ".pth" not in left and not list(tmp_path.rglob("*metrics*"))
+        assert not list((tmp_path / "cache_dir").rglob("*.tmp*"))
+        return err, out
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bad_data_end_in_one_line(case, stage, tmp_path):
+    path = tmp_path / case.name
+    content = prepare(case, path)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "tokenizer.json").write_text("[]")
+    err, _ = stage(case.kind, str(path), *([f"--tokenizer_path={tmp_path / case.tokenizer}"] if case.tokenizer else []))
+    assert expected(case, path) in err
+    assert not list(tmp_path.glob("cache_dir/*/meta.json"))
+    assert content is None or path.read_bytes() == content  # nobody touches the user's data
+
+
+def test_the_table_is_long_enough():
+    assert len(CASES) >= 50
+
+
+def test_held_out_data_are_checked_like_the_others(stage, tmp_path):
+    good, bad = write_jsonl(tmp_path / "good.jsonl", [TEXT] * 3), write_jsonl(tmp_path / "bad.jsonl", [TEXT, {}])
+    err, _ = stage("pretrain", str(good), "--eval_data_path", bad)
+    assert err.startswith(f"error: {bad}:2: no 'text'")
+
+
+def test_stop_tells_how_many_follow(stage, tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", [TEXT, {"text": 1}, TEXT])
+    assert "follow" not in stage("pretrain", str(one))[0]
+    two = write_jsonl(tmp_path / "two.jsonl", [TEXT, {"text": None}, *[TEXT] * 50, {"text": 1}])
+    assert f"{two}:2: 'text' is null instead of text" in stage("pretrain", str(two))[0]
+    assert "; 1 more bad record follows (--on_bad_data skip" in stage("pretrain", str(two))[0]
+    err, _ = stage("pretrain", f"{one},{two}")
+    assert err.startswith(f"error: {one}:2: 'text' is a number") and "; 2 more bad records follow (" in err
+
+
+def test_skip_lists_each_bad_record_and_stops_above_the_share(stage, tmp_path):
+    records = [TEXT if i % 4 else {"text": i} for i in range(60)]
+    path = write_jsonl(tmp_path / "x.jsonl", records)
+    err, out = stage("pretrain", str(path), "--on_bad_data", "skip", "--max_bad_share", 0.2)
+    assert err.startswith(f"error: {path}:1: 'text' is a number instead of text")
+    assert "15 of 60 records (25.0%) are bad, more than --max_bad_share 0.2 allows" in err
+    listed = Path(err.split("all of them are listed in ")[1].split(";")[0])
+    numbers = [i + 1 for i in range(0, 60, 4)]
+    assert [entry.split(": ")[0] for entry in listed.read_text().splitlines()] == [f"{path}:{n}" for n in numbers]
+    assert [f"left out: {path}:{n}: " in out for n in numbers] == [True] * 15 and "bad 15 (25.0%)" in out
+
+
+# --- data that look odd and are fine -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ROOT / "model")
+
+
+@pytest.fixture
+def texts(tokenizer, tmp_path):
+    """texts(content) is what the samples of a pretraining file spell."""
+
+    def read(content: bytes, name: str = "x.jsonl", max_length: int = 64) -> list[str]:
+        path = tmp_path / name
+        path.write_bytes(content)
+        ds = PretrainDataset(str(path), tokenizer, max_length, cache_dir=tmp_path / "cache", num_proc=1)
+        return [tokenizer.decode(ds[i][0]["input_ids"].tolist()[1:-1]) for i in range(len(ds))]
+
+    return read
+
+
+FINE = {
+    "BOM": BOM + b'{"text": "one"}\n{"text": "two"}\n',
+    "BOM in the middle": b'{"text": "one"}\n' + BOM + b'{"text": "two"}\n',
+    "CRLF": b'{"text": "one"}\r\n{"text": "two"}\r\n',
+    "blank lines": b'\n\n{"text": "one"}\n \t\n\r\n{"text": "two"}\n\n\n',
+    "no newline at the end": b'{"text": "one"}\n{"text": "two"}',
+    "spaces around": b'   {"text" : "one"}  \n\t{"text":"two"} ',
+    "other keys": b'{"id": 1, "text": "one", "meta": {"a": [null]}}\n{"text": "two", "url": null}\n',
+    "an empty text": b'{"text": "one"}\n{"text": ""}\n{"text": "two"}\n',
+}
+
+
+@pytest.mark.parametrize("content", FINE.values(), ids=FINE)
+def test_odd_but_fine(content, texts):
+    assert texts(content) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a\x00b", "\x00", "a\u2028b\u2029c\x85d", "\ufeffa", "🙂\U0010ffff", " \n\t ", "\\ud800"]
+)
+def test_odd_characters_are_kept(text, texts):
+    assert texts(json.dumps({"text": text}).encode()) == [text]
+    assert texts(json.dumps({"text": text}, ensure_ascii=False).encode()) == [text]
+
+
+def test_the_same_records_in_every_kind_of_file(texts):
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    assert texts(gzip.compress(lines), "x.jsonl.gz") == ["one", "two"]
+    assert texts(lines, "x.json") == ["one", "two"]
+    assert texts(b"[" + lines.replace(b"\n", b",", 1) + b"]", "y.json") == ["one", "two"]
+    assert texts(parquet({"text": ["one", "two"], "other": [None, 1]}), "x.parquet") == ["one", "two"]
+
+
+def test_spellings_may_be_mixed_over_records(tokenizer, tmp_path):
+    records = [
+        CHAT,
+        {"messages": [USER, BOT]},
+        chat({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}),
+        chat(USER, {"from": "gpt", "value": "a"}),
+        {"instruction": "q", "output": "a"},
+    ]
+    path = write_jsonl(tmp_path / "x.jsonl", records)
+    ds = SFTDataset(str(path), tokenizer, 64, cache_dir=tmp_path / "cache", num_proc=1)
+    assert len(ds) == 5 and len({ds[i][0]["input_ids"].tobytes() for i in range(5)}) == 1
+
+
+def test_a_line_of_50_mb(texts):
+    """The text of the record is short: text of that size works as well, but a tokenizer needs its time for it."""
+    content = b'{"text": "one", "html": "' + b"x" * 50_000_000 + b'"}\n{"text": "two"}\n'
+    begin = time.monotonic()
+    tracemalloc.start()
+    assert texts(content) == ["one", "two"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 250e6 and time.monotonic() - begin < 20
+
+
+def test_a_document_of_200_000_tokens(tokenizer, tmp_path):
+    text = " ".join(f"the {word} 河流" for word in range(30_000))
+    tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokens > 200_000
+    path = write_jsonl(tmp_path / "x.jsonl", [TEXT, {"text": text}])
+    ds = PretrainDataset(str(path), tokenizer, 512, cache_dir=tmp_path / "cache", num_proc=1)
+    long = ds.cache.sources[:, 1] == 2
+    assert ds.num_targets[long].sum() == tokens + 1 and ds.num_tokens.max() == 512  # the end of the text is one more
+    assert ds.cache.target_bytes[long].sum() == len(text.encode())
+
+
+# --- the same in processes of their own ------------------------------------------------------------------------------
+
+
+def launch_stage(kind: str, tmp_path: Path, data_path, ranks: int = 0):
+    folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
+    script = ROOT / "trainer" / {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[kind]
+    return launch(script, "--data_path", data_path, *folders, ranks=ranks, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["missing file", "malformed behind odd lines", "tool_calls that do not parse"])
+def test_the_real_script_ends_the_same_way(name, stage, tmp_path):
+    case, path = CASES[name], tmp_path / CASES[name].name
+    prepare(case, path)
+    done = launch_stage(case.kind, tmp_path, path)
+    assert done.returncode == 2 and expected(case, path) in done.stderr
+    assert done.stderr == stage(case.kind, str(path))[0]
+
+
+def test_all_ranks_end_soon(tmp_path):
+    path, begin = write_jsonl(tmp_path / "x.jsonl", [TEXT, TEXT, {"text": 7}, {}]), time.monotonic()
+    done = launch_stage("pretrain", tmp_path, path, ranks=2)
+    assert done.returncode != 0 and time.monotonic() - begin < 60
+    message = f"error: {path}:3: 'text' is a number instead of text"
+    assert any(entry.startswith(message) and "1 more bad record follows" in entry for entry in done.stderr.splitlines())
+    assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("*.tmp*"))
