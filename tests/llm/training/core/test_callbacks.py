@@ -1,0 +1,751 @@
+"""Callbacks against a small engine that calls them in the order of docs/CALLBACKS.md, can be killed between any two
+calls and resumes as the real one does; the page itself against the code."""
+
+import ast
+import inspect
+import io
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections import Counter, OrderedDict
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from dataset.errors import Interrupted, UserError
+from llm.training.core import callbacks as module
+from llm.training.core.callbacks import (
+    HOOKS,
+    Callback,
+    CallbackError,
+    CallbackList,
+    EarlyStopping,
+    LRSchedulerCallback,
+    MetricsLogger,
+    SwanLabLogger,
+    TensorBoardLogger,
+)
+from tests.conftest import ROOT
+from tests.trainer.test_tracker import Stub
+from trainer.console import read_metrics
+
+PAGE = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
+SHIPPED = (MetricsLogger, EarlyStopping, TensorBoardLogger, SwanLabLogger, LRSchedulerCallback)
+
+
+class Killed(BaseException):
+    """The process is gone: nobody is told."""
+
+
+class FakeEngine:
+    """What the page says that an engine offers, and a run of it: two updates per epoch, validation and checkpoint at
+    each epoch's end. The public attributes are exactly those of the page."""
+
+    def __init__(self, save_dir=".", callbacks=(), epochs=2, rank=0, saved=None, evals=None, log_every=2):
+        args = Namespace(epochs=epochs, save_dir=str(save_dir), learning_rate=0.1)
+        self.config = SimpleNamespace(to_args=lambda: args)
+        self.is_main_process = rank == 0
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99))
+        self.state = SimpleNamespace(args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0)
+        self.state.optimizer = optimizer
+        self.run_name, self.scheduler = "task_16", None
+        self.lines, self._reason = [], None
+        self.logger = SimpleNamespace(info=self.lines.append)
+        self._callbacks, self._saved, self._evals, self._log_every = CallbackList(callbacks), saved, evals, log_every
+        self._calls, self._pending, self.checkpoint, self.used = 0, False, saved, []
+        self.resumed_update = None
+        if saved is not None:
+            self.state.update, self._pending = saved["update"], saved["pending"]
+            self.resumed_update = saved["update"] - saved["pending"]
+            optimizer.load_state_dict(saved["optimizer"])
+            self._callbacks.load_state_dict(saved["callbacks"])
+
+    def stop(self, reason):
+        self._reason = reason
+
+    def _call(self, name, *args):
+        self._calls += 1
+        if self._calls == self._kill_at:
+            raise Killed
+        self._callbacks.dispatch(name, self, *args)
+
+    def run(self, kill_at=0, stop_at=0):
+        """Train to the end, to the `kill_at`-th call, or to a signal before update `stop_at`."""
+        self._kill_at = kill_at
+        try:
+            self._call("on_train_start")
+            if self._pending:
+                self._finish_update()
+            first = math.ceil(self.state.update / 2) - 1 if self.state.update else 0  # a complete epoch is ended again
+            for epoch in range(first, self.state.args.epochs):
+                if self._reason:
+                    break
+                self._run_epoch(epoch, stop_at)
+            self._call("on_train_end")
+        except Killed:
+            pass
+        except BaseException as error:
+            self._call("on_exception", error)
+            raise
+        return self
+
+    def _run_epoch(self, epoch, stop_at):
+        self._call("on_epoch_start", epoch)
+        for update in range(max(self.state.update, 2 * epoch) + 1, 2 * epoch + 3):
+            if update == stop_at:
+                self._save(pending=False)
+                raise Interrupted(signal.SIGTERM, "by SIGTERM")
+            self._call("on_batch_start", update)
+            self._train(update)
+            if update % 2 == 0:
+                self._save(pending=True)
+                self._call("on_checkpoint_saved", ROOT / "x_resume.pth")
+            self._finish_update()
+        self._call("on_epoch_end", epoch)
+
+    def _train(self, update):
+        group = self.state.optimizer.param_groups[0]
+        self.used.append((update, group["lr"], group["betas"][0]))
+        group["params"][0].grad = torch.zeros(1)
+        self.state.optimizer.step()
+        self.state.update, self.state.epoch, self.state.step = update, (update - 1) // 2, (update - 1) % 2 + 1
+
+    def _save(self, pending):
+        states = {"update": self.state.update, "pending": pending, "callbacks": self._callbacks.state_dict()}
+        states["optimizer"] = self.state.optimizer.state_dict()
+        file = io.BytesIO()
+        torch.save(states, file)
+        self.checkpoint = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+    def _finish_update(self):
+        update = self.state.update
+        record = make_record(update) if update % self._log_every == 0 else None
+        if update % 2 == 0:
+            self._call("on_validation_start")
+            loss = 1 / update if self._evals is None else self._evals[update // 2 - 1]
+            metrics = {"eval_loss": loss, "eval_bpb": 0.5}
+            self._call("on_validation_end", metrics)
+            record = record and record | metrics
+        self._call("on_batch_end", update, record)
+
+
+def make_record(update: int) -> dict:
+    record = dict.fromkeys(("logits_loss", "aux_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait"), 0.5)
+    record |= {"update": update, "epoch": (update - 1) // 2, "step": (update - 1) % 2 + 1, "loss": 1 / update}
+    return record | {"grad_norm": 1.0, "tokens": 10 * update, "seconds": 1.0 * update, "memory_mb": 10.0}
+
+
+class Recorder(Callback):
+    """One line per call, in the form of the page."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, name, engine, *args):
+        names = list(inspect.signature(getattr(Callback, name)).parameters)[2:]
+        shown = [str(a) if a is None or isinstance(a, int) else n for n, a in zip(names, args, strict=True)]
+        self.lines.append(f"{name}({', '.join(['engine', *shown])})")
+
+    def __getattribute__(self, name):
+        return partial(self.note, name) if name in HOOKS else super().__getattribute__(name)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of all table rows of a text that begin with code."""
+    return [[c.strip() for c in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| `")]
+
+
+def section(heading: str) -> str:
+    return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, flags=re.M | re.S)[1]
+
+
+def fenced(language: str) -> str:
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.M | re.S)
+    return block
+
+
+# --- the page ------------------------------------------------------------------------------------------------------
+
+
+def signature_text(function) -> str:
+    names = [p for p in inspect.signature(function).parameters if p != "self"]
+    return f"`{function.__name__}({', '.join(names)})`"
+
+
+def test_the_page_names_every_method_with_its_arguments():
+    told = [row[0] for row in rows(section("When each method is called"))]
+    methods = [f for name, f in vars(Callback).items() if not name.startswith("__") and callable(f)]
+    assert told == [signature_text(method) for method in methods]
+    assert [f"`{name}" for name in HOOKS] == [row.split("(")[0] for row in told if row.startswith("`on_")]
+
+
+def test_the_order_on_the_page_is_that_of_a_run():
+    recorder = Recorder()
+    FakeEngine(callbacks=[recorder]).run()
+    assert fenced("text").splitlines() == recorder.lines
+    names = {line.split("(")[0] for line in recorder.lines}
+    assert names == set(HOOKS) - {"on_exception"}
+
+
+def test_the_page_names_what_an_engine_offers():
+    told = {re.match(r"`(\w+)", row[0])[1] for row in rows(section("What `engine` offers"))}
+    engine = FakeEngine()
+    there = {name for name in [*vars(engine), *vars(FakeEngine)] if not name.startswith("_")}
+    assert told == there - {"run", "lines", "checkpoint", "used"}  # these are of the fake alone
+    fields = re.findall(r"`(\w+)`", next(row[1] for row in rows(section("What `engine` offers")) if "state" in row[0]))
+    assert {"update", "epoch", "step", "iters", "total_updates", "optimizer", "args"} <= set(fields)
+
+
+def test_the_page_names_the_shipped_callbacks_with_their_arguments():
+    told = [ast.parse(row[0].strip("`"), mode="eval").body for row in rows(section("The callbacks that come along"))]
+    assert [call.func.id for call in told] == [one.__name__ for one in SHIPPED]
+    public = {k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Callback) and k[0] != "_"}
+    assert public == {one.__name__ for one in SHIPPED} | {"Callback"}
+    for call, one in zip(told, SHIPPED, strict=True):
+        real = {name: p.default for name, p in inspect.signature(one).parameters.items()}
+        given = dict.fromkeys((arg.id for arg in call.args), inspect.Parameter.empty)
+        given |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        assert given == real, one
+        assert all(re.search(rf"`{name}\b", section("The callbacks that come along")) for name in real)
+
+
+def test_the_example_on_the_page_runs_and_resumes():
+    space = {}
+    exec(compile(fenced("python"), "CALLBACKS.md", "exec"), space)
+    spikes = space["GradientSpikes"]()
+    callbacks, engine = CallbackList([spikes]), FakeEngine()
+    norms = [1.0, 1.2, None, 5.0, 1.0]
+    callbacks.dispatch("on_batch_end", engine, 1, None)
+    for update, norm in enumerate(norms, 2):
+        callbacks.dispatch("on_batch_end", engine, update, make_record(update) | {"grad_norm": norm})
+    assert engine.lines == ["update 5: gradient norm 5.00, usually 1.02"]
+    again = space["GradientSpikes"]()
+    CallbackList([again]).load_state_dict(callbacks.state_dict())
+    assert again.usual == spikes.usual == pytest.approx(0.9 * (0.9 * 1.02 + 0.5) + 0.1)
+
+
+# --- the list ------------------------------------------------------------------------------------------------------
+
+
+def test_the_base_class_does_nothing_and_all_are_called_in_order():
+    seen = []
+
+    class Noisy(Callback):
+        def on_train_start(self, engine):
+            seen.append(self)
+
+    noisy = [Noisy(), Callback(), Noisy()]
+    FakeEngine(callbacks=noisy).run()
+    assert seen == [noisy[0], noisy[2]]
+    assert CallbackList(noisy).state_dict() == {}
+
+
+class Broken(Callback):
+    """Fails where it is told to."""
+
+    def __init__(self, where, error):
+        self.where, self.error = where, error
+
+    def __getattribute__(self, name):
+        if name in (*HOOKS, "state_dict", "load_state_dict") and name == self.where:
+            return self.fail
+        return super().__getattribute__(name)
+
+    def fail(self, *args):
+        raise self.error
+
+
+@pytest.mark.parametrize("where", [*(h for h in HOOKS if h != "on_exception"), "state_dict"])
+def test_a_callback_that_raises_is_named(where):
+    error = KeyError("x")
+    recorder = Recorder()
+    with pytest.raises(CallbackError) as caught:
+        FakeEngine(callbacks=[Callback(), Broken(where, error), recorder]).run()
+    assert str(caught.value) == f"callback Broken failed in {where}: KeyError: 'x'" and caught.value.__cause__ is error
+    assert recorder.lines[-1] == "on_exception(engine, error)"
+
+
+def test_a_callback_that_cannot_take_its_state_is_named():
+    callbacks = CallbackList([Callback(), EarlyStopping(), EarlyStopping()])
+    with pytest.raises(CallbackError, match=r"callback EarlyStopping#2 failed in load_state_dict: KeyError: 'best'"):
+        callbacks.load_state_dict({"EarlyStopping": {"best": 1.0, "waited": 0}, "EarlyStopping#2": {"other": 1}})
+
+
+@pytest.mark.parametrize("error", [UserError("mend it"), Interrupted(15, "by SIGTERM"), KeyboardInterrupt()])
+def test_what_is_not_a_bug_of_the_callback_passes_through(error):
+    with pytest.raises(type(error)) as caught:
+        FakeEngine(callbacks=[Broken("on_batch_end", error)]).run()
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("second", [ValueError("also this"), UserError("also this")])
+def test_a_failure_in_on_exception_hides_neither_the_error_nor_the_other_callbacks(capsys, second):
+    recorder = Recorder()
+    with pytest.raises(UserError, match="mend it"):
+        FakeEngine(
+            callbacks=[Broken("on_exception", second), recorder, Broken("on_epoch_end", UserError("mend it"))]
+        ).run()
+    assert recorder.lines[-1] == "on_exception(engine, error)"
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ") and "also this" in warning and warning.count("\n") == 1
+
+
+def test_what_would_never_be_called_is_refused():
+    class Misspelt(Callback):
+        def on_epoch_finish(self, engine, epoch):
+            pass
+
+    with pytest.raises(UserError, match="callback Misspelt: on_epoch_finish would never be called; there are on_train"):
+        CallbackList([Misspelt()])
+    for wrong in (EarlyStopping, None, "EarlyStopping"):
+        with pytest.raises(UserError, match="is not a callback"):
+            CallbackList([wrong])
+
+
+class Keeper(Callback):
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def test_states_are_kept_by_class_name(capsys):
+    states = CallbackList([Keeper(1), Callback(), Keeper(2), EarlyStopping()]).state_dict()
+    assert states == {"Keeper": {"value": 1}, "Keeper#2": {"value": 2}, "EarlyStopping": {"best": None, "waited": 0}}
+    again = [EarlyStopping(), Keeper(), Callback(), Keeper()]
+    CallbackList(again).load_state_dict(through_a_file(states))
+    assert (again[1].value, again[3].value) == (1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_callbacks_that_came_or_went_are_one_warning(capsys):
+    class Late(Callback):
+        def on_train_start(self, engine):
+            self.value = 1
+
+        def state_dict(self):
+            return {"value": self.value}  # not there yet when a run is resumed
+
+    kept = Keeper()
+    CallbackList([kept, Late(), Callback()]).load_state_dict({"Keeper": {"value": 3}, "EarlyStopping": {"best": 1.0}})
+    assert kept.value == 3
+    assert capsys.readouterr().err == (
+        "warning: other callbacks than in the checkpoint: Late starts without a saved state; "
+        "the state of EarlyStopping is dropped\n"
+    )
+    CallbackList([Callback()]).load_state_dict(None)  # a checkpoint that was written without callbacks
+    assert capsys.readouterr().err == ""
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=8,
+)
+
+
+@given(plain)
+def test_plain_states_come_back_as_they_were(value):
+    states = CallbackList([Keeper(value)]).state_dict()
+    assert through_a_file(states)["Keeper"]["value"] == value
+
+
+def test_tensors_and_kinds_of_dicts_are_plain():
+    value = {"t": torch.arange(3), "counts": Counter("aab"), "order": OrderedDict(a=1)}
+    back = through_a_file(CallbackList([Keeper(value)]).state_dict())["Keeper"]["value"]
+    assert back["t"].tolist() == [0, 1, 2] and back["counts"] == {"a": 2, "b": 1} and back["order"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [({1}, "set"), (np.float64(1), "numpy.float64"), (Namespace(), "argparse.Namespace"), (b"a", "bytes")],
+)
+def test_a_state_that_no_checkpoint_could_give_back_is_refused(value, kind):
+    with pytest.raises(CallbackError, match=rf"callback Keeper failed in state_dict: .*\['value'\]\[1\] is a {kind}"):
+        CallbackList([Keeper([0, value])]).state_dict()
+    if value.__hash__ is not None:
+        with pytest.raises(CallbackError, match=rf"a key of the state\['value'\] is a {kind}"):
+            CallbackList([Keeper({value: 0})]).state_dict()
+
+
+# --- MetricsLogger -------------------------------------------------------------------------------------------------
+
+
+def test_the_metrics_file_and_the_console(tmp_path, capsys):
+    FakeEngine(tmp_path, [MetricsLogger()]).run()
+    records = read_metrics(tmp_path / "task_16_metrics.jsonl")
+    assert records == [make_record(u) | {"eval_loss": 1 / u, "eval_bpb": 0.5} for u in (2, 4)]
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in out] == ["Epoch:[1/2](2/2)", "Epoch:[2/2](2/2)"]
+    assert "eval_loss: 0.5000" in out[0]
+
+
+def test_the_bar_moves_at_every_update(tmp_path, monkeypatch):
+    ticks, logger, engine = [], MetricsLogger(), FakeEngine(tmp_path)
+    logger.on_train_start(engine)
+    monkeypatch.setattr(logger.log, "tick", ticks.append)
+    for update in (1, 2, 3):
+        logger.on_batch_end(engine, update, None)
+    logger.on_train_end(engine)
+    assert ticks == [1, 2, 3]
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    monkeypatch.setattr(module, "Tracker", None)
+    logs = [MetricsLogger(), TensorBoardLogger(tmp_path / "curves"), SwanLabLogger()]
+    FakeEngine(tmp_path, logs, rank=1).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where, opened", [("on_train_start", 1), ("on_batch_start", 3), ("on_train_end", 3)])
+def test_logs_are_closed_after_an_exception_wherever_it_comes_from(tmp_path, monkeypatch, where, opened):
+    monkeypatch.setitem(sys.modules, "swanlab", Stub())
+    logs, open_logs = [MetricsLogger(), TensorBoardLogger(tmp_path / "curves"), SwanLabLogger(mode="offline")], []
+
+    def note(open_log, engine):
+        open_logs.append(open_log(engine))
+        return open_logs[-1]
+
+    for log in logs:
+        monkeypatch.setattr(log, "_open", partial(note, log._open))
+    with pytest.raises(CallbackError):
+        FakeEngine(tmp_path, [logs[0], Broken(where, ValueError("x")), *logs[1:]]).run()
+    assert len(open_logs) == opened and open_logs[0].file.closed
+    assert [log.log for log in logs] == [None, None, None]
+
+
+@pytest.mark.parametrize("kill_at", range(2, 21))
+def test_the_metrics_file_after_a_kill_at_any_call(tmp_path, kill_at):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    FakeEngine(whole, [MetricsLogger()], log_every=1).run()
+    saved = FakeEngine(killed, [MetricsLogger()], log_every=1).run(kill_at).checkpoint
+    FakeEngine(killed, [MetricsLogger()], saved=saved, log_every=1).run()
+    name = "task_16_metrics.jsonl"
+    assert (killed / name).read_text() == (whole / name).read_text()
+    assert [r["update"] for r in read_metrics(killed / name)] == [1, 2, 3, 4]
+
+
+def test_a_signal_between_two_updates_and_a_new_run(tmp_path):
+    engine = FakeEngine(tmp_path, [MetricsLogger()], log_every=1)
+    with pytest.raises(Interrupted):
+        engine.run(stop_at=2)
+    FakeEngine(tmp_path, [MetricsLogger()], log_every=1, saved=engine.checkpoint).run()
+    path = tmp_path / "task_16_metrics.jsonl"
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    FakeEngine(tmp_path, [MetricsLogger()], log_every=1).run(kill_at=5)  # not resumed: the old records go
+    assert [r["update"] for r in read_metrics(path)] == [1]
+
+
+# --- EarlyStopping -------------------------------------------------------------------------------------------------
+
+values = st.none() | st.just(math.nan) | st.just(math.inf) | st.integers(-4, 4).map(lambda n: n / 2)
+
+
+def stops_after(evals, mode, patience, min_delta):
+    """Independent of the code: the first validation that ends `patience` ones which bring nothing new."""
+    best_at, best = 0, None
+    for i, value in enumerate(evals, 1):
+        usable = value is not None and math.isfinite(value)
+        if usable and (best is None or (value < best - min_delta if mode == "min" else value > best + min_delta)):
+            best_at, best = i, value
+        elif i - best_at == patience:
+            return i
+    return None
+
+
+@given(
+    st.lists(values, min_size=1, max_size=9),
+    st.sampled_from(["min", "max"]),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.5, 1.25]),
+    st.integers(0, 60),
+)
+def test_it_stops_where_it_should_on_all_ranks_and_after_a_kill(evals, mode, patience, min_delta, kill_at):
+    expected = stops_after(evals, mode, patience, min_delta) or len(evals)
+    make = partial(EarlyStopping, "eval_loss", mode, patience, min_delta)
+    reasons = []
+    for rank in (0, 1):
+        engine = FakeEngine(callbacks=[make()], epochs=len(evals), evals=evals, rank=rank).run()
+        assert engine.state.update == 2 * expected
+        reasons.append(engine._reason)
+    assert reasons[0] == reasons[1]
+    killed = FakeEngine(callbacks=[make()], epochs=len(evals), evals=evals).run(kill_at)
+    resumed = FakeEngine(callbacks=[make()], epochs=len(evals), evals=evals, saved=killed.checkpoint).run()
+    assert resumed.state.update == 2 * expected and resumed._reason == reasons[0]
+    once_more = FakeEngine(callbacks=[make()], epochs=len(evals), evals=evals, saved=resumed.checkpoint).run()
+    assert once_more.state.update == 2 * expected  # a run that was stopped early stays stopped
+
+
+def test_the_reason_tells_metric_and_best_value():
+    engine = FakeEngine(callbacks=[EarlyStopping(patience=2)], epochs=5, evals=[0.51234, 0.6, 0.7, 0.1, 0.1]).run()
+    assert engine._reason == "EarlyStopping: eval_loss got no better than 0.51234 in 2 validations"
+    engine = FakeEngine(callbacks=[EarlyStopping(patience=2)], evals=[None, None]).run()
+    assert engine._reason == "EarlyStopping: eval_loss was never finite in 2 validations"
+
+
+def test_a_metric_that_is_missing_names_those_there_are():
+    with pytest.raises(UserError, match="gives no 'accuracy' to monitor; it gives eval_bpb, eval_loss"):
+        FakeEngine(callbacks=[EarlyStopping("accuracy", mode="max")]).run()
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "low"}, {"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
+def test_impossible_arguments(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=rf"EarlyStopping: .*{name} {re.escape(repr(value))}"):
+        EarlyStopping(**wrong)
+
+
+# --- TensorBoard ---------------------------------------------------------------------------------------------------
+
+
+def curves(folder) -> dict[str, list[tuple[int, float]]]:
+    """All points that TensorBoard's own reader finds in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_the_points_read_back_are_those_of_the_records(tmp_path):
+    pytest.importorskip("tensorboard")
+    odd = [{"loss": None, "skipped": [3], "mfu": math.nan}, {"eval_loss": 0.25, "evaluated": True}, {}]
+    logger, engine = TensorBoardLogger(tmp_path / "a" / "b"), FakeEngine()
+    logger.on_train_start(engine)
+    records = [make_record(update) | more for update, more in zip((3, 5, 10**6), odd, strict=True)]
+    for record in records:
+        logger.on_batch_end(engine, record["update"] - 1, None)
+        logger.on_batch_end(engine, record["update"], record)
+    logger.on_train_end(engine)
+    found = curves(tmp_path / "a" / "b")
+    names = {key for record in records for key in record} - {"update", "skipped", "evaluated"}
+    assert set(found) == names | {"evaluated"}
+    for name in names:
+        points = [(r["update"], r[name]) for r in records if r.get(name) is not None and not math.isnan(r[name])]
+        assert [step for step, _ in found[name]] == [step for step, _ in points]
+        assert [value for _, value in found[name]] == pytest.approx([value for _, value in points], rel=1e-6)
+
+
+def killed_run(folder):
+    """Log five updates and die."""
+    engine = FakeEngine()
+    logger = TensorBoardLogger(folder)
+    logger.on_train_start(engine)
+    for update in range(1, 6):
+        logger.on_batch_end(engine, update, make_record(update) | {"loss": 100.0 + update})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_each_update_is_there_once_after_a_real_kill_and_resumes(tmp_path):
+    pytest.importorskip("tensorboard")
+    process = multiprocessing.get_context("fork").Process(target=killed_run, args=(str(tmp_path),), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert curves(tmp_path)["loss"] == [(u, 100.0 + u) for u in range(1, 6)]  # nothing was lost in a buffer
+    (first,) = tmp_path.iterdir()
+    first.write_bytes(first.read_bytes()[:-7])  # the last point was cut off by the kill
+    for start, base, resumed in ((4, 200.0, 3), (6, 300.0, 5)):  # two resumes, the first one also killed
+        logger = TensorBoardLogger(tmp_path)
+        engine = FakeEngine()
+        engine.resumed_update = resumed
+        logger.on_train_start(engine)
+        for update in range(start, start + 4):
+            logger.on_batch_end(engine, update, make_record(update) | {"loss": base + update})
+    expected = [101, 102, 103, 204, 205, 306, 307, 308, 309]
+    assert curves(tmp_path)["loss"] == list(enumerate(map(float, expected), 1))
+    assert all([step for step, _ in points] == list(range(1, 10)) for points in curves(tmp_path).values())
+    FakeEngine(tmp_path, [TensorBoardLogger(tmp_path)]).run()  # a new run in the same folder
+    assert curves(tmp_path)["loss"] == [(2, 0.5), (4, 0.25)]
+
+
+@pytest.mark.parametrize("kill_at", [4, 8, 10, 16])
+def test_the_curves_after_a_kill_in_the_middle_of_an_update(tmp_path, kill_at):
+    pytest.importorskip("tensorboard")
+    killed = FakeEngine(tmp_path, [TensorBoardLogger(tmp_path)], log_every=1).run(kill_at)
+    FakeEngine(tmp_path, [TensorBoardLogger(tmp_path)], log_every=1, saved=killed.checkpoint).run()
+    steps, losses = zip(*curves(tmp_path)["loss"], strict=True)
+    assert steps == (1, 2, 3, 4) and losses == pytest.approx([1 / u for u in steps])
+    assert curves(tmp_path)["eval_loss"] == [(2, 0.5), (4, 0.25)]
+
+
+def test_a_new_event_file_is_read_after_the_older_ones(tmp_path):
+    pytest.importorskip("torch.utils.tensorboard")  # the import itself may take a second
+    older = tmp_path / f"events.out.tfevents.{int(time.time()):010d}.zzz.99.9"
+    older.touch()
+    logger = TensorBoardLogger(tmp_path)
+    logger.on_train_start(FakeEngine())
+    logger.on_train_end(FakeEngine())
+    assert sorted(tmp_path.iterdir())[0] == older
+
+
+def test_without_the_package_one_line_tells_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match=r"^TensorBoardLogger: .*tensorboard.*; pip install tensorboard$"):
+        FakeEngine(callbacks=[TensorBoardLogger(tmp_path)]).run()
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"TensorBoardLogger: .*file cannot be written \(.*\); make room or"):
+        FakeEngine(callbacks=[TensorBoardLogger(tmp_path / "file")]).run()
+
+    logger = TensorBoardLogger(tmp_path)
+    engine = FakeEngine()
+    logger.on_train_start(engine)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logger.log, "flush", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        logger.on_batch_end(engine, 1, make_record(1))
+    logger.on_exception(engine, UserError("x"))
+
+
+# --- SwanLab -------------------------------------------------------------------------------------------------------
+
+
+def test_points_reach_the_tracker_and_a_resume_goes_on_in_its_run(tmp_path, monkeypatch):
+    stub = Stub()
+    monkeypatch.setitem(sys.modules, "swanlab", stub)
+    engine = FakeEngine(tmp_path, [SwanLabLogger("mine", "cloud")], log_every=1).run(kill_at=15)
+    assert stub.settings["project"] == "mine" and stub.settings["name"] == "task_16" and "id" not in stub.settings
+    assert stub.settings["config"]["learning_rate"] == 0.1
+    assert engine.checkpoint["callbacks"] == {"SwanLabLogger": {"id": "run7"}}
+    FakeEngine(tmp_path, [SwanLabLogger("mine", "cloud")], log_every=1, saved=engine.checkpoint).run()
+    assert stub.settings["id"] == "run7" and stub.settings["resume"] == "allow" and stub.finished
+    steps = [step for step, _ in stub.points]
+    assert steps[-3:] == [2, 3, 4]
+    drawn = dict(stub.points)[4]
+    assert drawn["eval_loss"] == 0.25 and not {"update", "seconds"} & set(drawn)
+
+
+def test_a_record_with_gaps_is_drawn_without_them(monkeypatch):
+    stub = Stub()
+    monkeypatch.setitem(sys.modules, "swanlab", stub)
+    logger, engine = SwanLabLogger(mode="offline", name="mine"), FakeEngine()
+    logger.on_train_start(engine)
+    logger.on_batch_end(engine, 1, make_record(1) | {"loss": None, "skipped": [1]})
+    logger.on_train_end(engine)
+    ((step, drawn),) = stub.points
+    assert step == 1 and "loss" not in drawn and "skipped" not in drawn and drawn["grad_norm"] == 1.0
+    assert stub.settings["name"] == "mine" and logger.state_dict() == {"id": "run7"}
+    engine.resumed_update = 3
+    logger.on_train_start(engine)
+    for update in (3, 4):
+        logger.on_batch_end(engine, update, make_record(update))
+    logger.on_train_end(engine)
+    assert [step for step, _ in stub.points] == [1, 4]  # what was drawn before the resume is not drawn again
+
+
+def test_it_is_waited_for_longer_at_the_end_than_after_an_exception(monkeypatch):
+    waits = []
+
+    class Patient:
+        id = "run1"
+
+        def __init__(self, *args):
+            pass
+
+        def finish(self, timeout):
+            waits.append(timeout)
+
+    monkeypatch.setattr(module, "Tracker", Patient)
+    for end in ("on_train_end", "on_exception"):
+        logger, engine = SwanLabLogger(), FakeEngine()
+        logger.on_train_start(engine)
+        getattr(logger, end)(*([engine] if end == "on_train_end" else [engine, ValueError()]))
+        logger.on_train_end(engine)  # a second time does nothing
+    assert waits == [None, 10.0]
+
+
+def test_another_mode_is_refused():
+    with pytest.raises(UserError, match="mode 'clouds' must be one of cloud, disabled"):
+        SwanLabLogger(mode="clouds")
+
+
+# --- LRSchedulerCallback -------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "step": partial(lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=6),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: 1 / (n + 2)),
+    "multistep": partial(lr_scheduler.MultiStepLR, milestones=[1, 3]),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=8),  # moves beta1 as well
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.7)], milestones=[2]
+    ),
+}
+
+
+@pytest.mark.parametrize("interval", ["update", "epoch"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's own SequentialLR uses it
+def test_the_rates_are_those_of_a_plain_loop_also_after_a_kill_at_any_call(kind, interval):
+    make = SCHEDULERS[kind]
+    plain = FakeEngine(epochs=3)
+    optimizer = plain.state.optimizer
+    scheduler = make(optimizer)
+    for update in range(1, 7):
+        plain._train(update)
+        if interval == "update" or update % 2 == 0:
+            scheduler.step()
+    assert len({rate for _, rate, _ in plain.used}) > 1
+    whole = FakeEngine(callbacks=[LRSchedulerCallback(make, interval)], epochs=3).run()
+    assert whole.used == plain.used
+    for kill_at in range(3, whole._calls + 1):
+        killed = FakeEngine(callbacks=[LRSchedulerCallback(make, interval)], epochs=3).run(kill_at)
+        resumed = FakeEngine(callbacks=[LRSchedulerCallback(make, interval)], epochs=3, saved=killed.checkpoint).run()
+        done = 0 if killed.checkpoint is None else killed.checkpoint["update"]
+        assert resumed.used == plain.used[done:], kill_at
+        assert resumed.state.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("interval", ["update", "epoch"])
+@pytest.mark.parametrize("stop_at", range(2, 7))
+def test_the_rates_after_a_signal(interval, stop_at):
+    make = partial(LRSchedulerCallback, SCHEDULERS["cosine"], interval)
+    whole = FakeEngine(callbacks=[make()], epochs=3).run()
+    stopped = FakeEngine(callbacks=[make()], epochs=3)
+    with pytest.raises(Interrupted):
+        stopped.run(stop_at=stop_at)
+    resumed = FakeEngine(callbacks=[make()], epochs=3, saved=stopped.checkpoint).run()
+    assert stopped.used + resumed.used == whole.used
+
+
+def test_a_scheduler_that_was_made_before():
+    whole = FakeEngine(callbacks=[LRSchedulerCallback(SCHEDULERS["step"])], epochs=3).run()
+    engine = FakeEngine(epochs=3)
+    engine._callbacks = CallbackList([LRSchedulerCallback(SCHEDULERS["step"](engine.state.optimizer))])
+    assert engine.run().used == whole.used
+    foreign = SCHEDULERS["step"](FakeEngine().state.optimizer)
+    with pytest.raises(UserError, match="belongs to another optimizer"):
+        FakeEngine(callbacks=[LRSchedulerCallback(foreign)]).run()
+    with pytest.raises(UserError, match="interval 'batch' must be update or epoch"):
+        LRSchedulerCallback(foreign, "batch")
