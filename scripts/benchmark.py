@@ -20,9 +20,10 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from trainer import stage, train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.arguments import check_args, model_config, stage_parser
-from trainer.loop import TrainState, leave_group, next_token_loss, train_update, update_size
+from trainer.loop import leave_group, train_update, update_size
 from trainer.resume import describe_run
 from trainer.speed import Meter, peak_memory_mb
+from trainer.state import TrainState, next_token_loss
 
 STAGES = {"pretrain": (PretrainDataset, train_pretrain.PRETRAIN), "sft": (SFTDataset, train_full_sft.FULL_SFT)}
 
@@ -55,7 +56,7 @@ def measure(state: TrainState, loader, args) -> dict[str, Any]:
         window = meter.fetch(batches, args.accumulation_steps)
         if len(window) < args.accumulation_steps:
             raise UserError(f"--data_path holds only {update} updates; take fewer --updates or a smaller --batch_size")
-        meter.count(window, state.lm_config)
+        meter.count(map(state.size, window))
         targets, all_tokens, _ = update_size(state, window)
         train_update(state, window, args.learning_rate, targets, all_tokens)[1].item()  # waits for the device
         seconds = time.perf_counter() - meter.start

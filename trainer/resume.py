@@ -11,13 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from dataset.errors import UserError
 from dataset.token_cache import TokenCache, file_hash
 from model.model_minimind import MiniMindConfig
 from trainer.checkpoint import lm_checkpoint, run_name, weight_path
-from trainer.trainer_utils import Logger, get_lr, world_size
+from trainer.trainer_utils import Logger, gather, get_lr, world_size
 
 try:
     import fcntl
@@ -120,11 +118,8 @@ def find_checkpoint(args: Namespace, lm_config: MiniMindConfig, run: Contract) -
 
 def _all_ranks_agree(run: Contract, saved: dict[str, Any] | None) -> None:
     """Ranks on several machines may see other files: then none of them starts."""
-    if not dist.is_initialized():
-        return
     position = {key: saved[key] for key in ("epoch", "step", "update")} if saved else {}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (run, position))
+    everyone = gather((run, position))
     for rank, views in enumerate(everyone):
         for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):
             differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]

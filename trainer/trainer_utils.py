@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,14 @@ def reduce_sum(values: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
+
+
+def gather(value: Any) -> list[Any]:
+    """What each rank has, by rank; plain Python objects, over gloo."""
+    everyone = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def Logger(text: str) -> None:
