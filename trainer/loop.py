@@ -123,6 +123,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
     """
     args = state.args
     batches, step, meter = iter(loader), start_step, Meter()
+    state.iters = iters
     state.model.train()
     while step < iters and not state.finished:
         window = meter.fetch(batches, min(args.accumulation_steps, iters - step))
@@ -139,7 +140,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
             state.metrics.tick(state.update)
         due = partial(reached, before=before, step=step, iters=iters)
         evaluating = state.eval_loader is not None and due(args.eval_interval)
-        state.save_due = state.save_due or evaluating or due(args.save_interval)
+        state.save_due |= evaluating or due(args.save_interval) or state.hooks.wants_checkpoint(state)
         logging = due(args.log_interval) or state.save_due
         state.bad_updates.note(state.update, window, read=logging or state.device.type == "cpu")
         saving = state.save_due and not state.bad_updates.in_a_row  # else what is saved stays the last good state
@@ -147,11 +148,9 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
             state.record = make_record(state, iters, lr, means, grad_norm, meter, evaluating)
         if saving:
             save_checkpoint(state, wandb)
-        record = None
-        if state.record is not None:
-            record = report(state, wandb)
+        finish_update(state, wandb)
+        if logging:
             meter = Meter()  # saving and evaluating are not training time
-        state.hooks.batch_end(state, record)
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
@@ -199,6 +198,11 @@ def interrupted(state: TrainState) -> Interrupted:
     return Interrupted(number, f"by {name} after {done}, which is saved; --from_resume 1 goes on from there")
 
 
+def finish_update(state: TrainState, wandb=None) -> None:
+    """Report the pending record, if there is one; a resumed run does so first."""
+    state.hooks.batch_end(state, report(state, wandb) if state.record is not None else None)
+
+
 def report(state: TrainState, wandb=None) -> dict[str, Any]:
     """Finish the pending record and return it: evaluate if it is time, keep the best weights, log.
 
@@ -208,17 +212,15 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
     """
     record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        state.hooks.validation_start(state)
-        held_out = evaluate(state, state.eval_loader)
+        held_out = state.hooks.validate(state, evaluate)
         if held_out is None:
             raise interrupted(state)
         record |= held_out
-        if record["eval_loss"] < state.best_eval:
-            state.best_eval = record["eval_loss"]
-            if is_main_process():
-                best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
-                save_weights(state.model, best, state.writer)
-        state.hooks.validation_end(state, held_out)
+        is_best = state.is_best(held_out)
+        if is_best and is_main_process():
+            best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
+            save_weights(state.model, best, state.writer)
+        state.hooks.validation_end(state, held_out, is_best)
     head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{record.pop('iters')})"
     if is_main_process():
         state.writer.check()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dataset.errors import UserError
 from model.model_minimind import MiniMindConfig
 from trainer.bad_updates import BadUpdates
 from trainer.checkpoint import Writer, unwrap
@@ -49,16 +50,21 @@ class Hooks:
     def batch_start(self, state: "TrainState") -> None:
         """Before an update."""
 
+    def wants_checkpoint(self, state: "TrainState") -> bool:
+        """Whether this update's state is to be saved though no interval asks for it; the same on all ranks."""
+        return False
+
     def batch_end(self, state: "TrainState", record: dict[str, Any] | None) -> None:
         """After an update and its report; `record` at a log point, else None."""
 
     def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
         """The state of this update was handed to the writer, which will put it at `path`."""
 
-    def validation_start(self, state: "TrainState") -> None:
-        """Before the held-out data are evaluated."""
+    def validate(self, state: "TrainState", evaluate: Callable[..., dict[str, float] | None]) -> dict | None:
+        """Evaluate the held-out data with the loop's own `evaluate`; None if a signal cut it short."""
+        return evaluate(state, state.eval_loader)
 
-    def validation_end(self, state: "TrainState", metrics: dict[str, float]) -> None:
+    def validation_end(self, state: "TrainState", metrics: dict[str, float], is_best: bool) -> None:
         """After it; `metrics` are the same on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,6 +99,8 @@ class TrainState:
     writer: Writer = field(default_factory=Writer)
     stop: StopRequest = field(default_factory=StopRequest)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
+    monitor: tuple[str, str] = ("eval_loss", "min")  # the held-out metric that tells which weights are best
+    iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # somebody wants no further update, on all ranks alike
     # ---- progress
     epoch: int = 0
@@ -100,7 +108,7 @@ class TrainState:
     update: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of the whole run: training, evaluating and saving
-    best_eval: float = float("inf")
+    best_eval: float = float("inf")  # of the monitored metric; its negative where more is better
     record: dict[str, Any] | None = None  # of the last update, until it is reported
     save_due: bool = False  # put off while updates are left out
 
@@ -127,6 +135,20 @@ class TrainState:
         if self.eval_fn is not None:
             return self.eval_fn(unwrap(self.model), batch)
         return {"loss": self.loss_fn(unwrap(self.model), batch)[0]}
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether the monitored metric is better than ever; then it is the one to beat.
+
+        Raises:
+            UserError: there is no such metric.
+        """
+        name, mode = self.monitor
+        if name not in metrics:
+            raise UserError(f"--monitor {name}: validation gives no such metric, only {', '.join(sorted(metrics))}")
+        value = metrics[name] if mode == "min" else -metrics[name]
+        better = value < self.best_eval
+        self.best_eval = value if better else self.best_eval
+        return better
 
     @property
     def samples_done(self) -> int:
