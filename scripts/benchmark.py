@@ -20,9 +20,10 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from trainer import stage, train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.arguments import check_args, model_config, stage_parser
-from trainer.loop import TrainState, leave_group, next_token_loss, train_update, update_size
-from trainer.resume import describe_run
+from trainer.loop import leave_group, train_update, update_size
+from trainer.resume import data_of, describe_run, lm_shape
 from trainer.speed import Meter, peak_memory_mb
+from trainer.state import TrainState, next_token_loss
 
 STAGES = {"pretrain": (PretrainDataset, train_pretrain.PRETRAIN), "sft": (SFTDataset, train_full_sft.FULL_SFT)}
 
@@ -55,7 +56,7 @@ def measure(state: TrainState, loader, args) -> dict[str, Any]:
         window = meter.fetch(batches, args.accumulation_steps)
         if len(window) < args.accumulation_steps:
             raise UserError(f"--data_path holds only {update} updates; take fewer --updates or a smaller --batch_size")
-        meter.count(window, state.lm_config)
+        meter.count(map(state.size, window))
         targets, all_tokens, _ = update_size(state, window)
         train_update(state, window, args.learning_rate, targets, all_tokens)[1].item()  # waits for the device
         seconds = time.perf_counter() - meter.start
@@ -88,7 +89,7 @@ def main() -> None:
     autocast, scaler = utils.mixed_precision(args.dtype, device)
     model, _ = utils.init_model(lm_config, "none", args.tokenizer_path, args.save_dir, device)
     optimizer = utils.make_optimizer(model, args.learning_rate, args.weight_decay)
-    run = describe_run(args, lm_config, data.train.cache, len(data.train))
+    run = describe_run(args, lm_shape(lm_config), data_of(data.train.cache), len(data.train))
     state = TrainState(args, lm_config, model, optimizer, scaler, autocast, device, next_token_loss, 1, run)
     state.peak_flops = stage.measured_peak(autocast, device)
     state.model = utils.wrap_model(model, bool(args.use_compile))

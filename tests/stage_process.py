@@ -41,7 +41,7 @@ class FaultyLoss:
         self.faults, self.count, self.evaluated = faults, 0, False
 
     def __call__(self, model, batch):
-        from trainer.loop import next_token_loss
+        from trainer.state import next_token_loss
 
         faults = self.faults
         loss, aux_loss = next_token_loss(model, batch)

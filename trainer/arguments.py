@@ -138,5 +138,8 @@ def model_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
     """The model's shape from the command line, its vocabulary and special tokens from the tokenizer."""
     shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
     dropout = getattr(args, "dropout", 0.0)
+    experts = {"num_experts": getattr(args, "num_experts", 4), "num_experts_per_tok": getattr(args, "top_k", 1)}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    return MiniMindConfig(**shape, **special, use_moe=bool(args.use_moe), dropout=dropout, vocab_size=len(tokenizer))
+    return MiniMindConfig(
+        **shape, **special, **experts, use_moe=bool(args.use_moe), dropout=dropout, vocab_size=len(tokenizer)
+    )

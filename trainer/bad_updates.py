@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dataset.errors import UserError, warn
+from trainer.trainer_utils import gather
 
 
 class BadUpdates:
@@ -59,7 +59,8 @@ class BadUpdates:
 
     def note(self, update: int, window: list[dict], read: bool = True) -> None:
         """Remember which samples an update was made of; with `read`, also look whether it was a bad one."""
-        self._unread.append((update, self._flag, [i for batch in window for i in batch["sample_ids"].tolist()]))
+        samples = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
+        self._unread.append((update, self._flag, samples))
         if read:
             self.read()
 
@@ -83,11 +84,7 @@ class BadUpdates:
                 )
 
     def _tell(self, update: int, mine: list[int]) -> None:
-        shares = [mine]
-        if dist.is_initialized():
-            shares = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(shares, mine)
-        samples = sum(shares, [])
+        samples = sum(gather(mine), [])
         self.skipped.append({"update": update, "sample_ids": samples})
         named = ", ".join(f"{sample} ({self.source(sample)})" for sample in samples[:4])
         more = f" and {len(samples) - 4} more, all in the metrics file" if len(samples) > 4 else ""

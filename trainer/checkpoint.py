@@ -38,6 +38,11 @@ def weight_path(save_dir: str | Path, weight: str, lm_config: MiniMindConfig) ->
     return Path(save_dir) / f"{run_name(weight, lm_config)}.pth"
 
 
+def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: MiniMindConfig) -> Path:
+    """Where the state to resume from lies: `<checkpoint_dir>/<weight>_<hidden_size>[_moe]_resume.pth`."""
+    return Path(checkpoint_dir) / f"{run_name(weight, lm_config)}_resume.pth"
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model itself, without DistributedDataParallel or torch.compile around it."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -231,7 +236,7 @@ def lm_checkpoint(
     and the file is written in the background. Loading falls back to the previous file, with a warning, when the newest
     is damaged, and never runs code from a file (`weights_only=True`).
     """
-    path = Path(save_dir) / f"{run_name(weight, lm_config)}_resume.pth"
+    path = resume_path(save_dir, weight, lm_config)
     previous = path.with_name(f"{path.stem}_previous.pth")
     if model is None:
         return _load_newest(path, previous)

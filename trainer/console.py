@@ -94,8 +94,7 @@ def describe(record: dict[str, Any]) -> str:
     parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
     parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
-    if "eval_loss" in record:
-        parts += [f"eval_loss: {record['eval_loss']:.4f}", f"eval_bpb: {record['eval_bpb']:.4f}"]
+    parts += [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
     if "skipped" in record:
         parts += [f"updates left out: {len(record['skipped'])}"]
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""The one training loop of the repository: `train_epoch` and `evaluate` over a small `TrainState`.
+"""The one training loop of the repository: `train_epoch` and `evaluate` over a `TrainState` (trainer/state.py).
 
 Units: a step is one micro-batch of one rank; an update is one optimizer step, made of `accumulation_steps`
 micro-batches on every rank (fewer at the end of an epoch). An update's loss is the sum over its target tokens, on all
@@ -8,11 +8,7 @@ ranks and micro-batches, divided by their number: how the update was cut into mi
 import gc
 import math
 import signal
-import time
-from argparse import Namespace
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,75 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataset.errors import Interrupted
-from model.model_minimind import MiniMindConfig
-from trainer.bad_updates import BadUpdates
-from trainer.checkpoint import Writer, lm_checkpoint, save_weights, unwrap, weight_path
-from trainer.console import MetricsLog
-from trainer.interrupt import StopRequest
+from trainer.checkpoint import lm_checkpoint, resume_path, save_weights, unwrap, weight_path
 from trainer.speed import Meter
-from trainer.trainer_utils import get_lr, is_main_process, reduce_sum, this_rank, world_size
-
-Batch = dict[str, Any]
-LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
-MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index", "targets")
-SAVED = ("update", "tokens", "seconds", "best_eval", "record", "save_due", "bad_updates")
-
-
-def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropies of a flat batch's targets, and the load-balancing loss summed over its tokens."""
-    out = model(**{key: batch[key] for key in MODEL_INPUTS})
-    return out.loss, out.aux_loss
-
-
-@dataclass
-class TrainState:
-    """Everything that a run holds. What changes while it runs stands below the line; checkpoints save it."""
-
-    args: Namespace
-    lm_config: MiniMindConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    autocast: AbstractContextManager
-    device: torch.device
-    loss_fn: LossFn
-    total_updates: int
-    run: dict[str, Any]  # the contract: what must not differ on resume
-    metrics: MetricsLog | None = None  # rank 0 only
-    eval_loader: DataLoader | None = None
-    peak_flops: float = float("inf")  # of all ranks together
-    writer: Writer = field(default_factory=Writer)
-    stop: StopRequest = field(default_factory=StopRequest)
-    bad_updates: BadUpdates = field(default_factory=BadUpdates)
-    # ---- progress
-    epoch: int = 0
-    step: int = 0
-    update: int = 0
-    tokens: int = 0
-    seconds: float = 0.0  # of the whole run: training, evaluating and saving
-    best_eval: float = float("inf")
-    record: dict[str, Any] | None = None  # of the last update, until it is reported
-    save_due: bool = False  # put off while updates are left out
-
-    def __post_init__(self):
-        self.clock = time.perf_counter()  # when `seconds` was last brought up to date
-
-    @property
-    def samples_done(self) -> int:
-        """Samples of the current epoch that are trained, over all ranks."""
-        return min(self.run["samples"], self.step * self.args.batch_size * world_size())
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take over a checkpoint: weights, optimizer, scaler and progress."""
-        unwrap(self.model).load_state_dict(saved["model"], strict=True)
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if saved["scaler"]:  # empty unless that part of the run was in float16
-            self.scaler.load_state_dict(saved["scaler"])
-        self.epoch, self.step = saved["epoch"], saved["step"]
-        self.bad_updates.load_state_dict(saved["bad_updates"])
-        for key in SAVED:
-            if key != "bad_updates":
-                setattr(self, key, saved[key])
+from trainer.state import Batch, TrainState
+from trainer.trainer_utils import gather, is_main_process, reduce_sum, this_rank, world_size
 
 
 def leave_group(state: TrainState) -> None:
@@ -126,10 +57,10 @@ def update_size(state: TrainState, window: list[Batch]) -> tuple[float, float, b
 
     The ranks' hosts meet here, over gloo; the device is not waited for, and a rank that is gone is noticed.
     """
-    targets = sum(len(batch["targets"]) for batch in window)
-    tokens = sum(len(batch["input_ids"]) for batch in window)
-    sizes = torch.tensor([targets, tokens, state.stop.signal], dtype=torch.float64)
-    targets, tokens, stop = reduce_sum(sizes).tolist()
+    sizes = [state.size(batch) for batch in window]
+    targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
+    host = torch.tensor([targets, tokens, state.stop.signal], dtype=torch.float64)
+    targets, tokens, stop = reduce_sum(host).tolist()
     return targets, tokens, stop > 0
 
 
@@ -192,23 +123,24 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
     """
     args = state.args
     batches, step, meter = iter(loader), start_step, Meter()
+    state.iters = iters
     state.model.train()
-    while step < iters:
+    while step < iters and not state.finished:
         window = meter.fetch(batches, min(args.accumulation_steps, iters - step))
         targets, tokens, stop = update_size(state, window)
         if stop:
             save_and_leave(state, meter, wandb)
-        meter.count(window, state.lm_config)
+        state.hooks.batch_start(state)
+        meter.count(map(state.size, window))
         before, step = step, step + len(window)
-        warmup = min(1.0, (state.update + 1) / max(1, args.warmup_updates))
-        lr = warmup * get_lr(state.update + 1, state.total_updates, args.learning_rate)
+        lr = state.learning_rate(state.update + 1)
         means, grad_norm = train_update(state, window, lr, targets, tokens)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         if state.metrics is not None:
             state.metrics.tick(state.update)
         due = partial(reached, before=before, step=step, iters=iters)
         evaluating = state.eval_loader is not None and due(args.eval_interval)
-        state.save_due = state.save_due or evaluating or due(args.save_interval)
+        state.save_due |= evaluating or due(args.save_interval) or state.hooks.wants_checkpoint(state)
         logging = due(args.log_interval) or state.save_due
         state.bad_updates.note(state.update, window, read=logging or state.device.type == "cpu")
         saving = state.save_due and not state.bad_updates.in_a_row  # else what is saved stays the last good state
@@ -216,8 +148,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
             state.record = make_record(state, iters, lr, means, grad_norm, meter, evaluating)
         if saving:
             save_checkpoint(state, wandb)
-        if state.record is not None:
-            report(state, wandb)
+        finish_update(state, wandb)
+        if logging:
             meter = Meter()  # saving and evaluating are not training time
 
 
@@ -241,15 +173,14 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
     """Write the resume state, then the weights for use (rank 0, in the background). The pending record is saved too: a
     run killed while it evaluates finishes that report when it is resumed."""
     state.save_due = False
-    if not is_main_process():
-        return
-    state.writer.wait()  # at most one copy of the state waits in memory
     args = state.args
-    progress = {key: getattr(state, key) for key in (*SAVED, "samples_done", "run")}
-    where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
-    where |= {"writer": state.writer, "scaler": state.scaler}
-    lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **where, **progress)
-    save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config), state.writer)
+    if is_main_process():
+        state.writer.wait()  # at most one copy of the state waits in memory
+        where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
+        parts = where | {"writer": state.writer} | state.progress()
+        lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
+        save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config), state.writer)
+    state.hooks.checkpoint_saved(state, resume_path(args.checkpoint_dir, args.save_weight, state.lm_config))
 
 
 def save_and_leave(state: TrainState, meter: Meter, wandb=None) -> None:
@@ -267,8 +198,13 @@ def interrupted(state: TrainState) -> Interrupted:
     return Interrupted(number, f"by {name} after {done}, which is saved; --from_resume 1 goes on from there")
 
 
-def report(state: TrainState, wandb=None) -> None:
-    """Finish the pending record: evaluate if it is time, keep the best weights, log.
+def finish_update(state: TrainState, wandb=None) -> None:
+    """Report the pending record, if there is one; a resumed run does so first."""
+    state.hooks.batch_end(state, report(state, wandb) if state.record is not None else None)
+
+
+def report(state: TrainState, wandb=None) -> dict[str, Any]:
+    """Finish the pending record and return it: evaluate if it is time, keep the best weights, log.
 
     Raises:
         Interrupted: a signal came while it evaluated. The checkpoint just written holds the record, and the resumed run
@@ -276,43 +212,53 @@ def report(state: TrainState, wandb=None) -> None:
     """
     record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        held_out = evaluate(state, state.eval_loader)
+        held_out = state.hooks.validate(state, evaluate)
         if held_out is None:
             raise interrupted(state)
         record |= held_out
-        if record["eval_loss"] < state.best_eval:
-            state.best_eval = record["eval_loss"]
-            if is_main_process():
-                best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
-                save_weights(state.model, best, state.writer)
-    if not is_main_process():
-        return
-    state.writer.check()
+        is_best = state.is_best(held_out)
+        if is_best and is_main_process():
+            best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
+            save_weights(state.model, best, state.writer)
+        state.hooks.validation_end(state, held_out, is_best)
     head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{record.pop('iters')})"
-    state.metrics.write(record, head)
+    if is_main_process():
+        state.writer.check()
+    if state.metrics is not None:
+        state.metrics.write(record, head)
     if wandb is not None:
         wandb.log({key: value for key, value in record.items() if key not in ("update", "seconds")}, record["update"])
+    return record
 
 
 @torch.no_grad()
 def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float] | None:
-    """Held-out loss (nats per target token) and bits per byte of the text that the targets spell, over all ranks.
+    """Held-out loss (nats per target) and bits per byte of the text that the targets spell, over all ranks.
 
     Bits per byte do not depend on the tokenizer. The micro-batches are the same whatever the world size. None if a
     signal cut it short.
     """
     model = unwrap(state.model)
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64)  # cross entropy, targets, bytes, wishes to stop
+    sums: dict[str, float] = {"loss": 0.0}
+    targets = text_bytes = stop = 0
     for batch in loader:
-        if state.stop.signal:
-            totals[3] = 1
+        stop = int(state.stop.signal > 0)
+        if stop:
             break
+        size = state.size(batch)
         with state.autocast:
-            loss, _ = state.loss_fn(model, to_device(batch, state.device))
-        totals[:3] += torch.tensor([loss.item(), len(batch["targets"]), batch["target_bytes"]], dtype=torch.float64)
-    loss, targets, text_bytes, stop = reduce_sum(totals).tolist()
+            found = state.held_out_sums(to_device(batch, state.device))
+        for name, value in found.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+        targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
+    names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
+    host = torch.tensor([*(sums.get(name, 0.0) for name in names), targets, text_bytes, stop], dtype=torch.float64)
+    *totals, targets, text_bytes, stop = reduce_sum(host).tolist()
     if stop:
         return None
-    return {"eval_loss": loss / max(targets, 1), "eval_bpb": loss / np.log(2) / max(text_bytes, 1)}
+    metrics = {f"eval_{name}": total / max(targets, 1) for name, total in zip(names, totals, strict=True)}
+    if text_bytes:
+        metrics["eval_bpb"] = totals[names.index("loss")] / np.log(2) / text_bytes
+    return metrics

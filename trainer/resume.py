@@ -11,13 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from dataset.errors import UserError
 from dataset.token_cache import TokenCache, file_hash
 from model.model_minimind import MiniMindConfig
 from trainer.checkpoint import lm_checkpoint, run_name, weight_path
-from trainer.trainer_utils import Logger, get_lr, world_size
+from trainer.trainer_utils import Logger, gather, get_lr, world_size
 
 try:
     import fcntl
@@ -69,17 +67,36 @@ def _claim(file, path: Path) -> None:
     file.flush()
 
 
-def describe_run(args: Namespace, lm_config: MiniMindConfig, cache: TokenCache, samples: int) -> Contract:
-    """The run's contract: what must stay the same for a resume to be the same run. `samples`: items of an epoch."""
-    same = ("epochs", "learning_rate", "warmup_updates", "weight_decay", "grad_clip", "max_seq_len", "packing", "seed")
-    shape = ("hidden_size", "num_hidden_layers", "use_moe", "vocab_size", "dropout")
-    run = {key: getattr(args, key) for key in same} | {key: getattr(lm_config, key) for key in shape}
-    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
-    run["samples"] = samples
+def lm_shape(lm_config: MiniMindConfig) -> Contract:
+    """What the contract tells of a language model."""
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "use_moe",
+        "num_experts",
+        "num_experts_per_tok",
+        "vocab_size",
+        "dropout",
+    )
+    return {key: getattr(lm_config, key) for key in names}
+
+
+def data_of(cache: TokenCache) -> Contract:
+    """What the contract tells of tokenised data."""
     content = json.dumps([cache.meta[key] for key in ("format", "kind", "data")])
-    run["data"] = hashlib.sha256(content.encode()).hexdigest()[:16]
-    run["tokenizer"] = cache.meta["tokenizer"][:16]
-    start = weight_path(args.save_dir, args.from_weight, lm_config)
+    return {"data": hashlib.sha256(content.encode()).hexdigest()[:16], "tokenizer": cache.meta["tokenizer"][:16]}
+
+
+def describe_run(args: Namespace, shape: Contract, data: Contract, samples: int) -> Contract:
+    """The run's contract: what must stay the same for a resume to be the same run.
+
+    shape: of the model. data: what identifies the data. samples: items of an epoch.
+    """
+    same = ("epochs", "learning_rate", "warmup_updates", "weight_decay", "grad_clip", "max_seq_len", "packing", "seed")
+    run = {key: getattr(args, key) for key in same} | shape
+    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
+    run |= {"samples": samples} | data
+    start = weight_path(args.save_dir, args.from_weight, args)
     run["from_weight"] = args.from_weight
     run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if start.is_file() else None
     return run
@@ -120,11 +137,8 @@ def find_checkpoint(args: Namespace, lm_config: MiniMindConfig, run: Contract) -
 
 def _all_ranks_agree(run: Contract, saved: dict[str, Any] | None) -> None:
     """Ranks on several machines may see other files: then none of them starts."""
-    if not dist.is_initialized():
-        return
     position = {key: saved[key] for key in ("epoch", "step", "update")} if saved else {}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (run, position))
+    everyone = gather((run, position))
     for rank, views in enumerate(everyone):
         for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):
             differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]

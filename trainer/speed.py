@@ -67,12 +67,11 @@ class Meter:
         self.wait += time.perf_counter() - begin
         return window
 
-    def count(self, window: list[dict], config: MiniMindConfig) -> None:
-        """Note the work of the micro-batches that are about to be trained on."""
-        for batch in window:
-            tokens, targets = len(batch["input_ids"]), len(batch["targets"])
-            self.tokens += tokens
-            self.flops += training_flops(config, tokens, targets, batch["cu_seqlens"])
+    def count(self, sizes: Iterable[Any]) -> None:
+        """Note the sizes of the micro-batches that are about to be trained on."""
+        for size in sizes:
+            self.tokens += size.tokens
+            self.flops += size.flops
 
     def read(self, state: Any) -> dict[str, float]:
         """Speed figures of all ranks since the last reading, and a new start. Waits for the device."""

@@ -1,6 +1,5 @@
 """The nine steps of a training stage, written once: a stage script brings its defaults, its dataset and its loss."""
 
-import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -20,9 +19,10 @@ from trainer.bad_updates import BadUpdates
 from trainer.checkpoint import run_name, save_weights, weight_path
 from trainer.console import MetricsLog
 from trainer.interrupt import StopRequest, explained
-from trainer.loop import LossFn, TrainState, leave_group, report, save_checkpoint, train_epoch
-from trainer.resume import describe_run, find_checkpoint, sole_writer, total_updates
+from trainer.loop import finish_update, leave_group, save_checkpoint, train_epoch
+from trainer.resume import data_of, describe_run, find_checkpoint, lm_shape, sole_writer, total_updates
 from trainer.speed import matrix_rate
+from trainer.state import LossFn, TrainState
 from trainer.tracker import Tracker
 from trainer.trainer_utils import (
     Logger,
@@ -74,7 +74,7 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn, stop: Sto
 
     # 2. Model shape, the run's contract, and the checkpoint to go on from.
     lm_config = model_config(args, data.tokenizer)
-    run = describe_run(args, lm_config, data.train.cache, len(data.train))
+    run = describe_run(args, lm_shape(lm_config), data_of(data.train.cache), len(data.train))
     saved = find_checkpoint(args, lm_config, run)
 
     # 3. Mixed precision.
@@ -99,7 +99,7 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn, stop: Sto
     # 8. Train.
     with finished_files(state, wandb):
         if state.record is not None:
-            report(state, wandb)  # the run was stopped between saving and reporting
+            finish_update(state, wandb)  # the run was stopped between saving and reporting
         iters = steps_per_epoch(len(data.train), args.batch_size)
         for epoch in range(state.epoch, args.epochs):
             start = state.step if epoch == state.epoch else 0
@@ -164,8 +164,6 @@ def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run,
         state.eval_loader = eval_loader(data.held_out, args.batch_size)
     if saved is not None:
         state.restore(saved)
-        # in micro-batches of the present size and ranks: whole global batches are done, or the whole epoch
-        state.step = math.ceil(saved["samples_done"] / (args.batch_size * world_size()))
         Logger(f"resuming {args.save_weight} at epoch {state.epoch + 1}, update {state.update} of {updates}")
     if is_main_process():
         path = weight_path(args.save_dir, args.save_weight, lm_config).with_name(

@@ -13,8 +13,8 @@ learning rate suits weights that have seen billions of tokens; after a short pre
 """
 
 from dataset.lm_dataset import SFTDataset
-from trainer.loop import next_token_loss
 from trainer.stage import run_stage
+from trainer.state import next_token_loss
 
 FULL_SFT = {
     "save_weight": "full_sft",

@@ -12,8 +12,8 @@ of some megabytes --accumulation_steps 1 learns far more, since it makes eight t
 """
 
 from dataset.lm_dataset import PretrainDataset
-from trainer.loop import next_token_loss
 from trainer.stage import run_stage
+from trainer.state import next_token_loss
 
 PRETRAIN = {
     "save_weight": "pretrain",

@@ -7,9 +7,10 @@ import inspect
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,14 @@ def reduce_sum(values: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
+
+
+def gather(value: Any) -> list[Any]:
+    """What each rank has, by rank; plain Python objects, over gloo."""
+    everyone = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def Logger(text: str) -> None:
@@ -257,15 +266,21 @@ def steps_per_epoch(num_samples: int, batch_size: int) -> int:
 
 
 def epoch_loader(
-    dataset: Dataset, batch_size: int, seed: int, epoch: int, skip_batches: int = 0, num_workers: int = 0
+    dataset: Dataset,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    skip_batches: int = 0,
+    num_workers: int = 0,
+    collate_fn: Callable[[list], dict] = collate_flat,
 ) -> DataLoader:
-    """The flat micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
     order = rank_share(epoch_order(len(dataset), seed, epoch), batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(order, batch_size, skip_batches, steps_per_epoch(len(dataset), batch_size))
     return DataLoader(
         dataset,
         batch_sampler=batches,
-        collate_fn=collate_flat,
+        collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # the loader draws a base seed: keep it off the global stream
@@ -273,7 +288,7 @@ def epoch_loader(
     )
 
 
-def eval_loader(dataset: Dataset, batch_size: int) -> DataLoader:
+def eval_loader(dataset: Dataset, batch_size: int, collate_fn: Callable[[list], dict] = collate_flat) -> DataLoader:
     """This rank's share of held-out data. Micro-batch k is samples k * batch_size onwards, whatever the world size."""
     mine = rank_share(np.arange(len(dataset)), batch_size, this_rank(), world_size())
-    return DataLoader(dataset, batch_sampler=SkipBatchSampler(mine, batch_size), collate_fn=collate_flat)
+    return DataLoader(dataset, batch_sampler=SkipBatchSampler(mine, batch_size), collate_fn=collate_fn)

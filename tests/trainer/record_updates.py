@@ -12,8 +12,9 @@ import torch
 from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.loop import TrainState, leave_group, make_record, next_token_loss, train_update, update_size
+from trainer.loop import leave_group, make_record, train_update, update_size
 from trainer.speed import Meter
+from trainer.state import TrainState, next_token_loss
 
 
 def main() -> None:

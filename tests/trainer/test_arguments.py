@@ -40,7 +40,7 @@ def test_all_impossible_settings_are_told_at_once():
 
 def test_an_unknown_flag_is_one_line():
     for line in (["--data_path", "x", "--learning", "1"], ["--epochs", "2"], ["--data_path", "x", "--epochs", "two"]):
-        with pytest.raises(UserError, match="; see --help$") as error:
+        with pytest.raises(UserError, match=r"; see --help$") as error:
             stage_parser("t", **FULL_SFT).parse_args(line)
         assert "\n" not in str(error.value)
 

@@ -10,7 +10,8 @@ from dataset.errors import UserError
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.bad_updates import BadUpdates
-from trainer.loop import TrainState, next_token_loss, train_update, update_size
+from trainer.loop import train_update, update_size
+from trainer.state import TrainState, next_token_loss
 from trainer.trainer_utils import make_optimizer
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)

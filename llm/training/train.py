@@ -1,0 +1,138 @@
+"""Start the engine: python -m llm.training.train --task regression
+
+    python -m llm.training.train --task full_sft --data_path data/sft.jsonl --from_weight pretrain
+    python -m llm.training.train --task full_sft --config llm/training/configs/full_sft.yaml --batch_size 8
+    python -m llm.training.train --task my_tasks:TextClassifier --set classes=4      a task in a file of your own
+    torchrun --nproc_per_node 2 -m llm.training.train --task pretrain --data_path data/pretrain.jsonl
+
+Without torchrun, --world_size 2 starts two processes here. --print_config shows each setting and where it came from.
+"""
+
+import importlib
+import os
+import sys
+
+import torch.multiprocessing as mp
+
+from dataset.errors import UserError, reason, run_main
+from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
+from llm.training.core.config import Config
+from llm.training.core.engine import TrainingEngine
+from llm.training.core.utils import DistributedManager, Logger
+from llm.training.tasks.base_task import TrainingTask
+from llm.training.tasks.language_model import FullSFTTask, PretrainTask
+from llm.training.tasks.regression_task import RegressionTask
+from trainer.interrupt import StopRequest, explained
+from trainer.resume import sole_writer
+
+AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
+    "regression": RegressionTask,
+    "pretrain": PretrainTask,
+    "full_sft": FullSFTTask,
+}
+
+
+def find_task(name: str) -> type[TrainingTask]:
+    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, importable from where you stand.
+
+    Raises:
+        UserError: there is none, or it does not implement all that a task must.
+    """
+    task = AVAILABLE_TASKS.get(name)
+    if task is None:
+        module, colon, class_name = name.partition(":")
+        if not colon:
+            known = ", ".join(AVAILABLE_TASKS)
+            raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a spawned process and torchrun look for modules elsewhere
+        try:
+            task = getattr(importlib.import_module(module), class_name)
+        except (ImportError, AttributeError, SyntaxError) as error:
+            raise UserError(f"--task {name} cannot be imported ({reason(error)}); start from its folder") from error
+    if not (isinstance(task, type) and issubclass(task, TrainingTask)):
+        raise UserError(f"--task {name} is not a subclass of TrainingTask (llm/training/tasks/base_task.py)")
+    missing = sorted(getattr(task, "__abstractmethods__", ()))
+    if task.build_data is TrainingTask.build_data:
+        missing.append("build_data")
+    if missing:
+        raise UserError(f"--task {name} does not implement {', '.join(missing)}")
+    return task
+
+
+def default_callbacks(config: Config) -> list[Callback]:
+    """The callbacks that the settings ask for."""
+    training, logging = config.training, config.logging
+    callbacks: list[Callback] = [MetricsLogger()]
+    if training.patience:
+        callbacks.append(EarlyStopping(training.monitor, training.mode, training.patience, training.min_delta))
+    if logging.tensorboard_dir:
+        callbacks.append(TensorBoardLogger(logging.tensorboard_dir))
+    if logging.use_wandb:
+        callbacks.append(SwanLabLogger(logging.wandb_project, logging.swanlab_mode))
+    return callbacks
+
+
+def train_worker(rank: int, world_size: int, config: Config, address: dict[str, str] | None = None) -> None:
+    """One process of a run. `address`: where spawned processes meet; None under torchrun or alone."""
+    if address is not None:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update(address | {name: str(value) for name, value in ranks.items()})
+        run_main(lambda: _train(config))
+    else:
+        _train(config)
+
+
+def _train(config: Config) -> None:
+    distributed, logger = DistributedManager(config), Logger(config.logging.log_file)
+    with StopRequest() as stop, sole_writer(config.to_args()), explained():
+        task = find_task(config.training.task)(config)
+        data = task.build_data()
+        data.prepare_data()  # before the process group: no collective waits for it
+        local_rank = distributed.setup()
+        data.setup()
+        callbacks = default_callbacks(config) + task.callbacks()
+        engine = TrainingEngine(config, task, data, callbacks, distributed, logger, local_rank, stop)
+        engine.run()
+        distributed.cleanup(engine.state)
+
+
+def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
+    """Start the processes and wait for them. A signal is passed on; the first one that fails ends all.
+
+    Raises:
+        Interrupted: they were stopped by a signal and have saved.
+    """
+    context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
+    with StopRequest() as stop:
+        stop.patient = True
+        passed_on = False
+        try:
+            while not context.join(timeout=0.2):
+                if stop.signal and not passed_on:
+                    passed_on = True
+                    for process in context.processes:
+                        if process.is_alive():
+                            os.kill(process.pid, stop.signal)
+        except mp.ProcessExitedException as error:  # it has said why
+            sys.exit(error.exit_code if error.exit_code > 0 else 1)
+        except mp.ProcessRaisedException as error:
+            print(str(error), file=sys.stderr)
+            sys.exit(1)
+
+
+def main() -> None:
+    """Read the settings, find out how many processes there are, and train."""
+    config = Config.from_args_and_env(task_defaults=lambda name: find_task(name).defaults)
+    config.validate()
+    find_task(config.training.task)
+    distributed = DistributedManager(config)
+    world_size = distributed.get_world_size()
+    if world_size > 1 and not distributed.launched:
+        spawn(world_size, config, distributed.address())
+    else:
+        train_worker(0, world_size, config)
+
+
+if __name__ == "__main__":
+    run_main(main)
