@@ -6,30 +6,25 @@ The result does not depend on the number of processes.
 
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
-import pickle
-import signal
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections import Counter
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from dataset import data_files
 from dataset.data_files import Block, iter_blocks
-from dataset.errors import STOP_SIGNALS, Interrupted, UserError
+from dataset.errors import UserError
 from dataset.formats import BadRecords, bad_records_message
 from dataset.tokenizing import BlockTokenizer, Samples, TokenizerSpec
+from dataset.worker_pool import Results, in_processes
 
 SMALL = 8 << 20  # bytes of data below which starting processes costs more than it saves
-Results = Iterator[tuple[Block, Samples]]
 
 
 class ArrayFile:
@@ -77,8 +72,9 @@ def build_arrays(
     """
     total = sum(os.path.getsize(path) for path in paths)
     tokenizer = BlockTokenizer(spec, kind, max_length)  # also finds what is wrong with the tokenizer at once
+    num_proc = min(num_proc, 1 + total // data_files.BLOCK_BYTES)
     parallel = num_proc > 1 and total > SMALL and not multiprocessing.current_process().daemon
-    tokenised = _in_processes if parallel else _in_this_process
+    tokenised = in_processes if parallel else _in_this_process
     counts, check_only = Counter(), threading.Event()
     with ExitStack() as stack:
         files = _array_files(folder, kind, tokenizer.dtype)
@@ -219,121 +215,9 @@ class Progress:
         self.bar.close()
 
 
-# --- one process or several ----------------------------------------------------------------------------------------
-
-
 def _in_this_process(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
     for block in blocks:
         yield block, tokenizer(block, check_only.is_set())
-
-
-def _in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
-    """The same from several processes: results in the order of the blocks, a few blocks per process under way."""
-    # The workers read the tokenizer from a file. Sent as an argument it is more than a pipe holds: starting a process
-    # that dies at once would then wait forever.
-    settings = folder / "worker_settings.pickle"
-    settings.write_bytes(pickle.dumps((tokenizer.spec, tokenizer.kind, tokenizer.max_length)))
-    # Fresh processes rather than forks: the parent may hold torch with its threads, or a CUDA context.
-    others = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    with _signals_later():  # it starts a process of its own, too
-        pool = ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(settings,))
-    under_way: deque = deque()
-    try:
-        for block in blocks:
-            with _signals_later(), _main_module_hidden():
-                under_way.append((block, pool.submit(_run_worker, block, check_only.is_set())))
-            if len(under_way) >= 3 * num_proc:
-                block, future = under_way.popleft()
-                yield block, future.result()
-        for block, future in under_way:
-            yield block, future.result()
-    except BaseException as error:  # GeneratorExit among them: nobody waits for the rest
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.kill()
-        if not isinstance(error, BrokenProcessPool):
-            raise
-        time.sleep(0.5)  # a signal that went to the whole group is the better reason: let it arrive
-        raise UserError(
-            "a process of the token cache died, perhaps for want of memory; build the cache ahead of time with fewer "
-            "of them (--num_proc of python -m dataset.token_cache)"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        settings.unlink(missing_ok=True)
-
-
-_worker: BlockTokenizer | None = None
-
-
-def _start_worker(settings: Path) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no mask to inherit, see _signals_later
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: the processes are the parallelism
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker = BlockTokenizer(*pickle.loads(settings.read_bytes()))
-
-
-def _leave_with_parent() -> None:
-    """A parent killed with -9 cannot end its workers, so each of them watches for that."""
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-def _run_worker(block: Block, check_only: bool) -> Samples:
-    return _worker(block, check_only)
-
-
-@contextmanager
-def _signals_later():
-    """Start processes undisturbed: what Ctrl-C interrupts there would leave half a process behind.
-
-    A signal comes when the block is over. The new processes inherit the mask and never see it: Ctrl-C and a closed
-    terminal are for the parent, which then ends them. SIGTERM must still end them: the pool uses it.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    came: list[int] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Raise Interrupted at SIGTERM, SIGHUP and Ctrl-C, so that nothing half-built stays behind."""
-
-    def stop(number: int, _) -> None:
-        raise Interrupted(number, f"by {signal.Signals(number).name}; the token cache is begun anew the next time")
-
-    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, stop) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _main_module_hidden():
-    """Keep new processes from importing the script that was started: a worker needs neither it nor its torch."""
-    main = vars(sys.modules["__main__"])
-    saved = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-    try:
-        main["__file__"] = main["__spec__"] = None
-        yield
-    finally:
-        del main["__file__"], main["__spec__"]
-        main.update(saved)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -25,11 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.cache_build import build_arrays, format_report, say, stoppable, write_json
+from dataset.cache_build import build_arrays, format_report, say, write_json
 from dataset.data_files import expand_paths
 from dataset.errors import Parser, UserError, reason, run_main
 from dataset.formats import bad_records_message
 from dataset.tokenizing import KINDS, TokenizerSpec
+from dataset.worker_pool import stoppable
 
 try:
     import fcntl

@@ -191,8 +191,8 @@ class Launch:
         self.seconds = time.monotonic() - self.begin
 
     def told(self) -> str:
-        """The last lines that it printed."""
-        lines = self.log.read_text("utf-8", "replace").splitlines()[-15:]
+        """The last lines that it printed, without what torchrun says about a rank that failed."""
+        lines = re.split(r".*torch/distributed/elastic", self.log.read_text("utf-8", "replace"))[0].splitlines()[-15:]
         return f"the last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def result(self, killed: bool) -> str:

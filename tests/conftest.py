@@ -78,3 +78,17 @@ def launch(script: str | Path, *args, ranks: int = 0, cwd: Path = ROOT, timeout:
     )
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes (torch.compile)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; run with --slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; bash scripts/test.sh --slow runs it"))

@@ -140,12 +140,14 @@ def start_ranks(count: int, stage: str, argv: list, faults: dict[int, Faults] | 
     return [StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks]
 
 
-def run(stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0) -> StageProcess:
+def run(
+    stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0, timeout: float = 120
+) -> StageProcess:
     """Run to the end, which must be this exit status; returns the process (rank 0)."""
     if ranks > 1:
         processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None)
     else:
         processes = [StageProcess(stage, argv, faults)]
-    ends = [process.wait() for process in processes]
+    ends = [process.wait(timeout) for process in processes]
     assert ends == [status] * len(processes), "".join(p.out[-1500:] + p.err[-3000:] for p in processes)
     return processes[0]

@@ -1,5 +1,6 @@
 """How a run is stopped from outside: by a signal, by a rank that is gone, by memory that runs out."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -62,6 +63,14 @@ def ignore_stop_signals(_: int = 0) -> None:
     """In a process of the data loader: signals are for its parent, which then ends it in order."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_loader_processes() -> None:
+    """End the data loader's processes that are left when training stops early; they ignore what would end them."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+            child.join()
 
 
 @contextmanager

@@ -151,6 +151,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         finish_update(state, wandb)
         if logging:
             meter = Meter()  # saving and evaluating are not training time
+    if step == iters:
+        next(batches, None)  # a loader ends its processes when it is asked for more than there is
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:

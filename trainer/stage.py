@@ -18,7 +18,7 @@ from trainer.arguments import check_args, model_config, stage_parser
 from trainer.bad_updates import BadUpdates
 from trainer.checkpoint import run_name, save_weights, weight_path
 from trainer.console import MetricsLog
-from trainer.interrupt import StopRequest, explained
+from trainer.interrupt import StopRequest, end_loader_processes, explained
 from trainer.loop import finish_update, leave_group, save_checkpoint, train_epoch
 from trainer.resume import data_of, describe_run, find_checkpoint, lm_shape, sole_writer, total_updates
 from trainer.speed import matrix_rate
@@ -185,6 +185,7 @@ def finished_files(state: TrainState, wandb: Tracker | None) -> Iterator[None]:
         patience = None
     finally:
         state.stop.patient = False
+        end_loader_processes()
         if wandb is not None:
             wandb.finish(patience)
         if state.metrics is not None:

@@ -54,7 +54,7 @@ PRELUDE = f"""
 import os, time
 from types import SimpleNamespace
 from tokenizers import Tokenizer
-from dataset import cache_build, data_files, token_cache
+from dataset import cache_build, data_files, token_cache, worker_pool
 from dataset.errors import run_main
 from dataset.token_cache import build_token_cache
 
@@ -78,7 +78,7 @@ def run(code, **options):
 def build_code(path, cache_dir, processes=1):
     """Code that builds as `python -m dataset.token_cache` does, without torch."""
     build = f"build_token_cache('pretrain', {str(path)!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})"
-    return f"def main():\n    with cache_build.stoppable():\n        {build}\n\nrun_main(main)\n"
+    return f"def main():\n    with worker_pool.stoppable():\n        {build}\n\nrun_main(main)\n"
 
 
 def test_a_growing_array_is_an_ordinary_npy_file(tmp_path):
@@ -274,7 +274,7 @@ def test_a_signal_ends_a_build_at_once(number, group, processes, moment, long_fi
     (os.killpg if group else os.kill)(building.pid, number)
     out, err = building.communicate(timeout=20)
     assert err == f"stopped: by {number.name}; the token cache is begun anew the next time\n"
-    assert building.returncode == 128 + number and out == ""
+    assert building.returncode == 128 + number and "built" not in out
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 5)
 

@@ -223,6 +223,16 @@ def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
         train(run, kills, 600.0, 1.0)
 
 
+def test_the_reason_is_not_buried_under_what_torchrun_adds(run):
+    failing = run.folder / "failing.py"
+    failing.write_text("raise SystemExit('something is wrong')")
+    flags = ["--standalone", "--nproc_per_node", "1"]
+    run.command = [sys.executable, "-m", "torch.distributed.run", *flags, str(failing)]
+    with pytest.raises(SystemExit) as end:
+        train(run, [])
+    assert end.value.code.endswith("    something is wrong")
+
+
 def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     """It would reach the same bits in the end."""
     monkeypatch.setattr(run, "saved_update", lambda: 12)

@@ -213,3 +213,19 @@ def test_contracts():
     assert "b: 2 -> 5" in str(error.value) and "c: 3 -> None" in str(error.value) and "d: None -> 4" in str(error.value)
     assert "a:" not in str(error.value)
     assert total_updates({"samples": 65, "global_batch": 8, "epochs": 3}) == 27
+
+
+@pytest.mark.slow
+def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
+    """With loader processes, too, which must not outlive the run."""
+    settings = {"epochs": 2, "num_hidden_layers": 1, "dropout": 0.1, "accumulation_steps": 2, "num_workers": 2}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings, use_compile=1), timeout=600)
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    run("pretrain", [*argv, "--use_compile", "1"], Faults(signals={13: signal.SIGKILL}), status=-9, timeout=600)
+    run("pretrain", [*argv, "--use_compile", "1"], timeout=600)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    argv = flags(corpus, tmp_path / "toggled", "pretrain", **settings, from_resume=1)
+    run("pretrain", [*argv, "--use_compile", "1"], Faults(signals={13: signal.SIGKILL}), status=-9, timeout=600)
+    run("pretrain", argv)
+    whole, toggled = (read_metrics(tmp_path / n / "out/pretrain_32_metrics.jsonl") for n in ("whole", "toggled"))
+    assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(whole, toggled, strict=True))
