@@ -65,14 +65,14 @@ def update_size(state: TrainState, window: list[Batch]) -> tuple[float, float, b
 
 
 def train_update(
-    state: TrainState, window: list[Batch], lr: float, targets: float, tokens: float
+    state: TrainState, window: list[Batch], lr: float | None, targets: float, tokens: float
 ) -> tuple[Tensor, Tensor]:
     """One optimizer update over a window of micro-batches.
 
     Args:
         state: the run.
         window: this rank's micro-batches.
-        lr: learning rate.
+        lr: learning rate; None leaves the rates of the optimizer's groups as they are.
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
@@ -80,7 +80,7 @@ def train_update(
         MPS), and the gradient norm before clipping. The loop reads them only to log.
     """
     args, model = state.args, state.model
-    for group in state.optimizer.param_groups:
+    for group in state.optimizer.param_groups if lr is not None else ():
         group["lr"] = lr
     exact = torch.float32 if state.device.type == "mps" else torch.float64
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)  # an update without any target has loss and gradient zero
@@ -145,7 +145,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.bad_updates.note(state.update, window, read=logging or state.device.type == "cpu")
         saving = state.save_due and not state.bad_updates.in_a_row  # else what is saved stays the last good state
         if logging:
-            state.record = make_record(state, iters, lr, means, grad_norm, meter, evaluating)
+            state.record = make_record(state, iters, means, grad_norm, meter, evaluating)
         if saving:
             save_checkpoint(state, wandb)
         finish_update(state, wandb)
@@ -160,15 +160,20 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
-def make_record(state: TrainState, iters: int, lr: float, means, grad_norm, meter: Meter, evaluating: bool) -> dict:
+def make_record(state: TrainState, iters: int, means, grad_norm, meter: Meter, evaluating: bool) -> dict:
     """The log record of the update just made. The host waits for the device here, and nowhere else in the loop."""
     logits_loss, aux_loss = means.tolist()
     record = {"update": state.update, "epoch": state.epoch, "step": state.step, "iters": iters}
     values = {"loss": logits_loss + aux_loss, "logits_loss": logits_loss, "aux_loss": aux_loss}
-    values |= {"learning_rate": lr, "grad_norm": float(grad_norm)}
-    record |= {key: value if math.isfinite(value) else None for key, value in values.items()} | meter.read(state)
+    values |= {"learning_rate": float(state.optimizer.param_groups[0]["lr"]), "grad_norm": float(grad_norm)}
+    record |= {key: finite(value) for key, value in values.items()} | meter.read(state)
     skipped = state.bad_updates.take()
     return record | ({"evaluating": True} if evaluating else {}) | ({"skipped": skipped} if skipped else {})
+
+
+def finite(value: float) -> float | None:
+    """The value, or None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
 
 
 def save_checkpoint(state: TrainState, wandb=None) -> None:
@@ -234,7 +239,7 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float] | None:
+def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float | None] | None:
     """Held-out loss (nats per target) and bits per byte of the text that the targets spell, over all ranks.
 
     Bits per byte do not depend on the tokenizer. The micro-batches are the same whatever the world size. None if a
@@ -262,5 +267,5 @@ def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float] | None:
         return None
     metrics = {f"eval_{name}": total / max(targets, 1) for name, total in zip(names, totals, strict=True)}
     if text_bytes:
-        metrics["eval_bpb"] = totals[names.index("loss")] / np.log(2) / text_bytes
-    return metrics
+        metrics["eval_bpb"] = totals[names.index("loss")] / math.log(2) / text_bytes
+    return {name: finite(value) for name, value in metrics.items()}

@@ -93,7 +93,7 @@ class TrainState:
     eval_loader: DataLoader | None = None
     eval_fn: EvalFn | None = None  # sums over a batch's targets, by name; None: the loss alone
     size_fn: Callable[[Batch], Size] | None = None  # None: of a flat batch of tokens
-    schedule: Callable[[int], float] | None = None  # learning rate of an update (from 1); None: the cosine
+    schedule: Callable[[int], float | None] | None = None  # learning rate of an update (from 1); None: the cosine
     hooks: Hooks = field(default_factory=Hooks)
     peak_flops: float = float("inf")  # of all ranks together
     writer: Writer = field(default_factory=Writer)
@@ -115,8 +115,9 @@ class TrainState:
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
 
-    def learning_rate(self, update: int) -> float:
-        """Learning rate of an update, from 1: a pure function of it, so there is nothing to save."""
+    def learning_rate(self, update: int) -> float | None:
+        """Learning rate of an update, from 1: a pure function of it, so there is nothing to save. None: a scheduler of
+        torch sets it."""
         if self.schedule is not None:
             return self.schedule(update)
         warmup = min(1.0, update / max(1, self.args.warmup_updates))
@@ -145,6 +146,8 @@ class TrainState:
         name, mode = self.monitor
         if name not in metrics:
             raise UserError(f"--monitor {name}: validation gives no such metric, only {', '.join(sorted(metrics))}")
+        if metrics[name] is None:
+            return False
         value = metrics[name] if mode == "min" else -metrics[name]
         better = value < self.best_eval
         self.best_eval = value if better else self.best_eval

@@ -22,6 +22,7 @@ from llm.training.core.utils import DistributedManager, Logger
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFTTask, PretrainTask
 from llm.training.tasks.regression_task import RegressionTask
+from trainer.checkpoint import run_name
 from trainer.interrupt import StopRequest, explained
 from trainer.resume import sole_writer
 
@@ -67,7 +68,8 @@ def default_callbacks(config: Config) -> list[Callback]:
     if training.patience:
         callbacks.append(EarlyStopping(training.monitor, training.mode, training.patience, training.min_delta))
     if logging.tensorboard_dir:
-        callbacks.append(TensorBoardLogger(logging.tensorboard_dir))
+        run = run_name(config.checkpoint.save_weight, config.model)
+        callbacks.append(TensorBoardLogger(Path(logging.tensorboard_dir) / run))
     if logging.use_wandb:
         callbacks.append(SwanLabLogger(logging.wandb_project, logging.swanlab_mode))
     return callbacks

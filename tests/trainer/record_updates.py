@@ -43,7 +43,7 @@ def main() -> None:
         window = batches[begin : begin + accumulation]
         targets, tokens, _ = update_size(state, window)
         means, norm = train_update(state, window, 0.0, targets, tokens)
-        records.append(make_record(state, iters, 0.0, means, norm, Meter(), False))
+        records.append(make_record(state, iters, means, norm, Meter(), False))
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
     rank = utils.this_rank()
     leave_group(state)

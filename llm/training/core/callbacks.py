@@ -268,7 +268,7 @@ class TensorBoardLogger(_RecordLog):
 
 
 class SwanLabLogger(_RecordLog):
-    """Draws the finite numbers of each log record in SwanLab, a resumed run in the curves of its first part.
+    """Draws the finite numbers of each log record in SwanLab; a resumed run goes on in its curves (mode cloud).
 
     Args:
         project: SwanLab project.

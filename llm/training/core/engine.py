@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from dataset.errors import UserError
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
 from llm.training.core.config import Config
 from llm.training.core.utils import CheckpointManager, DistributedManager, Logger, PerformanceMonitor
@@ -59,6 +60,9 @@ class TrainingEngine(Hooks):
     def _setup_components(self, local_rank: int, stop: StopRequest) -> None:
         args, task = self.args, self.task
         setup_seed(args.seed)
+        held_out = self.data.val_dataloader()
+        if held_out is None and args.patience:
+            raise UserError(f"--patience {args.patience} stops early by held-out data, but there are none")
         run = describe_run(args, task.contract(), self.data.fingerprint(), self.data.num_samples())
         saved = self.checkpoint_manager.load_checkpoint(args, run)
         if saved is not None:  # it replaces the weights to start from
@@ -75,7 +79,7 @@ class TrainingEngine(Hooks):
             args,
             args,
             *parts,
-            eval_loader=self.data.val_dataloader(),
+            eval_loader=held_out,
             eval_fn=task.validation_step,
             size_fn=task.size,
             schedule=self._schedule(),
@@ -85,6 +89,7 @@ class TrainingEngine(Hooks):
             stop=stop,
             bad_updates=BadUpdates(args.max_bad_updates, self.data.source),
         )
+        self.state.iters = self.data.steps_per_epoch()
         if saved is not None:
             self.state.restore(saved)
             self.resumed_update = self.state.update - (self.state.record is not None)
@@ -96,13 +101,13 @@ class TrainingEngine(Hooks):
         loss = self.task.train_step(model, batch)
         return loss if isinstance(loss, tuple) else (loss, torch.zeros_like(loss))
 
-    def _schedule(self) -> Callable[[int], float]:
+    def _schedule(self) -> Callable[[int], float | None]:
         if not isinstance(self.scheduler, LRScheduler):
             return self.scheduler
         has_one = any(isinstance(callback, LRSchedulerCallback) for callback in self.callbacks.callbacks.values())
         if not has_one:
             self.callbacks.callbacks["LRSchedulerCallback"] = LRSchedulerCallback(self.scheduler)
-        return lambda update: self.scheduler.optimizer.param_groups[0]["lr"]
+        return lambda update: None  # LRSchedulerCallback sets it
 
     # --- running
 
@@ -123,10 +128,10 @@ class TrainingEngine(Hooks):
                         break
                     self._run_epoch(epoch)
                 save_last_weights(state)
+            self.dispatch("on_train_end")
         except BaseException as error:
             self.dispatch("on_exception", error)
             raise
-        self.dispatch("on_train_end")
         speed = self.performance_monitor.summary()
         if speed:
             text = f"{speed['batch_time']:.3f} s per update, {speed['tokens_per_second']:,.0f} tokens/s"
