@@ -11,6 +11,7 @@ Without torchrun, --world_size 2 starts two processes here. --print_config shows
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import torch.multiprocessing as mp
 
