@@ -1,5 +1,6 @@
-"""Runs of a training stage as real processes, forked from a server that has torch loaded: they can be signalled, killed
-and limited like any other, and start in a fraction of a second instead of several."""
+"""Runs of a stage, or of the engine, as real processes, forked from a server that has torch loaded: they can be
+signalled, killed and limited like any other, and start in a fraction of a second instead of several.
+"""
 
 import atexit
 import multiprocessing
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.stage_process", "trainer.train_pretrain", "trainer.train_full_sft"])
+context.set_forkserver_preload(["tests.stage_process", "llm.training.train", "trainer.stage"])
 
 
 @dataclass
@@ -35,16 +36,14 @@ class Faults:
 
 
 class FaultyLoss:
-    """next_token_loss with faults."""
+    """A loss function with faults."""
 
-    def __init__(self, faults: Faults):
-        self.faults, self.count, self.evaluated = faults, 0, False
+    def __init__(self, faults: Faults, loss_fn):
+        self.faults, self.loss_fn, self.count, self.evaluated = faults, loss_fn, 0, False
 
     def __call__(self, model, batch):
-        from trainer.state import next_token_loss
-
         faults = self.faults
-        loss, aux_loss = next_token_loss(model, batch)
+        loss, aux_loss = self.loss_fn(model, batch)
         if not model.training:
             if faults.eval_signal and not self.evaluated:
                 self.evaluated = True
@@ -78,15 +77,38 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     multiprocessing.set_start_method("fork", force=True)  # of the data loader, as in a run started by hand
     if faults.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_limit, resource.RLIM_INFINITY))
+    sys.argv = [f"train_{stage}.py", *argv]
+    exec(faults.script, {"os": os, "sys": sys})
+    if stage == "engine":
+        _run_engine(faults)
+    else:
+        _run_stage(stage, faults)
+
+
+def _run_stage(stage: str, faults: Faults) -> None:
     from dataset.lm_dataset import PretrainDataset, SFTDataset
     from trainer.stage import run_stage
+    from trainer.state import next_token_loss
     from trainer.train_full_sft import FULL_SFT
     from trainer.train_pretrain import PRETRAIN
 
-    sys.argv = [f"train_{stage}.py", *argv]
-    exec(faults.script)
     defaults, dataset = {"pretrain": (PRETRAIN, PretrainDataset), "sft": (FULL_SFT, SFTDataset)}[stage]
-    run_stage("A run with faults.", defaults, dataset, FaultyLoss(faults))
+    run_stage("A run with faults.", defaults, dataset, FaultyLoss(faults, next_token_loss))
+
+
+def _run_engine(faults: Faults) -> None:
+    from dataset.errors import run_main
+    from llm.training.core.engine import TrainingEngine
+    from llm.training.train import main
+
+    inner = TrainingEngine._loss
+    losses = {}
+
+    def loss(engine, model, batch):
+        return losses.setdefault(engine, FaultyLoss(faults, lambda m, b: inner(engine, m, b)))(model, batch)
+
+    TrainingEngine._loss = loss
+    run_main(main)
 
 
 class StageProcess:

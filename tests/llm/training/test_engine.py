@@ -1,0 +1,275 @@
+"""The engine as a user runs it: the numbers of the stage scripts, with one process and several, killed and resumed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.stage_process import Faults, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
+from trainer.console import read_metrics
+from trainer.trainer_utils import get_lr
+
+
+def regression(folder, **extra) -> list[str]:
+    """A short regression run; `extra` replaces its settings."""
+    settings = {"task": "regression", "save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "epochs": 6}
+    settings |= {"log_interval": 1, "num_samples": 320, "device": "cpu", "seed": 3}
+    return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
+
+
+def engine(task: str, argv: list[str]) -> list[str]:
+    """A stage script's flags for the engine."""
+    return ["--task", task, *argv]
+
+
+NAME = "regression_64"
+
+
+# --- 1. how many processes, and who starts them
+
+
+def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
+    """One process, two spawned, two of torchrun: the same validation loss for the same global batch."""
+    module = [sys.executable, "-m", "llm.training.train"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    torchrun += ["-m", "llm.training.train"]
+    starts = {"one": (module, 32, 1), "spawned": (module, 16, 2), "torchrun": (torchrun, 16, 2)}
+    losses = {}
+    for name, (command, batch_size, world_size) in starts.items():
+        argv = regression(tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=10, num_samples=1280)
+        done = subprocess.run([*command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+        found = read_metrics(tmp_path / name / f"out/{NAME}_metrics.jsonl")
+        losses[name] = [record["eval_loss"] for record in found if "eval_loss" in record]
+        assert done.stdout.count("done: 320 updates") == 1
+    assert len(losses["one"]) == 10 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)  # there is no noise
+    for name in ("spawned", "torchrun"):
+        assert losses[name] == pytest.approx(losses["one"], abs=1e-5)
+
+
+# --- 2. the same as the stage scripts
+
+
+@pytest.mark.parametrize(
+    ("stage", "task", "extra"),
+    [
+        ("pretrain", "pretrain", {"accumulation_steps": 2, "packing": 1}),
+        ("sft", "full_sft", {"from_weight": "none", "dropout": 0.1}),
+        ("pretrain", "pretrain", {"use_moe": 1, "dtype": "bfloat16"}),
+    ],
+)
+def test_the_task_and_the_stage_script_are_the_same_run(corpus, tmp_path, stage, task, extra):
+    """Each update's loss, the weights and the optimizer, bit for bit; even each other's checkpoints are resumed."""
+    run(stage, flags(corpus, tmp_path / "script", stage, **extra))
+    argv = engine(task, flags(corpus, tmp_path / "engine", stage, **extra))
+    run("engine", argv)
+    name = f"{task}_32{'_moe' if extra.get('use_moe') else ''}"
+    assert_same_run(tmp_path / "script", tmp_path / "engine", name)
+    assert len(records(tmp_path / "engine", name)) >= 6
+    mixed = flags(corpus, tmp_path / "mixed", stage, **extra, from_resume=1)
+    run("engine", engine(task, mixed), Faults(signals={7: signal.SIGTERM}), status=143)
+    run(stage, mixed)
+    assert_same_run(tmp_path / "script", tmp_path / "mixed", name)
+
+
+def test_top_k_and_num_experts_reach_the_model(corpus, tmp_path):
+    argv = engine("pretrain", flags(corpus, tmp_path, "pretrain", use_moe=1, epochs=1, num_hidden_layers=1))
+    run("engine", [*argv, "--num_experts", "3", "--top_k", "2"])
+    weights = saved_state(tmp_path, "pretrain_32_moe")["model"]
+    assert weights["model.layers.0.mlp.gate.weight"].shape == (3, 32)
+    assert saved_state(tmp_path, "pretrain_32_moe")["run"]["num_experts_per_tok"] == 2
+    process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"], status=2)
+    assert "num_experts_per_tok: 2 -> 1" in process.error_lines[-1]
+
+
+# --- 4. killed and resumed
+
+
+def test_killed_and_resumed_is_the_same_run(tmp_path):
+    """Callback state included: early stopping ends both runs at the same update."""
+    settings = {"epochs": 30, "patience": 2, "min_delta": 0.05, "noise": 0.3, "keep_every": 7, "accumulation_steps": 2}
+    run("engine", regression(tmp_path / "whole", **settings))
+    count = len(records(tmp_path / "whole", NAME))
+    assert 12 <= count < 30 * 4  # it stopped early
+    broken = regression(tmp_path / "broken", **settings, from_resume=1)
+    for micro_batch in (9, 2 * count // 3):
+        run("engine", broken, Faults(signals={micro_batch: signal.SIGKILL}), status=-9)
+    done = run("engine", broken)
+    assert "resuming regression at" in done.out and "stopping: EarlyStopping: eval_loss" in done.out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
+    again = run("engine", broken)  # finished: it evaluates the last time once more, and stops again
+    assert "stopping: EarlyStopping" in again.out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
+    states = [saved_state(tmp_path / name, NAME)["hooks"] for name in ("whole", "broken")]
+    assert states[0] == states[1] and states[0]["callbacks"]["EarlyStopping"]["waited"] >= 0
+
+
+def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
+    """The signal is passed on; the state is saved; nobody is left."""
+    import psutil
+
+    argv = regression(tmp_path, world_size=2, batch_size=2, epochs=300, log_interval=50)
+    command = [sys.executable, "-m", "llm.training.train", *argv]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    path = tmp_path / f"out/{NAME}_metrics.jsonl"
+    while len(read_metrics(path)) < 2 and process.poll() is None:
+        pass
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    said = [line for line in err.splitlines() if line.startswith("stopped: by SIGTERM after update")]
+    assert len(said) == 1 and "Traceback" not in err
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert saved_state(tmp_path, NAME)["update"] == int(re.search(r"after update (\d+)", said[0])[1])
+
+
+TORCH_SCHEDULER = """
+import torch
+from llm.training.tasks.regression_task import RegressionTask
+def build_scheduler(self, optimizer, total_updates):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+RegressionTask.build_scheduler = build_scheduler
+"""
+
+
+def test_a_scheduler_of_torch_is_stepped_and_resumed(tmp_path):
+    argv = regression(tmp_path / "whole", epochs=3, learning_rate=0.1)
+    run("engine", argv, Faults(script=TORCH_SCHEDULER))
+    broken = regression(tmp_path / "broken", epochs=3, learning_rate=0.1, from_resume=1)
+    run("engine", broken, Faults(script=TORCH_SCHEDULER, signals={13: signal.SIGKILL}), status=-9)
+    run("engine", broken, Faults(script=TORCH_SCHEDULER))
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")]
+    assert rates == pytest.approx([0.1 * 0.5 ** (update // 5) for update in range(len(rates))])
+
+
+# --- 5. validation, what is kept, TensorBoard
+
+
+def test_validation_does_not_depend_on_the_ranks(tmp_path):
+    run("engine", regression(tmp_path / "one", batch_size=16, noise=0.5))
+    for rank in start_ranks(2, "engine", regression(tmp_path / "two", batch_size=8, noise=0.5)):
+        assert rank.wait() == 0, rank.err
+    one, two = (read_metrics(tmp_path / name / f"out/{NAME}_metrics.jsonl") for name in ("one", "two"))
+    held_out = [(a["eval_loss"], b["eval_loss"]) for a, b in zip(one, two, strict=True) if "eval_loss" in a]
+    assert len(held_out) == 6 and all(abs(a - b) <= 1e-5 for a, b in held_out)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_kept(tmp_path, mode):
+    """The last K numbered states, the newest and the best; the best one is the best by the monitored metric."""
+    settings = {"keep_every": 3, "keep_last": 2, "mode": mode, "epochs": 5, "noise": 0.5, "learning_rate": 0.05}
+    run("engine", regression(tmp_path, **settings))
+    held_out = {
+        r["update"]: r["eval_loss"] for r in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl") if "eval_loss" in r
+    }
+    best = (min if mode == "min" else max)(held_out, key=held_out.get)
+    folder = tmp_path / "checkpoints"
+    last = saved_state(tmp_path, NAME)["update"]
+    assert last == 40 == max(held_out)
+    kept = {int(path.stem[-8:]) for path in folder.glob(f"{NAME}_update_*.pth")}
+    numbered = list(range(3, last + 1, 3))
+    assert kept == set(numbered[-2:]) | ({best} & set(numbered))
+    best_state = torch.load(folder / f"{NAME}_best_resume.pth", weights_only=True)
+    assert best_state["update"] == best
+    weights = torch.load(tmp_path / "out/regression_best_64.pth", weights_only=True)
+    assert all(torch.equal(value.half(), weights[key]) for key, value in best_state["model"].items())
+    for update in kept:
+        state = torch.load(folder / f"{NAME}_update_{update:08d}.pth", weights_only=True)
+        assert state["update"] == update
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_numbered_state_can_be_resumed(tmp_path):
+    """Copied over the resume file it is the state of that update, and the run ends as it did."""
+    settings = {"keep_every": 4, "keep_last": 100, "epochs": 3}
+    run("engine", regression(tmp_path / "whole", **settings))
+    run("engine", regression(tmp_path / "back", **settings))
+    folder = tmp_path / "back/checkpoints"
+    os.replace(folder / f"{NAME}_update_00000012.pth", folder / f"{NAME}_resume.pth")
+    done = run("engine", regression(tmp_path / "back", **settings, from_resume=1))
+    assert "update 12 of 24" in done.out
+    assert_same_run(tmp_path / "whole", tmp_path / "back", NAME)
+
+
+def test_tensorboard_reads_back_what_the_metrics_file_holds(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = regression(tmp_path, epochs=3, tensorboard_dir=tmp_path / "board", from_resume=1)
+    run("engine", argv, Faults(signals={13: signal.SIGKILL}), status=-9)
+    run("engine", argv)
+    events = EventAccumulator(str(tmp_path / "board" / NAME))
+    events.Reload()
+    metrics = read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")
+    for tag in ("loss", "learning_rate", "eval_loss"):
+        wanted = [(record["update"], record[tag]) for record in metrics if tag in record]
+        found = [(point.step, point.value) for point in events.Scalars(tag)]
+        assert [step for step, _ in found] == [step for step, _ in wanted]
+        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
+
+
+# --- the order of the callbacks, and the engine's size
+
+
+RECORDER = """
+from llm.training.core import callbacks
+from llm.training.tasks.regression_task import RegressionTask
+class Recorder(callbacks.Callback):
+    pass
+def recording(name):
+    def hook(self, engine, *args):
+        kinds = {dict: "metrics" if "valid" in name else "record"}
+        shown = [str(a) if isinstance(a, int) or a is None else kinds.get(type(a), "path") for a in args]
+        with open(PATH, "a") as file:
+            print(f"{name}({', '.join(['engine', *shown])})", file=file)
+    return hook
+for name in callbacks.HOOKS:
+    setattr(Recorder, name, recording(name))
+RegressionTask.callbacks = lambda self: [Recorder()]
+"""
+
+
+def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
+    path = tmp_path / "calls"
+    argv = regression(tmp_path, epochs=2, num_samples=40, batch_size=16, log_interval=100, validation_share=0.2)
+    run("engine", argv, Faults(script=f"PATH = {str(path)!r}\n{RECORDER}"))
+    page = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
+    block = re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1]
+    assert path.read_text() == block
+
+
+def test_the_usual_schedule_is_the_stage_scripts(tmp_path):
+    run("engine", regression(tmp_path, epochs=2, warmup_updates=3, learning_rate=0.01))
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")]
+    wanted = [min(1.0, u / 3) * get_lr(u, len(rates), 0.01) for u in range(1, len(rates) + 1)]
+    assert rates == pytest.approx(wanted)
+
+
+def test_the_engine_stays_small():
+    """It delegates: its own code, without tasks, data and configs, is less than a third of what it delegates to."""
+    own = [ROOT / f"llm/training/{name}.py" for name in ("train", "core/engine", "core/utils", "core/callbacks")]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
+    assert lines < 950
+    text = "".join(path.read_text(encoding="utf-8") for path in own)
+    assert ".backward(" not in text and "torch.save(" not in text and "optimizer.step(" not in text
+
+
+def test_print_config_shows_where_settings_come_from():
+    command = [sys.executable, "-m", "llm.training.train", "--task", "full_sft", "--batch_size", "3", "--print_config"]
+    done = subprocess.run(command, env=os.environ | {"MINIMIND_SEED": "7"}, capture_output=True, text=True, check=True)
+    assert re.search(r"batch_size: 3 +# command line", done.stdout)
+    assert re.search(r"seed: 7 +# MINIMIND_SEED", done.stdout)
+    assert re.search(r"max_seq_len: 768 +# task full_sft", done.stdout)
+
+
+def test_log_file(tmp_path):
+    run("engine", regression(tmp_path, epochs=1, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100))
+    run("engine", regression(tmp_path, epochs=3, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100))
+    assert "stopping: EarlyStopping" in (tmp_path / "logs/run.log").read_text()
