@@ -37,7 +37,10 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._owner = os.getpid()
-        self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        heeded = [
+            number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+        ]  # nohup ignores SIGHUP
+        self._before = {number: signal.signal(number, self._receive) for number in heeded}
         return self
 
     def __exit__(self, *_) -> None:

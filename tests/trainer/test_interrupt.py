@@ -49,6 +49,14 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole, number)
     assert_same_run(whole, tmp_path)
 
 
+def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
+    """As under nohup."""
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    done = run("pretrain", argv, Faults(script=ignore, signals={3: signal.SIGHUP}))
+    assert "done: 8 updates" in done.out and done.err == ""
+
+
 def test_two_ranks_stop_at_the_same_update(corpus, tmp_path):
     """One of them is told; both save and leave, at the update that both had finished."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=3, batch_size=4, from_resume=1, save_interval=1000)
