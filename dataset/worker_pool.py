@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,6 +38,9 @@ def in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, f
     workers: dict[Connection, BaseProcess] = {}
     most = 60 if sys.platform == "win32" else num_proc  # Windows cannot wait for more
     try:
+        if os.name == "posix":
+            with _signals_later():  # multiprocessing's own helper comes first: starting it takes the mask away
+                resource_tracker.ensure_running()
         for _ in range(min(num_proc, most)):
             with _signals_later(), _main_module_hidden():
                 connection, process = _start_worker(settings)

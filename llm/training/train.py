@@ -101,11 +101,9 @@ def _train(config: Config) -> None:
 
 
 def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
-    """Start the processes and wait for them. A signal is passed on; the first one that fails ends all.
-
-    Raises:
-        Interrupted: they were stopped by a signal and have saved.
-    """
+    """Start the processes and wait for them. A signal is passed on; the first one that fails ends all, and its exit
+    status is this one's. A user's mistake and a signal were told by the process itself; another exception's traceback
+    is shown here, once."""
     context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
     with StopRequest() as stop:
         stop.patient = True
