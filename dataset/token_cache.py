@@ -240,7 +240,7 @@ def file_hash(path: str, cache_dir: Path) -> str:
     Of several ranks one reads the file, and later runs do not read it again.
     """
     known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
-    known.parent.mkdir(exist_ok=True)
+    known.parent.mkdir(parents=True, exist_ok=True)
     with _locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
         stamp = _stamp(path)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -17,7 +17,6 @@ import pytest
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from tests.conftest import ROOT, launch, write_jsonl
 from trainer import train_full_sft, train_pretrain
-from trainer.loop import next_token_loss
 from trainer.stage import run_stage
 from trainer.trainer_utils import load_tokenizer
 
@@ -278,7 +277,7 @@ def stage(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", [kind, "--data_path", data_path, *folders, *shape, *map(str, options)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
-            run_stage(doc, defaults, dataset_class, next_token_loss)
+            run_stage(doc, defaults, dataset_class, train_pretrain.next_token_loss)
         out, err = capfd.readouterr()
         assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
         assert "Traceback" not in out + err

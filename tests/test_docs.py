@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -11,6 +12,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,18 +22,24 @@ from transformers import AutoModelForCausalLM
 
 from dataset.errors import UserError
 from dataset.formats import to_chat, to_text
+from llm.training.core.callbacks import HOOKS
+from llm.training.core.config import SETTINGS, Config
+from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from trainer.checkpoint import half_state_dict
+from trainer.state import Hooks, TrainState
 
 MANUALS = ("README.md", "README_zh.md")
-DOCS = (*MANUALS, "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/LOG.md", "model/README.md")
+DOCS = (*MANUALS, "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/CALLBACKS.md", "docs/LOG.md")
+DOCS += ("model/README.md",)
 SECTIONS = {  # headings that the tests below look for: English, Chinese
     "flags": ("All flags of the stage scripts", "阶段脚本的全部参数"),
     "files": ("File map", "文件一览"),
     "data": ("Your own data", "使用自己的数据"),
     "time": ("Time and memory", "时间与内存"),
     "metrics": ("Files that appear", "产生的文件"),
+    "engine": ("A task of your own (the engine)", "自己的任务（引擎）"),
 }
 ABSENT = {"-": None, "required": None, "必填": None, "off": False, "关": False}  # how a table writes such a default
 # Folders that one line of a file map stands for, and files that need none.
@@ -49,7 +57,9 @@ SCRIPTS = {
     "dataset/inspect.py": "dataset.inspect",
     "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
+    "llm/training/train.py": "llm.training.train",
 }
+ENGINE = "llm/training/train.py"
 
 
 def read(path: str) -> str:
@@ -116,7 +126,9 @@ def test_links_and_paths_in_the_text_exist(page):
         path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         assert not anchor or anchor in slugs(str(path.resolve().relative_to(ROOT))), f"{page} links to {target}"
-    named = re.findall(r"`((?:\.ci|dataset|docs|model|scripts|tests|trainer)/[\w./-]*\.(?:py|sh|md|json|jinja))`", text)
+    named = re.findall(
+        r"`((?:\.ci|dataset|docs|llm|model|scripts|tests|trainer)/[\w./-]*\.(?:py|sh|md|json|jinja|yaml))`", text
+    )
     gone = [name for name in named if not GENERATED.match(name) and not (ROOT / name).exists()]
     assert not gone, f"{page} names {gone}"
 
@@ -232,7 +244,22 @@ def python_words(words: list[str]) -> list[str]:
     return (["-m"] if args.module else []) + [args.training_script, *args.training_script_args]
 
 
-def check_python(folder: Path, words: list[str], where: str) -> None:
+def check_engine(folder: Path, variables: dict, given: list[str], where: str) -> None:
+    """A command of the engine: its settings, those of a YAML file and of the environment."""
+
+    def task_defaults(name: str) -> dict:
+        if ":" in name:  # a task of the page itself
+            assert f"class {name.partition(':')[2]}(TrainingTask)" in read(where), f"{where} does not show {name}"
+            return {}
+        assert name in AVAILABLE_TASKS, f"{where}: there is no task {name}"
+        return AVAILABLE_TASKS[name].defaults
+
+    given = [word for word in given if word != "--print_config"]
+    with contextlib.chdir(folder):
+        Config.from_args_and_env(given, variables, task_defaults).validate()
+
+
+def check_python(folder: Path, variables: dict, words: list[str], where: str) -> None:
     rest = python_words(words)
     if rest[0] == "-m":
         script, arguments = rest[1].replace(".", "/") + ".py", rest[2:]
@@ -247,7 +274,10 @@ def check_python(folder: Path, words: list[str], where: str) -> None:
         parts = [(script, arguments[:at]), ("trainer/train_full_sft.py", arguments[at + 1 :])]
     for started, given in parts:
         try:
-            parser_of(started)[0].parse_args(given)
+            if started == ENGINE:
+                check_engine(folder, variables, given, where)
+            else:
+                parser_of(started)[0].parse_args(given)
         except UserError as error:
             pytest.fail(f"{where}: {' '.join(words)}\n{error}")
 
@@ -267,7 +297,7 @@ def check_commands(text: str, where: str) -> int:
     checked = 0
     for folder, variables, words in commands(text):
         if words[0] in ("python", "torchrun"):
-            check_python(folder, words, where)
+            check_python(folder, variables, words, where)
         elif words[0] == "bash":
             check_bash(folder, variables, words, where)
         else:
@@ -321,7 +351,7 @@ def test_the_example_records_are_accepted(manual):
 
 @pytest.mark.parametrize("manual", MANUALS)
 def test_the_metrics_fields_are_those_of_the_loop(manual):
-    code = read("trainer/loop.py") + read("trainer/speed.py")
+    code = "".join(read(f"trainer/{name}.py") for name in ("loop", "speed", "state"))
     fields = [name for row in rows(section(manual, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
 
@@ -345,7 +375,7 @@ def test_the_parameter_counts_are_those_of_the_model(manual):
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch, capsys):
     """With a tiny random model in the place of the trained one; the saved folder then gives the model's own logits."""
-    (snippet,) = fenced("README.md", "python")
+    (snippet,) = [block for block in fenced("README.md", "python") if "Qwen3" in block]
     small = {"hidden_size=512": "hidden_size=32", "num_hidden_layers=8": "num_hidden_layers=2"}
     small |= {
         "use_moe=False)": f"use_moe={use_moe})",
@@ -390,4 +420,42 @@ def test_imports_run_one_way(package):
         modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
         wrong = [module for module in modules if module.split(".")[0] in others]
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
-        assert "sys.path" not in path.read_text(encoding="utf-8"), f"{path.relative_to(ROOT)} edits sys.path"
+        edits = "sys.path" in path.read_text(encoding="utf-8")
+        assert not edits or path == ROOT / ENGINE, f"{path.relative_to(ROOT)} edits sys.path"  # for a user's own task
+
+
+def test_every_package_is_declared():
+    """Else an installed project lacks it, wherever it is not started from its own folder."""
+    declared = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]["packages"]
+    found = {str(Path(name).parent).replace("/", ".") for name in tracked_files() if name.endswith("__init__.py")}
+    assert sorted(declared) == sorted(found - {"tests"})
+
+
+# --- the engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manual", MANUALS)
+def test_the_engines_chapter_is_the_engine(manual):
+    text = section(manual, "engine")
+    named = set(re.findall(r"`--(\w+)", text)) - {"config", "help", "print_config", "set"}
+    assert len(named) >= 12 and not named - set(SETTINGS)
+    first = {row[0].strip("`"): row for row in rows(text)}
+    assert set(AVAILABLE_TASKS) <= set(first)
+    shown = {name for task in AVAILABLE_TASKS for name in re.findall(r"`(\w+\.yaml)`", first[task][2])}
+    assert shown == {path.name for path in (ROOT / "llm/training/configs").iterdir()}
+    shipped = {row[0].split("(")[0].strip("`") for row in rows(read("docs/CALLBACKS.md")) if row[0][1].isupper()}
+    assert shipped == {name for name in first if name[:1].isupper()} and len(shipped) == 5
+
+
+def test_the_contract_on_the_page_is_that_of_the_code():
+    text = read("docs/ARCHITECTURE.md")
+    tables = [
+        rows(re.split(r"^###? ", part, maxsplit=1, flags=re.M)[0]) for part in re.split(r"^### ", text, flags=re.M)
+    ]
+    by_heading = dict(zip(re.findall(r"^### (.*)$", text, flags=re.M), tables[1:], strict=True))
+    methods = [name for row in by_heading["Hooks"] for name in re.findall(r"`(\w+)\(", row[0])]
+    assert sorted(methods) == sorted(name for name in vars(Hooks) if not name.startswith("_"))
+    called = [name for row in by_heading["Hooks"] for name in re.findall(r"`(on_\w+)`", row[2])]
+    assert set(called) <= set(HOOKS) and len(called) == 5
+    fields = [name for row in by_heading["TrainState"] for name in re.findall(r"`(\w+)[`(]", row[0])]
+    assert len(fields) >= 15 and set(fields) <= {field.name for field in dataclasses.fields(TrainState)}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dataset.errors import Interrupted
+from dataset.errors import Interrupted, UserError
 from trainer.checkpoint import lm_checkpoint, resume_path, save_weights, unwrap, weight_path
 from trainer.speed import Meter
 from trainer.state import Batch, TrainState
@@ -247,7 +247,7 @@ def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float | None] |
     """
     model = unwrap(state.model)
     model.eval()
-    sums: dict[str, float] = {"loss": 0.0}
+    sums: dict[str, float] = {}
     targets = text_bytes = stop = 0
     for batch in loader:
         stop = int(state.stop.signal > 0)
@@ -265,6 +265,8 @@ def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float | None] |
     *totals, targets, text_bytes, stop = reduce_sum(host).tolist()
     if stop:
         return None
+    if "loss" not in names:
+        raise UserError(f"validation gives {', '.join(names) or 'nothing'}; `loss` must be one of its sums")
     metrics = {f"eval_{name}": total / max(targets, 1) for name, total in zip(names, totals, strict=True)}
     if text_bytes:
         metrics["eval_bpb"] = totals[names.index("loss")] / math.log(2) / text_bytes

@@ -137,7 +137,7 @@ def find_checkpoint(args: Namespace, lm_config: MiniMindConfig, run: Contract) -
 
 def _all_ranks_agree(run: Contract, saved: dict[str, Any] | None) -> None:
     """Ranks on several machines may see other files: then none of them starts."""
-    position = {key: saved[key] for key in ("epoch", "step", "update")} if saved else {}
+    position = {key: saved.get(key) for key in ("epoch", "step", "update")} if saved else {}
     everyone = gather((run, position))
     for rank, views in enumerate(everyone):
         for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
 
@@ -20,6 +21,7 @@ from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, 
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import DistributedManager, Logger
+from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFTTask, PretrainTask
 from llm.training.tasks.regression_task import RegressionTask
@@ -48,10 +50,7 @@ def find_task(name: str) -> type[TrainingTask]:
             raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a spawned process and torchrun look for modules elsewhere
-        try:
-            task = getattr(importlib.import_module(module), class_name)
-        except (ImportError, AttributeError, SyntaxError) as error:
-            raise UserError(f"--task {name} cannot be imported ({reason(error)}); start from its folder") from error
+        task = _imported(name, module, class_name)
     if not (isinstance(task, type) and issubclass(task, TrainingTask)):
         raise UserError(f"--task {name} is not a subclass of TrainingTask (llm/training/tasks/base_task.py)")
     missing = sorted(getattr(task, "__abstractmethods__", ()))
@@ -60,6 +59,21 @@ def find_task(name: str) -> type[TrainingTask]:
     if missing:
         raise UserError(f"--task {name} does not implement {', '.join(missing)}")
     return task
+
+
+def _imported(name: str, module: str, class_name: str) -> Any:
+    """An attribute of a module; what fails inside the module is its author's to see, with its traceback."""
+    try:
+        found = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError, TypeError) as error:  # no such module; "" and ".relative" are no names
+        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
+            raise
+        raise UserError(f"--task {name} cannot be imported ({reason(error)}); start from its folder") from error
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg} (--task {name})") from error
+    if not hasattr(found, class_name):
+        raise UserError(f"--task {name}: {found.__file__} has no {class_name!r}")
+    return getattr(found, class_name)
 
 
 def default_callbacks(config: Config) -> list[Callback]:
@@ -78,20 +92,20 @@ def default_callbacks(config: Config) -> list[Callback]:
 
 def train_worker(rank: int, world_size: int, config: Config, address: dict[str, str] | None = None) -> None:
     """One process of a run. `address`: where spawned processes meet; None under torchrun or alone."""
-    if address is not None:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        os.environ.update(address | {name: str(value) for name, value in ranks.items()})
-        run_main(lambda: _train(config))
-    else:
-        _train(config)
+    if address is None:
+        _train(config, prepared=False)
+        return
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update(address | {name: str(value) for name, value in ranks.items()})
+    run_main(lambda: _train(config, prepared=True))
 
 
-def _train(config: Config) -> None:
+def _train(config: Config, prepared: bool) -> None:
     distributed, logger = DistributedManager(config), Logger(config.logging.log_file)
     with StopRequest() as stop, sole_writer(config.to_args()), explained():
-        task = find_task(config.training.task)(config)
-        data = task.build_data()
-        data.prepare_data()  # before the process group: no collective waits for it
+        task, data = _task_and_data(config)
+        if not prepared:
+            distributed.once(data.prepare_data)
         local_rank = distributed.setup()
         data.setup()
         callbacks = default_callbacks(config) + task.callbacks()
@@ -100,26 +114,39 @@ def _train(config: Config) -> None:
         distributed.cleanup(engine.state)
 
 
+def _task_and_data(config: Config) -> tuple[TrainingTask, DataModule]:
+    task = find_task(config.training.task)(config)
+    data = task.build_data()
+    if not isinstance(data, DataModule):
+        raise UserError(f"{type(task).__name__}.build_data returns a {type(data).__name__}, which is no DataModule")
+    return task, data
+
+
 def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
-    """Start the processes and wait for them. A signal is passed on; the first one that fails ends all, and its exit
-    status is this one's. A user's mistake and a signal were told by the process itself; another exception's traceback
-    is shown here, once."""
+    """Prepare the data, start the processes and wait for them. A signal is passed on; the first process that fails ends
+    all, and its exit status is this one's. A user's mistake and a signal were told by the process itself; another
+    exception's traceback is shown here, once."""
+    _task_and_data(config)[1].prepare_data()  # once, before there are several
     context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
-    with StopRequest() as stop:
-        stop.patient = True
-        passed_on = False
-        try:
-            while not context.join(timeout=0.2):
-                if stop.signal and not passed_on:
-                    passed_on = True
-                    for process in context.processes:
-                        if process.is_alive():
-                            os.kill(process.pid, stop.signal)
-        except mp.ProcessExitedException as error:  # it has said why
-            sys.exit(error.exit_code if error.exit_code > 0 else 1)
-        except mp.ProcessRaisedException as error:
-            print(str(error), file=sys.stderr)
-            sys.exit(1)
+    try:
+        with StopRequest() as stop:
+            stop.patient = True
+            while not context.join(timeout=0.2) and not stop.signal:
+                pass
+            _pass_on(stop.signal, context)
+            while not context.join():
+                pass
+    except mp.ProcessExitedException as error:  # it has said why
+        sys.exit(error.exit_code if error.exit_code > 0 else 1)
+    except mp.ProcessRaisedException as error:
+        print(str(error), file=sys.stderr)
+        sys.exit(1)
+
+
+def _pass_on(number: int, context: mp.ProcessContext) -> None:
+    for process in context.processes if number else ():
+        if process.is_alive():
+            os.kill(process.pid, number)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from dataset.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
@@ -154,6 +155,15 @@ def test_a_pickled_dataset_carries_no_tokens(write, tokenizer, cache_dir):
     assert isinstance(again.cache.tokens, np.memmap)
     assert all(np.array_equal(ds[i][0]["input_ids"], again[i][0]["input_ids"]) for i in range(len(ds)))
     assert ds[0][0]["input_ids"].base is None  # a copy, which does not keep the memory map busy
+
+
+@pytest.mark.parametrize(("kind", "good"), [(PretrainDataset, {"text": "a"}), (SFTDataset, CHATS[0])])
+def test_the_share_of_bad_records_is_the_users_choice(kind, good, write, tokenizer, cache_dir):
+    path = write("a.jsonl", [good, {"neither": 1}, good])
+    options = {"cache_dir": cache_dir, "on_bad_data": "skip"}
+    with pytest.raises(UserError, match=r"1 of 3 records \(33.3%\) are bad, more than --max_bad_share 0.1 allows"):
+        kind(path, tokenizer, **options)
+    assert len(kind(path, tokenizer, **options, max_bad_share=0.5)) == 2
 
 
 def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cache_dir):

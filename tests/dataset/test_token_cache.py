@@ -279,6 +279,25 @@ def test_a_signal_ends_a_build_at_once(number, group, processes, moment, long_fi
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 5)
 
 
+def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache_dir):
+    build = build_code(write("a.jsonl", TEXTS), cache_dir)
+    slow = "data_files.BLOCK_BYTES = 500\ncache_build.Progress.update = lambda *_: time.sleep(0.3)\n"
+    building = start(slow + build)
+    wait_for(lambda: under_way(cache_dir))
+    waiting = [start(build), start(build)]
+    message = f"waiting for the token cache {next(cache_dir.glob('*.tmp*')).stem}, which another process builds\n"
+    assert [process.stdout.readline() for process in waiting] == [message] * 2
+    waiting[0].send_signal(signal.SIGTERM)
+    _, err = waiting[0].communicate(timeout=10)
+    assert waiting[0].returncode == 143 and err.startswith("stopped: by SIGTERM") and err.count("\n") == 1
+    assert building.poll() is None and waiting[1].poll() is None
+    building.kill()
+    building.communicate()
+    out, err = waiting[1].communicate(timeout=60)
+    assert waiting[1].returncode == 0 and "built in" in out and err == ""
+    assert len(list(cache_dir.glob("*/meta.json"))) == 1 and not list(cache_dir.glob("*.tmp*"))
+
+
 def test_hanging_up_does_not_end_what_nohup_started(long_file, cache_dir):
     building = start("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + build_code(long_file, cache_dir))
     wait_for(lambda: under_way(cache_dir))

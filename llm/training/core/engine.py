@@ -99,7 +99,14 @@ class TrainingEngine(Hooks):
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = self.task.train_step(model, batch)
-        return loss if isinstance(loss, tuple) else (loss, torch.zeros_like(loss))
+        if isinstance(loss, Tensor):
+            return loss, torch.zeros_like(loss)
+        if isinstance(loss, tuple) and len(loss) == 2:
+            return loss
+        kind = type(loss).__name__
+        raise UserError(
+            f"{type(self.task).__name__}.train_step returns a {kind}; a tensor, the sum of losses, is wanted"
+        )
 
     def _schedule(self) -> Callable[[int], float | None]:
         if not isinstance(self.scheduler, LRScheduler):
@@ -117,17 +124,11 @@ class TrainingEngine(Hooks):
         Raises:
             UserError, Interrupted: as the loop. CallbackError: a callback failed; it is named.
         """
-        state = self.state
         try:
             self.dispatch("on_train_start")
-            with finished_files(state, None):
-                if state.record is not None:
-                    finish_update(state)  # the run was stopped between saving and reporting
-                for epoch in range(state.epoch, self.args.epochs):
-                    if state.finished:
-                        break
-                    self._run_epoch(epoch)
-                save_last_weights(state)
+            with finished_files(self.state, None):
+                self._run_epochs()
+                save_last_weights(self.state)
             self.dispatch("on_train_end")
         except BaseException as error:
             self.dispatch("on_exception", error)
@@ -136,6 +137,14 @@ class TrainingEngine(Hooks):
         if speed:
             text = f"{speed['batch_time']:.3f} s per update, {speed['tokens_per_second']:,.0f} tokens/s"
             self.logger.info(f"{text}, mfu {speed['mfu']:.0%}, {speed['memory_mb']:,.0f} MB")
+
+    def _run_epochs(self) -> None:
+        if self.state.record is not None:
+            finish_update(self.state)  # the run was stopped between saving and reporting
+        for epoch in range(self.state.epoch, self.args.epochs):
+            if self.state.finished:
+                break
+            self._run_epoch(epoch)
 
     def _run_epoch(self, epoch: int) -> None:
         state = self.state

@@ -2,11 +2,15 @@
 
 import os
 import re
+import shutil
 import socket
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,6 +21,11 @@ from trainer.loop import leave_group
 from trainer.resume import Contract, find_checkpoint
 from trainer.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process, reduce_sum, world_size
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 class DistributedManager:
@@ -45,6 +54,21 @@ class DistributedManager:
                 probe.bind((self.config.master_addr, 0))
                 port = probe.getsockname()[1]
         return {"MASTER_ADDR": self.config.master_addr, "MASTER_PORT": str(port)}
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Run `work` in one process of this machine while the others wait, for as long as it takes: there is no process
+        group yet whose collectives could time out. Fails in all of them if it fails."""
+        if not self.launched or fcntl is None:
+            work()
+            return
+        parent = psutil.Process(os.getppid())  # torchrun, or whatever started the ranks
+        mark = Path(tempfile.gettempdir()) / f"minimind-{parent.pid}-{parent.create_time():.0f}-{os.getuid()}.prepared"
+        with open(mark, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if not file.read():
+                work()
+                file.write("done")
 
     def setup(self) -> int:
         """Join the process group that the environment describes; returns the local rank."""
@@ -188,7 +212,5 @@ def _second_name(source: Path, name: Path) -> None:
     try:
         os.link(source, temp)
     except OSError:
-        import shutil
-
         shutil.copyfile(source, temp)
     os.replace(temp, name)

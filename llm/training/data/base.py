@@ -42,10 +42,11 @@ class DataModule(ABC):
         Raises:
             UserError: there are none.
         """
-        count = len(self.train_dataset)
-        if count == 0:
-            raise UserError(f"{type(self).__name__} yields nothing: its train_dataset is empty")
-        return count
+        dataset = getattr(self, "train_dataset", None)
+        if dataset is None or len(dataset) == 0:
+            why = "empty" if dataset is not None else "not set by setup()"
+            raise UserError(f"{type(self).__name__} yields nothing: its train_dataset is {why}")
+        return len(dataset)
 
     def steps_per_epoch(self) -> int:
         """Micro-batches of each rank in one epoch."""
@@ -58,7 +59,13 @@ class DataModule(ABC):
         return epoch_loader(self.train_dataset, training.batch_size, training.seed, *options)
 
     def val_dataloader(self) -> DataLoader | None:
-        """This rank's share of the held-out data, or None."""
+        """This rank's share of the held-out data, or None.
+
+        Raises:
+            UserError: they are empty.
+        """
         if self.val_dataset is None:
             return None
+        if len(self.val_dataset) == 0:
+            raise UserError(f"{type(self).__name__}: its val_dataset is empty; leave it None where nothing is held out")
         return eval_loader(self.val_dataset, self.config.training.batch_size, self.collate_fn)

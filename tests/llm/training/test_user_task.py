@@ -1,0 +1,346 @@
+"""The README's own task, in a folder of its user: trained, stopped early, killed and resumed, and all that can be wrong
+with a task, told in one line."""
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn import functional as F
+
+from dataset.token_cache import load_tokenizer
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT, write_jsonl
+from tests.stage_process import Faults, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, records, saved_state
+from trainer.checkpoint import half_state_dict
+from trainer.console import read_metrics
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLE = next(block for block in re.findall(r"```python\n(.*?)```", README, flags=re.S) if "class TextClass" in block)
+TASK, NAME = "text_classifier:TextClassifier", "TextClassifier_32"
+TOPICS = {
+    "cooking": "flour sugar oven butter spoon dough cream salt recipe pepper onion soup bread plate pan boil fry taste",
+    "sport": "goal match team player ball coach league cup pitch race medal swim run track score win lose field",
+}
+STOPPING = {"patience": 2, "monitor": "eval_accuracy", "mode": "max"}
+COMMON = ["the", "of", "and", "with", "in", "then", "very", "some", "more", "about"]
+
+
+def labelled_texts(count: int) -> list[dict]:
+    """Texts on two topics, of a few words to some dozens, few of which tell the topic."""
+    rng, texts = random.Random(4), []
+    for _ in range(count):
+        label = rng.choice(sorted(TOPICS))
+        words = [rng.choice(TOPICS[label].split()) for _ in range(rng.randint(1, 3))]
+        words += [rng.choice(COMMON) for _ in range(rng.randint(1, 25))]
+        rng.shuffle(words)
+        texts.append({"text": " ".join(words), "label": label})
+    return texts
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A user's folder: the example, copied from the README, and data. 73 of the texts are for training: with a global
+    batch of 8 the last one of an epoch is a single text, and of two processes one has none."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "text_classifier.py").write_text(EXAMPLE, encoding="utf-8")
+    write_jsonl(folder / "texts.jsonl", labelled_texts(92))
+    return folder
+
+
+def argv(folder: Path, task: str = TASK, **extra) -> list[str]:
+    """A small run whose files go to `folder`; `extra` replaces its settings."""
+    settings = {"task": task, "data_path": "texts.jsonl", "hidden_size": 32, "num_hidden_layers": 1, "batch_size": 8}
+    settings |= {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "log_interval": 1}
+    settings |= {"epochs": 20, "learning_rate": 2e-3, "dtype": "float32", "device": "cpu", "seed": 3}
+    return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
+
+
+def started_in(folder: Path, **faults) -> Faults:
+    """A run that is started in a folder."""
+    return Faults(script=f"os.chdir({str(folder)!r})", **faults)
+
+
+def repository() -> set[str]:
+    """What lies in the repository, without what tools keep there."""
+    left_out = re.compile(r"(^|/)(\.|__pycache__|\w+\.egg-info)")
+    names = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*")}
+    return {name for name in names if not left_out.search(name)}
+
+
+@pytest.fixture(scope="module")
+def whole(home, tmp_path_factory) -> Path:
+    """A run from its beginning until it stops early."""
+    folder, before = tmp_path_factory.mktemp("whole"), repository()
+    done = run("engine", argv(folder, **STOPPING, tensorboard_dir=folder / "runs"), started_in(home))
+    assert "stopping: EarlyStopping: eval_accuracy got no better than" in done.out
+    assert repository() == before
+    return folder
+
+
+# --- what the README promises
+
+
+def test_it_learns_and_stops_early(whole):
+    held_out = [r for r in read_metrics(whole / f"out/{NAME}_metrics.jsonl") if "eval_loss" in r]
+    accuracy = [record["eval_accuracy"] for record in held_out]
+    assert accuracy[0] < max(accuracy) and max(accuracy) >= 0.85  # chance: 0.5
+    assert len(accuracy) < 20 and accuracy.index(max(accuracy)) == len(accuracy) - 3  # --patience 2
+    best = torch.load(whole / f"checkpoints/{NAME}_best_resume.pth", weights_only=True)
+    assert best["update"] == held_out[-3]["update"]
+
+
+def test_what_validation_says_is_what_the_weights_do(home, whole):
+    """One held-out text after the other, without padding, through the model that the last checkpoint holds."""
+    names: dict = {}
+    exec(compile(EXAMPLE, "text_classifier.py", "exec"), names)
+    tokenizer = load_tokenizer(ROOT / "model")
+    shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(tokenizer))
+    model = names["Classifier"](MiniMindForCausalLM(shape).model, 2).eval()
+    model.load_state_dict(saved_state(whole, NAME)["model"], strict=True)
+    loss, right, texts = 0.0, 0, [json.loads(line) for line in (home / "texts.jsonl").read_text().splitlines()][::5]
+    for text in texts:
+        ids = torch.tensor([tokenizer(text["text"]).input_ids])
+        label = torch.tensor([sorted(TOPICS).index(text["label"])])
+        with torch.no_grad():
+            scores = model(ids, torch.tensor([ids.shape[1]]))
+        loss, right = loss + float(F.cross_entropy(scores, label)), right + int(scores.argmax() == label)
+    last = read_metrics(whole / f"out/{NAME}_metrics.jsonl")[-1]
+    assert last["eval_loss"] == pytest.approx(loss / len(texts), abs=1e-5)
+    assert last["eval_accuracy"] == pytest.approx(right / len(texts))
+
+
+def test_it_logs_each_update_once_in_the_metrics_file_and_in_tensorboard(whole):
+    metrics = read_metrics(whole / f"out/{NAME}_metrics.jsonl")
+    assert [record["update"] for record in metrics] == list(range(1, len(metrics) + 1))
+    assert len(metrics) == saved_state(whole, NAME)["update"] and len(metrics) % 10 == 0
+    events = EventAccumulator(str(whole / "runs" / NAME)).Reload()
+    for tag in ("loss", "eval_loss", "eval_accuracy"):
+        points = {point.step: point.value for point in events.Scalars(tag)}
+        assert points == pytest.approx({r["update"]: r[tag] for r in metrics if tag in r}, rel=1e-6)
+
+
+def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
+    """In the second epoch; then in the last one, when early stopping has begun to count."""
+    settings = STOPPING | {"from_resume": 1, "save_interval": 4, "tensorboard_dir": tmp_path / "runs"}
+    updates = saved_state(whole, NAME)["update"]
+    for micro_batch in (17, updates - 20):  # of each process
+        run("engine", argv(tmp_path, **settings), started_in(home, signals={micro_batch: signal.SIGKILL}), status=-9)
+    done = run("engine", argv(tmp_path, **settings), started_in(home))
+    assert "resuming TextClassifier at" in done.out and "stopping: EarlyStopping" in done.out
+    assert_same_run(whole, tmp_path, NAME)
+    assert saved_state(whole, NAME)["hooks"] == saved_state(tmp_path, NAME)["hooks"]
+    accuracy = [
+        [r.get("eval_accuracy") for r in read_metrics(folder / f"out/{NAME}_metrics.jsonl")]
+        for folder in (whole, tmp_path)
+    ]
+    assert accuracy[0] == accuracy[1]
+    steps = [point.step for point in EventAccumulator(str(tmp_path / "runs" / NAME)).Reload().Scalars("loss")]
+    assert steps == list(range(1, updates + 1))
+    refused = {"held_out_every=4": "held_out_every: None -> 4", "": "data: "}
+    for option, told in refused.items():
+        write_jsonl(tmp_path / "other.jsonl", labelled_texts(91)[1:] + labelled_texts(92)[-2:])
+        other = ["--set", option] if option else ["--data_path", tmp_path / "other.jsonl"]
+        failed = run("engine", argv(tmp_path, **settings) + other, started_in(home), status=2)
+        assert told in failed.error_lines[-1]
+
+
+def test_two_processes_are_the_same_run_as_one(home, tmp_path):
+    run("engine", argv(tmp_path / "one", epochs=2), started_in(home))
+    faults = dict.fromkeys(range(2), started_in(home))
+    for rank in start_ranks(2, "engine", argv(tmp_path / "two", epochs=2, batch_size=4), faults):
+        assert rank.wait() == 0, rank.err
+    one, two = (records(tmp_path / name, NAME) for name in ("one", "two"))
+    assert len(one) == 20  # updates; the last of each epoch is a single text
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_the_command_of_the_readme_from_the_users_folder(home, tmp_path):
+    """The interpreter itself, as a user calls it; --from_weight starts from a pretrained body."""
+    command = re.search(
+        rf"^python (-m llm.training.train --task {TASK} .*--from_weight pretrain.*)$", README, flags=re.M
+    )
+    torch.manual_seed(5)
+    shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
+    weights = half_state_dict(MiniMindForCausalLM(shape))
+    for name in ("out", "cache"):
+        (tmp_path / name).mkdir()
+    torch.save(weights, tmp_path / "out/pretrain_32.pth")
+    settings = {"cache_dir": tmp_path / "cache", "epochs": 1, "learning_rate": 1e-12}
+    words = [sys.executable, *shlex.split(command[1]), *argv(tmp_path, **settings)[2:]]
+    before = repository()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # stands in for the installed project
+    done = subprocess.run(words, cwd=home, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert "weights: pretrain" in done.stdout and "done: 10 updates" in done.stdout
+    trained = torch.load(tmp_path / f"out/{NAME}.pth", weights_only=True)
+    layer = "layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(trained[f"body.{layer}"], weights[f"model.{layer}"])
+    assert repository() == before
+
+
+# --- what can be wrong with a task
+
+BROKEN = '''
+from llm.training.core.callbacks import Callback
+from llm.training.tasks.base_task import TrainingTask
+from llm.training.tasks.regression_task import RegressionTask
+from text_classifier import LabelledTexts, TextClassifier
+
+
+class NoTask:
+    """A class of another kind."""
+
+
+class Forgetful(TrainingTask):
+    """Four of the six methods are missing, and the data."""
+
+    def build_model(self): ...
+
+    def build_criterion(self): ...
+
+
+class NoData(TextClassifier):
+    """Everything but the data."""
+
+    build_data = TrainingTask.build_data
+
+
+class WrongDefault(RegressionTask):
+    """Its default is no setting."""
+
+    defaults = {"batchsize": 3}
+
+
+class Everything(LabelledTexts):
+    """Holds nothing out."""
+
+    def setup(self):
+        super().setup()
+        self.val_dataset = None
+
+
+class NothingHeldOut(TextClassifier):
+    """Has no validation."""
+
+    def build_data(self):
+        self.data = Everything(self.config)
+        return self.data
+
+
+class Broken(Callback):
+    """Fails after the third update."""
+
+    def on_batch_end(self, engine, update, record):
+        if update == 3:
+            raise KeyError("no such thing")
+
+
+class BrokenCallback(TextClassifier):
+    """Brings it along."""
+
+    def callbacks(self):
+        return [Broken()]
+
+
+class Misspelt(Callback):
+    """Would never be called."""
+
+    def on_bach_end(self, engine, update, record): ...
+
+
+class MisspeltCallback(TextClassifier):
+    """Brings it along."""
+
+    def callbacks(self):
+        return [Misspelt()]
+'''
+
+
+@pytest.fixture(scope="module")
+def broken(home) -> Path:
+    """The user's folder with tasks that are wrong."""
+    (home / "broken.py").write_text(BROKEN, encoding="utf-8")
+    (home / "half.py").write_text("class Half(\n", encoding="utf-8")
+    (home / "empty.jsonl").write_text("")
+    return home
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "told"),
+    [
+        (
+            "classifier",
+            [],
+            "--task classifier is unknown; there are regression, pretrain, full_sft, and package.module:",
+        ),
+        (
+            "nowhere:Task",
+            [],
+            "--task nowhere:Task cannot be imported (No module named 'nowhere'); start from its folder",
+        ),
+        ("broken:Missing", [], "--task broken:Missing cannot be imported (module 'broken' has no attribute 'Missing')"),
+        ("half:Half", [], "--task half:Half cannot be imported ("),
+        ("broken:NoTask", [], "--task broken:NoTask is not a subclass of TrainingTask"),
+        (
+            "broken:Forgetful",
+            [],
+            "does not implement build_optimizer, build_scheduler, train_step, validation_step, build_data",
+        ),
+        ("broken:NoData", [], "--task broken:NoData does not implement build_data"),
+        ("broken:WrongDefault", [], "its default batchsize is unknown; did you mean batch_size"),
+        ("broken:MisspeltCallback", [], "callback Misspelt: on_bach_end would never be called"),
+        ("broken:NothingHeldOut", ["--patience", "2"], "--patience 2 stops early by held-out data, but there are none"),
+        (TASK, ["--data_path", "empty.jsonl"], "LabelledTexts yields nothing: its train_dataset is empty"),
+        (
+            TASK,
+            ["--monitor", "eval_f1"],
+            "--monitor eval_f1: validation gives no such metric, only eval_accuracy, eval_loss",
+        ),
+        (TASK, ["--set", "batch_size=3"], "--set batch_size is a setting of its own, in section training"),
+        (TASK, ["--batchsize", "3"], "--batchsize is unknown; did you mean --batch_size"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(broken, tmp_path, task, more, told):
+    process = run("engine", argv(tmp_path, task, epochs=1) + more, started_in(broken), status=2)
+    (line,) = process.error_lines
+    assert line.startswith("error: ") and told in line
+    assert not list(tmp_path.rglob("*.pth")) or "eval_f1" in line
+
+
+def test_a_mistake_that_two_processes_meet_ends_both(broken, tmp_path):
+    faults = dict.fromkeys(range(2), started_in(broken))
+    ranks = start_ranks(2, "engine", argv(tmp_path, data_path="empty.jsonl"), faults)
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    assert all("yields nothing" in rank.error_lines[-1] and len(rank.error_lines) == 1 for rank in ranks)
+
+
+def assert_named_once(err: str) -> None:
+    """The callback is named, and its own traceback is there once."""
+    told = "CallbackError: callback Broken failed in on_batch_end: KeyError: 'no such thing'"
+    assert err.count(told) == 1, err
+    assert err.count('raise KeyError("no such thing")') == 1 and "error: " not in err
+
+
+def test_a_callback_that_raises_is_named(broken, tmp_path):
+    process = run("engine", argv(tmp_path, "broken:BrokenCallback"), started_in(broken), status=1)
+    assert_named_once(process.err)
+    assert [record["update"] for record in read_metrics(tmp_path / "out/BrokenCallback_32_metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_callback_that_raises_in_spawned_processes_is_named_once(broken, tmp_path):
+    words = [sys.executable, "-m", "llm.training.train", *argv(tmp_path, "broken:BrokenCallback", world_size=2)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # stands in for the installed project
+    done = subprocess.run(words, cwd=broken, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert_named_once(done.stderr)
