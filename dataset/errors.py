@@ -88,7 +88,7 @@ def _leave(line: str, status: int, speak_first: bool = True, is_cause: bool = Tr
         time.sleep(2)
     sys.stdout.flush()
     if not silent:
-        print(line, file=sys.stderr, flush=True)
+        print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
     if several and not is_cause:
         time.sleep(2)  # torchrun then sees first the rank that is the cause
     if several:

@@ -173,7 +173,7 @@ def test_the_command_of_the_readme_from_the_users_folder(home, tmp_path):
     torch.manual_seed(5)
     shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
     weights = half_state_dict(MiniMindForCausalLM(shape))
-    for name in ("out", "cache"):
+    for name in ("out",):
         (tmp_path / name).mkdir()
     torch.save(weights, tmp_path / "out/pretrain_32.pth")
     settings = {"cache_dir": tmp_path / "cache", "epochs": 1, "learning_rate": 1e-12}
