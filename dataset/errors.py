@@ -84,7 +84,7 @@ def _leave(line: str, status: int, speak_first: bool = True, is_cause: bool = Tr
         signal.signal(number, signal.SIG_DFL)
     if several and is_cause:
         _tell_torchrun(line)
-    if not speak_first:
+    if silent or not speak_first:
         time.sleep(2)
     sys.stdout.flush()
     if not silent:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The tests: installs what they need, then runs ruff and pytest. Arguments go to pytest: bash scripts/test.sh -k loop
+# The tests: installs what they need, then runs ruff and pytest, two at a time, each with one thread.
+# Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 pip install --quiet --disable-pip-version-check -e ".[test]"
 ruff check .
 ruff format --check .
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadscope "$@"

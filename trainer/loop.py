@@ -199,7 +199,13 @@ def save_and_leave(state: TrainState, meter: Meter, wandb=None) -> None:
 
 
 def interrupted(state: TrainState) -> Interrupted:
-    """How a run says goodbye that was asked to stop; another rank may have got the signal."""
+    """How a run says goodbye that was asked to stop; another rank may have got the signal.
+
+    All ranks come here, and wait until the state is on the disk: whoever starts ranks ends all when the first one ends.
+    """
+    state.writer.wait()
+    if dist.is_initialized():
+        dist.barrier()
     number = state.stop.signal or signal.SIGTERM
     name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
     return Interrupted(number, f"by {name} after {done}, which is saved; --from_resume 1 goes on from there")

@@ -144,9 +144,12 @@ def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
 
 
 def _pass_on(number: int, context: mp.ProcessContext) -> None:
+    """Tell the processes of a signal, and give them the time to save: joining the context would end them."""
     for process in context.processes if number else ():
         if process.is_alive():
             os.kill(process.pid, number)
+    for process in context.processes if number else ():
+        process.join(60)
 
 
 def main() -> None:

@@ -60,10 +60,10 @@ class TrainingEngine(Hooks):
     def _setup_components(self, local_rank: int, stop: StopRequest) -> None:
         args, task = self.args, self.task
         setup_seed(args.seed)
-        held_out = self.data.val_dataloader()
+        samples, held_out = self.data.num_samples(), self.data.val_dataloader()
         if held_out is None and args.patience:
             raise UserError(f"--patience {args.patience} stops early by held-out data, but there are none")
-        run = describe_run(args, task.contract(), self.data.fingerprint(), self.data.num_samples())
+        run = describe_run(args, task.contract(), self.data.fingerprint(), samples)
         saved = self.checkpoint_manager.load_checkpoint(args, run)
         if saved is not None:  # it replaces the weights to start from
             task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight="none"))

@@ -289,8 +289,8 @@ def broken(home) -> Path:
             [],
             "--task nowhere:Task cannot be imported (No module named 'nowhere'); start from its folder",
         ),
-        ("broken:Missing", [], "--task broken:Missing cannot be imported (module 'broken' has no attribute 'Missing')"),
-        ("half:Half", [], "--task half:Half cannot be imported ("),
+        ("broken:Missing", [], "broken.py has no 'Missing'"),
+        ("half:Half", [], "half.py:1: '(' was never closed (--task half:Half)"),
         ("broken:NoTask", [], "--task broken:NoTask is not a subclass of TrainingTask"),
         (
             "broken:Forgetful",
