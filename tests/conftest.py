@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ WORDS = [
     "走",
 ]
 
+# a suite that a shell started in the background ignores Ctrl-C, and so would the processes that tests send it to
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
