@@ -4,7 +4,6 @@ Memory stays flat whatever the corpus: a few blocks per process are under way, a
 The result does not depend on the number of processes.
 """
 
-import json
 import multiprocessing
 import os
 import sys
@@ -21,6 +20,7 @@ from dataset import data_files
 from dataset.data_files import Block, iter_blocks
 from dataset.errors import UserError
 from dataset.formats import BadRecords, bad_records_message
+from dataset.packing import pack
 from dataset.tokenizing import BlockTokenizer, Samples, TokenizerSpec
 from dataset.worker_pool import Results, in_processes
 
@@ -98,7 +98,9 @@ def build_arrays(
             raise UserError(_nothing_left(paths, counts, bad))
         for file in files.values():
             file.finish()
-    return _report(folder, kind, max_length, counts, bad, len(paths))
+    lengths = np.diff(np.load(folder / "offsets.npy")).astype(np.min_scalar_type(max_length))
+    _write_rows(folder, lengths, max_length)
+    return _report(lengths, kind, max_length, counts, bad, len(paths))
 
 
 def _array_files(folder: Path, kind: str, token_dtype: np.dtype) -> dict[str, ArrayFile]:
@@ -130,14 +132,22 @@ def _write(files: dict[str, ArrayFile], block: Block, samples: Samples) -> dict[
     }
 
 
-def _report(folder: Path, kind: str, max_length: int, counts: Counter, bad: "BadRecords", files: int) -> dict:
+def _write_rows(folder: Path, lengths: np.ndarray, max_length: int) -> None:
+    """Which samples packing puts into which row: worked out once here, mapped by every rank of every run."""
+    for name, values in zip(("members", "borders"), pack(lengths, max_length), strict=True):
+        with open(folder / f"{name}.npy", "wb") as file:
+            np.save(file, values.astype(np.min_scalar_type(len(lengths))))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, bad: "BadRecords", files: int) -> dict:
     """All counts under fixed names, and the distribution of lengths. The same data give the same report."""
     if kind == "pretrain":
         own = {"documents": 0, "empty_documents": 0, "documents_split": 0}
     else:
         own = {"conversations": 0, "cut_at_turn": 0, "cut_inside_turn": 0}
     names = ["records", *own, "dropped_without_label", "samples", "tokens", "targets", "target_bytes"]
-    lengths = np.diff(np.load(folder / "offsets.npy"))
     shares = (1, 10, 25, 50, 75, 90, 99, 100)
     return {
         "kind": kind,
@@ -218,17 +228,3 @@ class Progress:
 def _in_this_process(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
     for block in blocks:
         yield block, tokenizer(block, check_only.is_set())
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write and wait until it is on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)  # in ASCII: the name of a file may hold bytes that are not UTF-8
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def say(text: str) -> None:
-    """Print, also where stdout cannot write every character that a file name or a record may hold."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -13,6 +13,11 @@ from typing import NoReturn
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
+def heeded_signals() -> list[int]:
+    """The signals that may stop a run here: nohup has SIGHUP ignored, a shell Ctrl-C in its background."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
 class UserError(Exception):
     """A mistake that the user can mend. The message names the file and line or the flag, and the way out."""
 
@@ -50,6 +55,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage."""
         raise UserError(f"{message}; see --help")
+
+
+def say(text: str) -> None:
+    """Print, also where stdout cannot write every character that a file name or a record may hold."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def warn(text: str) -> None:

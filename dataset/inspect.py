@@ -57,8 +57,7 @@ def show(dataset: TokenDataset, tokenizer, count: int, colour: bool) -> None:
             print()
     print(format_report(dataset.cache.report))
     if dataset.packing:
-        filled = dataset.num_tokens.sum() / (len(dataset) * dataset.cache.meta["max_length"])
-        print(f"  packed into {len(dataset):,} rows, {filled:.2%} filled")
+        print(f"  {dataset.describe()}")
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dataset.packing import pack
 from dataset.token_cache import MAX_BAD_SHARE, TokenCache, build_token_cache
 
 
@@ -19,10 +18,7 @@ class TokenDataset(Dataset):
 
     def __init__(self, cache: TokenCache, packing: bool = False):
         self.cache, self.packing = cache, packing
-        self.members = self.borders = None
-        if packing:
-            lengths = np.diff(cache.offsets)
-            self.members, self.borders = pack(lengths, cache.meta["max_length"])
+        self.members, self.borders = (cache.members, cache.borders) if packing else (None, None)
 
     def __len__(self) -> int:
         return len(self.cache) if self.borders is None else len(self.borders) - 1
@@ -34,6 +30,20 @@ class TokenDataset(Dataset):
         if self.borders is None:
             return [self._sample(int(index))]
         return [self._sample(int(i)) for i in self.members[self.borders[index] : self.borders[index + 1]]]
+
+    def describe(self) -> str:
+        """How well the rows are filled; nothing without packing."""
+        if self.borders is None:
+            return ""
+        samples, tokens, row = len(self.cache), int(self.cache.offsets[-1]), self.cache.meta["max_length"]
+        text = f"packing: {samples:,} samples in {len(self):,} rows of {row} tokens, "
+        return text + f"{tokens / (len(self) * row):.1%} filled, no sample split"
+
+    def __getitems__(self, indices: list[int]) -> list[list[dict]]:
+        """The items of a micro-batch, as the data loader asks for them; the memory they were read through is let go."""
+        items = [self[index] for index in indices]
+        self.cache.release()
+        return items
 
     def _sample(self, sample_id: int) -> dict:
         cache = self.cache
@@ -57,14 +67,17 @@ class TokenDataset(Dataset):
         return values if self.borders is None else np.add.reduceat(values[self.members], self.borders[:-1])
 
 
-class PretrainDataset(TokenDataset):
-    """Documents, `{"text": ...}`; every token is a target once. See `build_token_cache` for the arguments."""
+class StageDataset(TokenDataset):
+    """The data of a training stage. See `build_token_cache` for the arguments; `max_length` is the stage's if None."""
+
+    kind: str
+    usual_length: int
 
     def __init__(
         self,
         data_path,
         tokenizer,
-        max_length=512,
+        max_length=None,
         packing=False,
         cache_dir=None,
         num_proc=None,
@@ -72,29 +85,22 @@ class PretrainDataset(TokenDataset):
         *,
         max_bad_share=MAX_BAD_SHARE,
     ):
+        max_length = self.usual_length if max_length is None else max_length
         options = (cache_dir, num_proc, on_bad_data)
-        cache = build_token_cache("pretrain", data_path, tokenizer, max_length, *options, max_bad_share=max_bad_share)
+        cache = build_token_cache(self.kind, data_path, tokenizer, max_length, *options, max_bad_share=max_bad_share)
         super().__init__(cache, packing)
 
 
-class SFTDataset(TokenDataset):
-    """Conversations; the assistant's turns are targets. See `build_token_cache` for the arguments."""
+class PretrainDataset(StageDataset):
+    """Documents, `{"text": ...}`; every token is a target once."""
 
-    def __init__(
-        self,
-        data_path,
-        tokenizer,
-        max_length=768,
-        packing=False,
-        cache_dir=None,
-        num_proc=None,
-        on_bad_data="stop",
-        *,
-        max_bad_share=MAX_BAD_SHARE,
-    ):
-        options = (cache_dir, num_proc, on_bad_data)
-        cache = build_token_cache("sft", data_path, tokenizer, max_length, *options, max_bad_share=max_bad_share)
-        super().__init__(cache, packing)
+    kind, usual_length = "pretrain", 512
+
+
+class SFTDataset(StageDataset):
+    """Conversations; the assistant's turns are targets."""
+
+    kind, usual_length = "sft", 768
 
 
 def collate_flat(rows: list[list[dict]]) -> dict:

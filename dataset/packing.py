@@ -16,17 +16,18 @@ def pack(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     lengths: int [S], each between 1 and max_length. Returns `members` int64 [S], the samples row by row (rising within
     a row), and `borders` int64 [R+1]: row r holds members[borders[r]:borders[r + 1]].
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
+    lengths = np.asarray(lengths)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= max_length:
         raise ValueError(f"every length must be between 1 and {max_length}")
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    by_length = np.argsort(-lengths, kind="stable")
-    values, counts = np.unique(-lengths, return_counts=True)
+    row_of = np.empty(len(lengths), dtype=np.min_scalar_type(len(lengths)))  # narrow: there may be 10^8 samples
+    by_length = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")
+    counts = np.bincount(lengths, minlength=1)
+    values = np.flatnonzero(counts)[::-1]
     rows = 0  # rows opened so far
     open_rows: dict[int, list[np.ndarray]] = {}  # room left -> the rows that have it
     rooms: list[int] = []  # the keys of open_rows, rising
     done = 0
-    for length, count in zip(-values, counts, strict=True):
+    for length, count in zip(values, counts[values], strict=True):
         waiting = by_length[done : done + count]
         done += count
         while len(waiting):

@@ -8,7 +8,8 @@ it. It is built in a folder of its own and renamed when complete, under a lock, 
 builds while the others wait, and a half-built cache is never used.
 
     <cache_dir>/<key>/  tokens.npy [N], offsets.npy [S+1], trained.npy [N] (SFT), target_bytes.npy [S],
-                        num_targets.npy [S], sources.npy [S, 2] (file, line), meta.json, bad_records.txt (if any)
+                        num_targets.npy [S], sources.npy [S, 2] (file, line), members.npy [S] and borders.npy [R+1]
+                        (see dataset/packing.py), meta.json, bad_records.txt (if any)
 """
 
 import argparse
@@ -16,6 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import platform
 import shutil
@@ -25,22 +27,20 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.cache_build import build_arrays, format_report, say, write_json
+from dataset.cache_build import build_arrays, format_report
 from dataset.data_files import expand_paths
-from dataset.errors import Parser, UserError, reason, run_main
+from dataset.durable import fcntl, locked, sync_folder, write_json
+from dataset.errors import Parser, UserError, reason, run_main, say
 from dataset.formats import bad_records_message
 from dataset.tokenizing import KINDS, TokenizerSpec
 from dataset.worker_pool import stoppable
 
-try:
-    import fcntl
-except ImportError:  # Windows: without locks several ranks may build the same cache, and the last one's is kept
-    fcntl = None
-
-FORMAT_VERSION = 2  # to be raised whenever the same data would give other tokens, labels or another meta.json
+FORMAT_VERSION = 2  # to be raised whenever the same data would give other tokens or labels; checkpoints know it
+LAYOUT_VERSION = 2  # to be raised whenever the same samples would lie in other files
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_DIR = REPOSITORY / "dataset" / "cache"
 MAX_BAD_SHARE = 0.1
+LARGE = 1 << 28  # bytes of a cache from which on its pages are let go
 HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
@@ -53,6 +53,8 @@ class TokenCache:
     target_bytes  int64 [S]      UTF-8 bytes of the text that the sample's targets spell
     num_targets   int64 [S]
     sources       int64 [S, 2]   file (index into `files`) and line or row of the record
+    members       unsigned [S]   the samples row by row, where they are packed into R rows
+    borders       unsigned [R+1] row r is members[borders[r]:borders[r + 1]]
     report        dict           counts of records, samples, tokens, cuts and drops, and the lengths
     fingerprint   str            SHA-256 of data, tokenizer and settings
     """
@@ -64,6 +66,7 @@ class TokenCache:
         self.fingerprint: str = self.meta["fingerprint"]
         self.tokens, self.offsets, self.target_bytes = map(self._open, ("tokens", "offsets", "target_bytes"))
         self.num_targets, self.sources = map(self._open, ("num_targets", "sources"))
+        self.members, self.borders = map(self._open, ("members", "borders"))
         self.trained = self._open("trained") if self.meta["kind"] == "sft" else None
 
     def _open(self, name: str) -> np.ndarray:
@@ -71,6 +74,14 @@ class TokenCache:
 
     def __len__(self) -> int:
         return len(self.target_bytes)
+
+    def release(self) -> None:
+        """Unmap the pages of a large cache that were read so far, or all of it would count as this process's memory in
+        the end. They stay in the system's cache: mapping them again costs about a microsecond each."""
+        if sum(self.meta["sizes"].values()) > LARGE and hasattr(mmap, "MADV_DONTNEED"):
+            for array in vars(self).values():
+                if isinstance(array, np.memmap):
+                    array.base.madvise(mmap.MADV_DONTNEED)
 
     def __reduce__(self):
         return TokenCache, (str(self.path), self.files)
@@ -113,7 +124,7 @@ def build_token_cache(
         stamps = [_stamp(path) for path in paths]
         hashes = [file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
-        settings["tokenizer"] = spec.fingerprint()
+        settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
@@ -158,7 +169,7 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
     failure = folder.with_suffix(".error-skip" if options["skip_bad"] else ".error-stop")
     arrived = time.time()
     message = f"waiting for the token cache {folder.name}, which another process builds"
-    with _locked(folder.with_suffix(".lock"), message) as is_held:
+    with locked(folder.with_suffix(".lock"), message) as is_held:
         if _is_complete(folder):
             return
         if failure.exists() and failure.stat().st_mtime > arrived:
@@ -167,8 +178,8 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
         if is_held:
             _remove_leftovers(folder)
         building = folder.with_suffix(f".tmp-{HOST}-{uuid.uuid4().hex[:8]}")
-        building.mkdir()
         try:
+            building.mkdir()
             _build(building, stamps, spec, settings, options)
             _put_in_place(building, folder)
             failure.unlink(missing_ok=True)
@@ -203,7 +214,7 @@ def _put_in_place(building: Path, folder: Path) -> None:
     except OSError:
         if not _is_complete(folder):
             raise
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
@@ -215,7 +226,7 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes})
-    _sync_folder(folder)
+    sync_folder(folder)
     seconds = time.monotonic() - begin
     say(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
     say(format_report(report))
@@ -241,7 +252,7 @@ def file_hash(path: str, cache_dir: Path) -> str:
     """
     known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
     known.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
+    with locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
         stamp = _stamp(path)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             entry = json.loads(known.read_text(encoding="utf-8"))
@@ -266,31 +277,6 @@ def file_hash(path: str, cache_dir: Path) -> str:
 def _stamp(path: str) -> list[int]:
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
-
-
-@contextlib.contextmanager
-def _locked(path: Path, message: str):
-    """Hold the lock of that name, and say whether it is held; the system releases it however the process ends."""
-    with open(path, "ab") as file:
-        is_held = True
-        try:
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                say(message)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: as on Windows
-            is_held = False
-        yield is_held and fcntl is not None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename or a new file in the folder survive a power cut."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def available_cores() -> int:

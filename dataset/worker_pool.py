@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from dataset.data_files import Block
-from dataset.errors import STOP_SIGNALS, Interrupted, UserError
+from dataset.errors import STOP_SIGNALS, Interrupted, UserError, heeded_signals
 from dataset.tokenizing import BlockTokenizer, Samples
 
 Results = Iterator[tuple[Block, Samples]]
@@ -145,8 +145,7 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, _) -> None:
         raise Interrupted(number, f"by {signal.Signals(number).name}; the token cache is begun anew the next time")
 
-    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, stop) for number in heeded}
+    before = {number: signal.signal(number, stop) for number in heeded_signals()}
     try:
         yield
     finally:

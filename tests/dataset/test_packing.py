@@ -1,12 +1,14 @@
 """Packing: every sample once, no row too full, rows well filled, and the greedy rule it claims to follow."""
 
 import itertools
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset.lm_dataset import TokenDataset
 from dataset.packing import pack
 
 
@@ -45,6 +47,18 @@ def test_large_ragged_data_fill_rows_to_98_percent():
     members, borders = pack(lengths, 768)
     assert len(members) == len(lengths)
     assert lengths.sum() / (768 * (len(borders) - 1)) > 0.98
+
+
+def test_the_report_tells_how_full_the_rows_are(tmp_path):
+    def packed(lengths):
+        members, borders = pack(np.array(lengths), 100)
+        offsets = np.cumsum([0, *lengths])
+        cache = MagicMock(offsets=offsets, meta={"max_length": 100}, members=members, borders=borders)
+        cache.__len__.return_value = len(lengths)
+        return TokenDataset(cache, packing=True).describe()
+
+    assert packed([60, 40, 50, 50]) == "packing: 4 samples in 2 rows of 100 tokens, 100.0% filled, no sample split"
+    assert packed([51, 51, 51]) == "packing: 3 samples in 3 rows of 100 tokens, 51.0% filled, no sample split"
 
 
 def test_lengths_that_cannot_be():

@@ -54,7 +54,7 @@ PRELUDE = f"""
 import os, time
 from types import SimpleNamespace
 from tokenizers import Tokenizer
-from dataset import cache_build, data_files, token_cache, worker_pool
+from dataset import cache_build, data_files, durable, token_cache, worker_pool
 from dataset.errors import run_main
 from dataset.token_cache import build_token_cache
 
@@ -281,7 +281,7 @@ def test_a_signal_ends_a_build_at_once(number, group, processes, moment, long_fi
 
 def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache_dir):
     build = build_code(write("a.jsonl", TEXTS), cache_dir)
-    slow = "data_files.BLOCK_BYTES = 500\ncache_build.Progress.update = lambda *_: time.sleep(0.3)\n"
+    slow = "data_files.BLOCK_BYTES = 500\ncache_build.Progress.update = lambda *_: time.sleep(2)\n"
     building = start(slow + build)
     wait_for(lambda: under_way(cache_dir))
     waiting = [start(build), start(build)]
@@ -340,7 +340,7 @@ def test_leftovers_of_other_caches_go_unless_somebody_builds_them(write, tokeniz
 
 def test_two_processes_at_once_on_a_file_system_without_locks(write, cache_dir):
     path = write("a.jsonl", TEXTS)
-    code = "token_cache.fcntl = None\ncache_build.Progress.close = lambda _: time.sleep(1)\n"
+    code = "durable.fcntl = token_cache.fcntl = None\ncache_build.Progress.close = lambda _: time.sleep(1)\n"
     both = [start(code + build_code(path, cache_dir) + "print('ready')") for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in both]
     assert all(out.endswith("ready\n") and err == "" for out, err in outputs), outputs
