@@ -1,4 +1,4 @@
-"""MiniMind: a decoder-only transformer, dense or mixture of experts (MoE), in one plain file.
+"""MiniMind: a decoder-only transformer, dense or mixture of experts (MoE; see feed_forward.py).
 
 Names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights run in a stock
 `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` as they are.
@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
+
+from model.feed_forward import FeedForward, MOEFeedForward, load_balancing_loss, product_dtype
 
 
 class MiniMindConfig(PretrainedConfig):
@@ -72,7 +74,7 @@ def filler(rows: Tensor) -> int:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (arXiv:1910.07467), computed in float32."""
+    """Root mean square norm over the last dimension (arXiv:1910.07467), in float32; returns the weight's dtype."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -80,8 +82,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(self.weight.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -101,15 +103,14 @@ class RotaryEmbedding(nn.Module):
         return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.cat((position_ids[..., None].float() * self.inv_freq,) * 2, dim=-1)  # [..., D]
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        angles = position_ids[..., None].float() * self.inv_freq  # [..., D / 2]
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # [..., D]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head of x [..., heads, D] by the angles cos, sin [..., D]."""
-    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Rotate the halves of each head of x [..., heads, D] by the angles; `sin` [..., D] has the sign of its half."""
+    return torch.addcmul(x * cos.unsqueeze(-2), x.roll(x.shape[-1] // 2, dims=-1), sin.unsqueeze(-2))
 
 
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -118,18 +119,24 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seql
     One variable-length kernel where a GPU has it, else one call per sample, without masked blocks (on a CPU in float32:
     the bfloat16 kernel is compiled anew for every length)."""
     if not len(q):
-        return q + 0 * (k.sum() + v.sum())  # an empty micro-batch still gives every parameter its (zero) gradient
-    half, head_dim = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # an empty micro-batch gives every parameter a zero gradient
+    half, head_dim = v.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
     if q.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0):
         borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True)
+        return varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *borders, window_size=(-1, 0), enable_gqa=True)
+    return attention_by_sample(q, k, v, cu_seqlens)
+
+
+@torch.compiler.disable
+def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """`flat_attention`, one call per sample. The lengths are read on the host, so it stands between compiled parts."""
     lengths = cu_seqlens.diff().tolist()
     lengths += [len(q) - sum(lengths)]  # the filler
-    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+    dtype = torch.float32 if q.device.type == "cpu" else v.dtype
     pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
     with torch.autocast(q.device.type, enabled=False):
         out = torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces])
-    return out.to(q.dtype)
+    return out.to(v.dtype)
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -155,84 +162,21 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
+        x = x.to(product_dtype(x))  # once for the three of them
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))  # [..., H, D]
-        q, k = rotate(self.q_norm(q), *rotary).to(v.dtype), rotate(self.k_norm(k), *rotary).to(v.dtype)
+        q, k = rotate(self.q_norm(q), *rotary), rotate(self.k_norm(k), *rotary)
         if flat is not None:
             out = flat_attention(q, k, v, *flat)
             return self.dropout(self.o_proj(out.flatten(-2)))
+        q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None:  # transformers' caches hold [B, G, T, D]
             k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         return self.dropout(self.o_proj(padded_attention(q, k, v, mask).flatten(-2)))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
-
-    def __init__(self, config: MiniMindConfig, intermediate_size: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor) -> Tensor:
-    """Linear layer i on rows [ends[i-1], ends[i]) of x [R, in] -> [R, out], as one grouped matrix product: the number
-    of rows per layer stays on the device (no host sync), and a layer without rows gets a zero gradient."""
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    weights = torch.stack([layer.weight.to(dtype) for layer in layers]).transpose(1, 2)  # [E, in, out]
-    if hasattr(F, "grouped_mm") and (x.device.type == "cpu" or (x.is_cuda and dtype == torch.bfloat16)):
-        return F.grouped_mm(x.to(dtype), weights, offs=ends)
-    bounds = [0, *ends.tolist()]  # where torch has no such kernel (float32 on a GPU): a host sync
-    return torch.cat([x[a:b].to(dtype) @ w for a, b, w in zip(bounds[:-1], bounds[1:], weights, strict=True)])
-
-
-class MOEFeedForward(nn.Module):
-    """Top-k routed experts (Qwen3-MoE's arithmetic): softmax over experts, the best K of them, weighted sum."""
-
-    def __init__(self, config: MiniMindConfig):
-        super().__init__()
-        self.num_experts, self.top_k, self.norm = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        experts = [FeedForward(config, config.moe_intermediate_size) for _ in range(config.num_experts)]
-        self.experts = nn.ModuleList(experts)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N, K])."""
-        flat = x.reshape(-1, x.shape[-1])  # [N, C]
-        probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
-        weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
-        weight = weight / weight.sum(dim=-1, keepdim=True) if self.norm else weight
-        order = chosen.flatten().argsort(stable=True)  # the N * K assignments, sorted by expert
-        token = order // self.top_k
-        ends = F.one_hot(chosen.flatten(), self.num_experts).sum(dim=0).cumsum(0).to(torch.int32)  # [E]
-        rows = flat[token]
-        gate = grouped_linear(rows, [e.gate_proj for e in self.experts], ends)
-        up = grouped_linear(rows, [e.up_proj for e in self.experts], ends)
-        out = grouped_linear(F.silu(gate) * up, [e.down_proj for e in self.experts], ends)
-        out = out * weight.flatten()[order, None].to(out.dtype)
-        return torch.zeros_like(flat, dtype=out.dtype).index_add(0, token, out).view(x.shape), (probs, chosen)
-
-
-def load_balancing_loss(probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int) -> Tensor:
-    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, for one layer.
-
-    f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
-    arXiv:2101.03961, eq. 4). Per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) the loss is a sum that micro-batches
-    and ranks do not change. `probs` [N, E], `chosen` [N, K], `sample` [N]; sample number `num_samples` is padding."""
-    picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
-    totals = probs.new_zeros(num_samples + 1, probs.shape[-1])
-    counts = totals.index_add(0, sample, picked)[:num_samples]
-    masses = totals.index_add(0, sample, probs)[:num_samples]
-    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)
-    return probs.shape[-1] * ((counts * masses).sum(dim=-1) / lengths).sum()
-
-
-class MiniMindBlock(nn.Module):
+class MiniMindBlock(GradientCheckpointingLayer):
     """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
@@ -272,7 +216,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = MiniMindConfig
     base_model_prefix = "model"
-    _supports_sdpa = True
+    _supports_sdpa = supports_gradient_checkpointing = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own form)
 
     def __init__(self, config: MiniMindConfig):
@@ -285,6 +229,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         super()._init_weights(module)
         if isinstance(module, RotaryEmbedding):  # from_pretrained builds on the meta device: fill the buffer again
             module.inv_freq.copy_(module.frequencies()[0])
+        elif isinstance(module, MOEFeedForward):
+            module.load.zero_()
 
     def forward(
         self,
@@ -346,5 +292,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
 
     def _aux_loss(self, routings: list, sample: Tensor, num_samples: int) -> Tensor:
-        losses = [load_balancing_loss(probs, chosen, sample, num_samples) for probs, chosen in routings]
+        losses = [
+            load_balancing_loss(*routing, sample, num_samples, layer.mlp.load if self.training else None)
+            for layer, routing in zip(self.model.layers, routings, strict=True)
+        ]
         return self.config.router_aux_loss_coef * torch.stack(losses).sum()

@@ -275,7 +275,7 @@ def test_the_load_balancing_loss_is_switch_transformers():
     """One sample, one layer: E * sum f_e P_e from transformers' own function, times the tokens."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    from model.model_minimind import load_balancing_loss
+    from model.feed_forward import load_balancing_loss
 
     logits = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
     probs = logits.softmax(-1)
