@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dataset.errors import Parser, UserError
 from model.model_minimind import MiniMindConfig
+from trainer.optim import OPTIMIZERS
 from trainer.tracker import MODES
 from trainer.trainer_utils import ROOT, native_float16, pick_device
 
@@ -31,6 +32,25 @@ def trained_model_flags(parser: argparse._ActionsContainer) -> None:
     flag("--save_dir", default=str(ROOT / "out"), help="folder of the weights")
     flag("--tokenizer_path", default=str(ROOT / "model"), help="folder of the tokenizer they were trained with")
     flag("--device", default="auto", help="auto, cuda, mps or cpu")
+
+
+def machine_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that say where and how a stage computes."""
+    flag = parser.add_argument
+    flag("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu")
+    flag(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="autocast; weights stay float32",
+    )
+    flag("--num_workers", type=int, default=0, help="loader processes per rank")
+    flag("--use_compile", type=int, choices=[0, 1], default=0, help="1: torch.compile")
+    flag(
+        "--parallel", choices=["ddp", "fsdp"], default="ddp", help="several ranks: a copy of the model each, or shards"
+    )
+    flag("--activation_checkpointing", type=int, choices=[0, 1], default=0, help="1: less memory, a third more work")
+    flag("--rank_timeout", type=int, default=600, help="seconds without a sign of another rank until it counts as lost")
 
 
 def stage_parser(description: str, **defaults) -> Parser:
@@ -60,30 +80,17 @@ def stage_parser(description: str, **defaults) -> Parser:
     flag("--accumulation_steps", type=int, default=1, help="micro-batches per update")
     flag("--learning_rate", type=float, help="peak; follows a cosine down to a tenth")
     flag("--warmup_updates", type=int, default=0, help="updates of linear warm-up")
-    flag("--weight_decay", type=float, default=0.01, help="AdamW's, on matrices only")
+    flag("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, or muon for the layers' matrices")
+    flag("--weight_decay", type=float, default=0.01, help="the optimizer's, on matrices only")
     flag("--grad_clip", type=float, default=1.0, help="largest norm of the gradient; 0: no clipping")
     flag("--max_seq_len", type=int, help="longest sample, in tokens")
     flag("--packing", type=int, choices=[0, 1], default=0, help="1: fill rows of --max_seq_len with whole samples")
     flag("--seed", type=int, default=42, help="of weights, order of samples and dropout")
-    flag(
-        "--on_bad_data",
-        choices=["stop", "skip"],
-        default="stop",
-        help="at a record that cannot be used: stop there, or skip and list all of them",
-    )
+    flag("--on_bad_data", choices=["stop", "skip"], default="stop", help="at a bad record: stop, or skip and list all")
     flag("--max_bad_share", type=float, default=0.1, help="share of bad records above which skipping stops")
     flag("--max_bad_updates", type=int, default=5, help="updates in a row without a finite gradient that end the run")
     flag("--extend_epochs", type=int, choices=[0, 1], default=0, help="1: a resumed run may have more --epochs")
-    flag = parser.add_argument_group("machine").add_argument
-    flag("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu")
-    flag(
-        "--dtype",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        default="auto",
-        help="autocast; weights stay float32",
-    )
-    flag("--num_workers", type=int, default=0, help="loader processes per rank")
-    flag("--use_compile", type=int, choices=[0, 1], default=0, help="1: torch.compile")
+    machine_flags(parser.add_argument_group("machine"))
     flag = parser.add_argument_group("logging").add_argument
     flag("--log_interval", type=int, default=100, help="micro-batches between log points")
     flag("--save_interval", type=int, default=1000, help="micro-batches between checkpoints; each epoch ends with one")
@@ -104,6 +111,7 @@ def check_args(args: argparse.Namespace) -> None:
     at_least = {"epochs": 1, "batch_size": 1, "accumulation_steps": 1, "max_seq_len": 8, "num_hidden_layers": 1}
     at_least |= {"log_interval": 1, "save_interval": 1, "eval_interval": 0, "warmup_updates": 0, "num_workers": 0}
     at_least |= {"weight_decay": 0, "grad_clip": 0, "seed": 0, "hidden_size": 16, "max_bad_updates": 1}
+    at_least |= {"rank_timeout": 1}
     given = vars(args)
     wrong = [f"--{k} {given[k]} must be {low} or more" for k, low in at_least.items() if not given[k] >= low]
     at_most = {"weight_decay": 1, "seed": 2**63 - 1, "max_seq_len": MiniMindConfig().max_position_embeddings}
@@ -129,9 +137,14 @@ def machine_mistakes(args: argparse.Namespace) -> list[str]:
         device = pick_device(args.device, int(os.environ.get("LOCAL_RANK", "0")))
     except UserError as error:
         return [str(error)]
+    wrong = []
     if args.dtype == "float16" and not native_float16(device):
-        return [f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)"]
-    return []
+        wrong.append(f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)")
+    if args.use_compile and args.parallel == "fsdp":
+        wrong.append("--use_compile 1 does not go with --parallel fsdp; leave one of them out")
+    if args.optimizer == "muon" and args.parallel == "fsdp":
+        wrong.append("--optimizer muon needs whole matrices, --parallel fsdp has parts of them; leave one of them out")
+    return wrong
 
 
 def model_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dataset.errors import UserError
-from trainer.checkpoint import atomic_write
+from trainer.files import atomic_write
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ class MetricsLog:
 
     Args:
         path: the metrics file.
-        total_updates: length of the whole run, for the bar and the time left.
+        total_updates: length of the whole run, for the bar.
         last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
             an empty file.
     """
@@ -57,20 +57,13 @@ class MetricsLog:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
             ) from error
-        text = f"{head}, {describe(record)}, eta: {self.time_left(record)}"
+        eta = f"eta: {duration(record['seconds_left'])}"
+        text = f"{head}, {describe(record)}, {eta}"
         if self.bar is None:
             print(text, flush=True)
         else:
             self.bar.write(text, file=sys.stdout)
-            self.bar.set_postfix_str(
-                f"{number('loss', record['loss'], '.4f')}, eta: {self.time_left(record)}", refresh=False
-            )
-
-    def time_left(self, record: dict[str, Any]) -> str:
-        """Seconds per update so far, times the updates to come."""
-        seconds = record["seconds"] / record["update"] * (self.total_updates - record["update"])
-        hours, minutes = divmod(round(seconds / 60), 60)
-        return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
+            self.bar.set_postfix_str(f"{number('loss', record['loss'], '.4f')}, {eta}", refresh=False)
 
     def close(self) -> None:
         """Flush to the disk and leave the terminal tidy."""
@@ -81,6 +74,17 @@ class MetricsLog:
             self.file.close()
         if self.bar is not None:
             self.bar.close()
+
+
+def duration(seconds: float) -> str:
+    """A time for a person."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
+
+
+def headline(record: dict[str, Any], epochs: int, iters: int) -> str:
+    """Where a record stands in the run: epoch and micro-batch."""
+    return f"Epoch:[{record['epoch'] + 1}/{epochs}]({record['step']}/{iters})"
 
 
 def number(name: str, value: float | None, form: str) -> str:
@@ -94,6 +98,9 @@ def describe(record: dict[str, Any]) -> str:
     parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
     parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
+    if record.get("dead_experts") is not None:
+        ratio = record["expert_max_min"]
+        parts += [f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}, dead: {record['dead_experts']}"]
     parts += [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
     if "skipped" in record:
         parts += [f"updates left out: {len(record['skipped'])}"]

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from dataset.errors import STOP_SIGNALS, Interrupted, LostRank, UserError, reason
+from dataset.errors import STOP_SIGNALS, Interrupted, LostRank, UserError, heeded_signals, reason
 
 # How gloo and NCCL word it when a peer is gone (torch 2.11 to 2.13); they have no exception type of their own.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out wait")
+SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
 LOST += (
     "remote process exited",
     "Socket closed",
@@ -37,10 +38,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._owner = os.getpid()
-        heeded = [
-            number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-        ]  # nohup ignores SIGHUP
-        self._before = {number: signal.signal(number, self._receive) for number in heeded}
+        self._before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
         return self
 
     def __exit__(self, *_) -> None:
@@ -94,8 +92,15 @@ def explained() -> Iterator[None]:
                 "checkpoint"
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
-            raise LostRank(
-                f"rank {dist.get_rank()}: another rank ended while this one waited for it ({reason(error)}); the "
-                "reason is what that rank or torchrun says; --from_resume 1 goes on from the last checkpoint"
-            ) from error
+            raise LostRank(lost_rank_message(error)) from error
         raise
+
+
+def lost_rank_message(error: Exception) -> str:
+    """What a failed collective tells: a rank that ended closes its connections; a network cut off says nothing."""
+    if any(phrase in str(error) for phrase in SILENT):
+        what = "no sign of another rank for --rank_timeout seconds: its machine or the network is down, or it hangs"
+        then = "when it is back, the same commands with"
+    else:
+        what, then = "another rank ended while this one waited for it", "the reason is what that rank or torchrun says;"
+    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then} --from_resume 1 go on from the last checkpoint"

@@ -8,7 +8,6 @@ ranks and micro-batches, divided by their number: how the update was cut into mi
 import gc
 import math
 import signal
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataset.errors import Interrupted, UserError
-from trainer.checkpoint import lm_checkpoint, resume_path, save_weights, unwrap, weight_path
-from trainer.speed import Meter
-from trainer.state import Batch, TrainState
+from trainer.checkpoint import lm_checkpoint, resume_path, save_weights, weight_path
+from trainer.console import headline
+from trainer.diagnosis import explain_speed
+from trainer.files import forms
+from trainer.parallel import accumulate, is_sharded, unwrap, whole
+from trainer.state import Batch, Size, TrainState
+from trainer.tracker import drawable
 from trainer.trainer_utils import gather, is_main_process, reduce_sum, this_rank, world_size
 
 
@@ -52,15 +55,16 @@ def seed_micro_batch(seed: int, update: int, micro_batch: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0]))
 
 
-def update_size(state: TrainState, window: list[Batch]) -> tuple[float, float, bool]:
-    """Targets and tokens of an update over all ranks, and whether a rank was asked to stop.
+def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
+    """Targets and tokens of an update over all ranks, and whether a rank was asked to stop. `sizes`: of this rank's
+    micro-batches.
 
     The ranks' hosts meet here, over gloo; the device is not waited for, and a rank that is gone is noticed.
     """
-    sizes = [state.size(batch) for batch in window]
     targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
     host = torch.tensor([targets, tokens, state.stop.signal], dtype=torch.float64)
-    targets, tokens, stop = reduce_sum(host).tolist()
+    with state.meter.timing("comm"):
+        targets, tokens, stop = reduce_sum(host).tolist()
     return targets, tokens, stop > 0
 
 
@@ -87,11 +91,10 @@ def train_update(
     sums = torch.zeros(2, dtype=exact, device=state.device)
     for i, batch in enumerate(window):
         seed_micro_batch(args.seed, state.update, i)
-        last = i == len(window) - 1
-        # DDP averages the gradients over the ranks, once per update; times world_size makes it their sum
-        with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+        with accumulate(model, last=i == len(window) - 1):
             with state.autocast:
                 loss, aux_loss = state.loss_fn(model, to_device(batch, state.device))
+            # the gradients are averaged over the ranks, once per update; times world_size makes it their sum
             update_loss = (loss / targets + aux_loss / tokens) * world_size()
             # 1 for a finite loss; else NaN, so that the gradient, which all ranks share, tells of it
             contagion = 1.0 + 0.0 * update_loss.detach()
@@ -99,7 +102,7 @@ def train_update(
         sums += torch.stack((loss.detach(), aux_loss.detach())).to(exact)
     state.scaler.unscale_(state.optimizer)
     limit = args.grad_clip or float("inf")
-    grad_norm = nn.utils.clip_grad_norm_(unwrap(model).parameters(), limit)
+    grad_norm = whole(nn.utils.clip_grad_norm_(unwrap(model).parameters(), limit))
     means = reduce_sum(sums) / torch.tensor([targets, tokens], dtype=exact, device=state.device)
     state.bad_updates.step(state.optimizer, state.scaler, means, grad_norm)
     state.optimizer.zero_grad(set_to_none=True)
@@ -122,19 +125,22 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         UserError: too many updates in a row without a finite gradient, or a file cannot be written.
     """
     args = state.args
-    batches, step, meter = iter(loader), start_step, Meter()
+    batches, step, meter = iter(loader), start_step, state.meter
+    meter.restart()
     state.iters = iters
     state.model.train()
     while step < iters and not state.finished:
         window = meter.fetch(batches, min(args.accumulation_steps, iters - step))
-        targets, tokens, stop = update_size(state, window)
+        sizes = [state.size(batch) for batch in window]
+        targets, tokens, stop = update_size(state, sizes)
         if stop:
-            save_and_leave(state, meter, wandb)
+            save_and_leave(state, wandb)
         state.hooks.batch_start(state)
-        meter.count(map(state.size, window))
+        meter.count(sizes)
         before, step = step, step + len(window)
         lr = state.learning_rate(state.update + 1)
         means, grad_norm = train_update(state, window, lr, targets, tokens)
+        meter.launch(state.device)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         if state.metrics is not None:
             state.metrics.tick(state.update)
@@ -145,12 +151,14 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.bad_updates.note(state.update, window, read=logging or state.device.type == "cpu")
         saving = state.save_due and not state.bad_updates.in_a_row  # else what is saved stays the last good state
         if logging:
-            state.record = make_record(state, iters, means, grad_norm, meter, evaluating)
+            state.record = make_record(state, iters, means, grad_norm, evaluating)
         if saving:
-            save_checkpoint(state, wandb)
+            with meter.timing("save"):
+                save_checkpoint(state, wandb)
         finish_update(state, wandb)
+        explain_speed(state)
         if logging:
-            meter = Meter()  # saving and evaluating are not training time
+            meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # a loader ends its processes when it is asked for more than there is
 
@@ -160,13 +168,14 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
-def make_record(state: TrainState, iters: int, means, grad_norm, meter: Meter, evaluating: bool) -> dict:
+def make_record(state: TrainState, iters: int, means, grad_norm, evaluating: bool) -> dict:
     """The log record of the update just made. The host waits for the device here, and nowhere else in the loop."""
     logits_loss, aux_loss = means.tolist()
     record = {"update": state.update, "epoch": state.epoch, "step": state.step, "iters": iters}
     values = {"loss": logits_loss + aux_loss, "logits_loss": logits_loss, "aux_loss": aux_loss}
     values |= {"learning_rate": float(state.optimizer.param_groups[0]["lr"]), "grad_norm": float(grad_norm)}
-    record |= {key: finite(value) for key, value in values.items()} | meter.read(state)
+    record |= {key: finite(value) for key, value in values.items()} | state.meter.read(state)
+    record |= state.expert_load.take(unwrap(state.model))
     skipped = state.bad_updates.take()
     return record | ({"evaluating": True} if evaluating else {}) | ({"skipped": skipped} if skipped else {})
 
@@ -177,22 +186,23 @@ def finite(value: float) -> float | None:
 
 
 def save_checkpoint(state: TrainState, wandb=None) -> None:
-    """Write the resume state, then the weights for use (rank 0, in the background). The pending record is saved too: a
-    run killed while it evaluates finishes that report when it is resumed."""
+    """Write the resume state, then the weights for use, in the background; called on all ranks. The pending record is
+    saved too: a run killed while it evaluates finishes that report when it is resumed."""
     state.save_due = False
     args = state.args
-    if is_main_process():
-        state.writer.wait()  # at most one copy of the state waits in memory
-        where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
-        parts = where | {"writer": state.writer} | state.progress()
-        lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
-        save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config), state.writer)
-    state.hooks.checkpoint_saved(state, resume_path(args.checkpoint_dir, args.save_weight, state.lm_config))
+    state.writer.wait()  # at most one copy of the state waits in memory
+    where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
+    parts = where | {"writer": state.writer} | state.progress()
+    lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
+    save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config), state.writer)
+    path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    state.hooks.checkpoint_saved(state, forms(path)[is_sharded(state.model)])
 
 
-def save_and_leave(state: TrainState, meter: Meter, wandb=None) -> None:
+def save_and_leave(state: TrainState, wandb=None) -> None:
     """Grant a wish to stop, at the end of an update: save, and raise Interrupted."""
-    meter.read(state)  # what was trained since the last record counts
+    state.meter.read(state)  # what was trained since the last record counts
+    state.expert_load.read(unwrap(state.model))
     state.bad_updates.read()
     save_checkpoint(state, wandb)
     raise interrupted(state)
@@ -225,22 +235,23 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
     """
     record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        held_out = state.hooks.validate(state, evaluate)
+        with state.meter.timing("evaluate"):
+            held_out = state.hooks.validate(state, evaluate)
         if held_out is None:
             raise interrupted(state)
         record |= held_out
         is_best = state.is_best(held_out)
-        if is_best and is_main_process():
+        if is_best:
             best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
             save_weights(state.model, best, state.writer)
         state.hooks.validation_end(state, held_out, is_best)
-    head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{record.pop('iters')})"
+    head = headline(record, state.args.epochs, record.pop("iters"))
     if is_main_process():
         state.writer.check()
     if state.metrics is not None:
         state.metrics.write(record, head)
     if wandb is not None:
-        wandb.log({key: value for key, value in record.items() if key not in ("update", "seconds")}, record["update"])
+        wandb.log(drawable(record, leave_out=("update", "seconds")), record["update"])
     return record
 
 
@@ -254,9 +265,12 @@ def evaluate(state: TrainState, loader: DataLoader) -> dict[str, float | None] |
     model = unwrap(state.model)
     model.eval()
     sums: dict[str, float] = {}
-    targets = text_bytes = stop = 0
+    targets = text_bytes = 0
+    stop = False
     for batch in loader:
-        stop = int(state.stop.signal > 0)
+        stop = state.stop.signal > 0
+        if is_sharded(model):  # each forward pass takes all ranks
+            stop = bool(reduce_sum(torch.tensor(float(stop))) > 0)
         if stop:
             break
         size = state.size(batch)

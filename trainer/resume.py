@@ -11,16 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from dataset.durable import fcntl
 from dataset.errors import UserError
 from dataset.token_cache import TokenCache, file_hash
 from model.model_minimind import MiniMindConfig
 from trainer.checkpoint import lm_checkpoint, run_name, weight_path
 from trainer.trainer_utils import Logger, gather, get_lr, world_size
-
-try:
-    import fcntl
-except ImportError:  # Windows: two runs of one name are not kept apart
-    fcntl = None
 
 Contract = dict[str, Any]
 
@@ -50,7 +46,7 @@ def sole_writer(args: Namespace) -> Iterator[None]:
 
 
 def _claim(file, path: Path) -> None:
-    if fcntl is None:
+    if fcntl is None:  # Windows: two runs of one name are not kept apart
         return
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,7 +88,8 @@ def describe_run(args: Namespace, shape: Contract, data: Contract, samples: int)
 
     shape: of the model. data: what identifies the data. samples: items of an epoch.
     """
-    same = ("epochs", "learning_rate", "warmup_updates", "weight_decay", "grad_clip", "max_seq_len", "packing", "seed")
+    same = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_decay", "grad_clip", "max_seq_len")
+    same += ("packing", "seed")
     run = {key: getattr(args, key) for key in same} | shape
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run |= {"samples": samples} | data
@@ -141,7 +138,7 @@ def _all_ranks_agree(run: Contract, saved: dict[str, Any] | None) -> None:
     everyone = gather((run, position))
     for rank, views in enumerate(everyone):
         for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):
-            differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+            differing = _differing(first, other)
             fields = "; ".join(
                 f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in differing
             )
@@ -150,6 +147,10 @@ def _all_ranks_agree(run: Contract, saved: dict[str, Any] | None) -> None:
                     f"the ranks do not see the same {what} ({fields}); all machines need the same files: a file system "
                     "that they share, or copies"
                 )
+
+
+def _differing(one: Contract, other: Contract) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
 
 
 def keep_global_batch(args: Namespace, run: Contract, saved: dict[str, Any]) -> str:
@@ -187,7 +188,7 @@ def check_same_run(saved: Contract, current: Contract, extend_epochs: bool = Fal
     Raises:
         UserError: with every differing field and both its values, and `hint`.
     """
-    differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    differing = _differing(saved, current)
     if "epochs" in differing:
         if extend_epochs and current["epochs"] > saved["epochs"]:
             differing.remove("epochs")

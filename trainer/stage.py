@@ -16,12 +16,14 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig
 from trainer.arguments import check_args, model_config, stage_parser
 from trainer.bad_updates import BadUpdates
-from trainer.checkpoint import run_name, save_weights, weight_path
+from trainer.checkpoint import metrics_path, run_name, save_weights, weight_path
 from trainer.console import MetricsLog
 from trainer.interrupt import StopRequest, end_loader_processes, explained
 from trainer.loop import finish_update, leave_group, save_checkpoint, train_epoch
+from trainer.optim import make_optimizer
+from trainer.parallel import wrap_model
 from trainer.resume import data_of, describe_run, find_checkpoint, lm_shape, sole_writer, total_updates
-from trainer.speed import matrix_rate
+from trainer.speed import autocast_dtype, matrix_rate
 from trainer.state import LossFn, TrainState
 from trainer.tracker import Tracker
 from trainer.trainer_utils import (
@@ -32,13 +34,11 @@ from trainer.trainer_utils import (
     init_model,
     is_main_process,
     load_tokenizer,
-    make_optimizer,
     mixed_precision,
     pick_device,
     setup_seed,
     steps_per_epoch,
     world_size,
-    wrap_model,
 )
 
 
@@ -69,8 +69,10 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn, stop: Sto
     """
     # 1. Environment and seed. The data are tokenised first, while no other process waits in a collective.
     data = load_data(dataset_class, args)
-    local_rank = init_distributed_mode()
+    local_rank = init_distributed_mode(args.rank_timeout)
     setup_seed(args.seed)
+    if args.packing:
+        Logger(data.train.describe())
 
     # 2. Model shape, the run's contract, and the checkpoint to go on from.
     lm_config = model_config(args, data.tokenizer)
@@ -84,17 +86,17 @@ def train_stage(args: Namespace, dataset_class: type, loss_fn: LossFn, stop: Sto
     # 4. SwanLab.
     wandb = start_tracker(args, run, saved)
 
-    # 5. Model and optimizer.
+    # 5. Model, compiled, on the device: DDP or FSDP where there are ranks.
     from_weight = "none" if saved else args.from_weight  # a checkpoint replaces them
-    model, _ = init_model(lm_config, from_weight, args.tokenizer_path, args.save_dir, device)
-    optimizer = make_optimizer(model, args.learning_rate, args.weight_decay)
+    model, _ = init_model(lm_config, from_weight, args.tokenizer_path, args.save_dir)
+    wrapped = wrap_model(model, device, args)
 
-    # 6. The state of the run, restored from the checkpoint.
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "autocast": autocast, "device": device}
+    # 6. Optimizer, of the parameters as they now are.
+    optimizer = make_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+
+    # 7. The state of the run, restored from the checkpoint.
+    parts = {"model": wrapped, "optimizer": optimizer, "scaler": scaler, "autocast": autocast, "device": device}
     state = make_state(args, lm_config, data, run, saved, loss_fn=loss_fn, stop=stop, **parts)
-
-    # 7. Compile and DDP.
-    state.model = wrap_model(model, bool(args.use_compile))
 
     # 8. Train.
     with finished_files(state, wandb):
@@ -148,10 +150,7 @@ def start_tracker(args: Namespace, run: dict[str, Any], saved: dict[str, Any] | 
 
 def measured_peak(autocast, device: torch.device) -> float:
     """Matrix rate of all ranks together, in the dtype that the run multiplies in."""
-    dtype = torch.get_autocast_dtype(device.type)
-    with autocast:
-        dtype = dtype if torch.is_autocast_enabled(device.type) else torch.float32
-    return matrix_rate(device, dtype) * world_size()
+    return matrix_rate(device, autocast_dtype(autocast, device)) * world_size()
 
 
 def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run, saved, **parts) -> TrainState:
@@ -166,11 +165,8 @@ def make_state(args: Namespace, lm_config: MiniMindConfig, data: StageData, run,
         state.restore(saved)
         Logger(f"resuming {args.save_weight} at epoch {state.epoch + 1}, update {state.update} of {updates}")
     if is_main_process():
-        path = weight_path(args.save_dir, args.save_weight, lm_config).with_name(
-            f"{run_name(args.save_weight, lm_config)}_metrics.jsonl"
-        )
-        pending = 1 if state.record else 0
-        state.metrics = MetricsLog(path, updates, state.update - pending if saved else None)
+        path = metrics_path(args.save_dir, run_name(args.save_weight, lm_config))
+        state.metrics = MetricsLog(path, updates, state.reported_update if saved else None)
     return state
 
 
@@ -196,9 +192,8 @@ def finished_files(state: TrainState, wandb: Tracker | None) -> Iterator[None]:
 def save_last_weights(state: TrainState) -> None:
     """Write what the run was for, and say where it lies."""
     path = weight_path(state.args.save_dir, state.args.save_weight, state.lm_config)
-    if is_main_process():
-        if state.save_due:
-            save_checkpoint(state)
-        save_weights(state.model, path, state.writer)
-        state.writer.wait()
+    if state.save_due:
+        save_checkpoint(state)
+    save_weights(state.model, path, state.writer)
+    state.writer.wait()
     Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataset.errors import UserError
-from model.model_minimind import MiniMindConfig
+from model.model_minimind import MiniMindConfig, filler
 from trainer.bad_updates import BadUpdates
-from trainer.checkpoint import Writer, unwrap
 from trainer.console import MetricsLog
+from trainer.expert_load import ExpertLoad
+from trainer.files import Writer
 from trainer.interrupt import StopRequest
-from trainer.speed import training_flops
-from trainer.trainer_utils import get_lr, world_size
+from trainer.parallel import unwrap
+from trainer.sharded import with_tensors
+from trainer.speed import Meter, training_flops
+from trainer.trainer_utils import warmup_cosine, world_size
 
 Batch = dict[str, Any]
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
@@ -36,6 +39,16 @@ class Size(NamedTuple):
     tokens: int
     text_bytes: int = 0  # that the targets spell; 0: bits per byte mean nothing here
     flops: float = 0.0
+    samples: int = 0
+    filler: int = 0  # rows that a model adds on the CPU
+
+
+def flat_size(batch: Batch, lm_config: MiniMindConfig) -> Size:
+    """How large a flat batch of tokens is for a language model of this shape."""
+    targets, tokens = len(batch["targets"]), len(batch["input_ids"])
+    flops = training_flops(lm_config, tokens, targets, batch["cu_seqlens"])
+    samples, extra = len(batch["cu_seqlens"]) - 1, filler(batch["input_ids"])
+    return Size(targets, tokens, batch["target_bytes"], flops, samples, extra)
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -99,6 +112,8 @@ class TrainState:
     writer: Writer = field(default_factory=Writer)
     stop: StopRequest = field(default_factory=StopRequest)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
+    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
+    meter: Meter = field(default_factory=Meter)  # of this process
     monitor: tuple[str, str] = ("eval_loss", "min")  # the held-out metric that tells which weights are best
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # somebody wants no further update, on all ranks alike
@@ -120,16 +135,13 @@ class TrainState:
         torch sets it."""
         if self.schedule is not None:
             return self.schedule(update)
-        warmup = min(1.0, update / max(1, self.args.warmup_updates))
-        return warmup * get_lr(update, self.total_updates, self.args.learning_rate)
+        return warmup_cosine(update, self.total_updates, self.args.learning_rate, self.args.warmup_updates)
 
     def size(self, batch: Batch) -> Size:
         """How large a micro-batch is."""
         if self.size_fn is not None:
             return self.size_fn(batch)
-        targets, tokens = len(batch["targets"]), len(batch["input_ids"])
-        flops = training_flops(self.lm_config, tokens, targets, batch["cu_seqlens"])
-        return Size(targets, tokens, batch["target_bytes"], flops)
+        return flat_size(batch, self.lm_config)
 
     def held_out_sums(self, batch: Batch) -> dict[str, Tensor]:
         """Sums over a held-out batch's targets, by name; `loss` is one of them."""
@@ -158,18 +170,26 @@ class TrainState:
         """Samples of the current epoch that are trained, over all ranks."""
         return min(self.run["samples"], self.step * self.args.batch_size * world_size())
 
+    @property
+    def reported_update(self) -> int:
+        """The last update whose record, if it has one, is in the metrics file."""
+        return self.update - (self.record is not None)
+
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves beside weights and optimizer."""
         parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks}
+        parts["expert_load"] = self.expert_load
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over a checkpoint: weights, optimizer, scaler and progress."""
+        saved = with_tensors(saved, unwrap(self.model))
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         self.optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])
+        self.expert_load.load_state_dict(saved["expert_load"])
         self.hooks.load_state_dict(saved["hooks"])
         for key in SAVED:
             setattr(self, key, saved[key])

@@ -1,7 +1,9 @@
 """SwanLab behind a queue: whatever it does (missing, not logged in, raising, hanging), training goes on unchanged."""
 
+import math
 import queue
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from dataset.errors import reason, warn
@@ -9,6 +11,15 @@ from dataset.errors import reason, warn
 MODES = {"cloud": "online", "online": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 
 START_PATIENCE, END_PATIENCE = 30.0, 60.0  # seconds
+
+
+def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:
+    """What of a log record a tracker can draw: finite numbers, those of a list as `name/0`, `name/1` ..."""
+    points = {}
+    for key in record.keys() - {"skipped", *leave_out}:
+        value = record[key]
+        points |= {f"{key}/{i}": item for i, item in enumerate(value)} if isinstance(value, list) else {key: value}
+    return {key: v for key, v in sorted(points.items()) if isinstance(v, int | float) and math.isfinite(v)}
 
 
 class Tracker:

@@ -2,7 +2,7 @@
 
     python train_full_sft.py --data_path ../dataset/sft.jsonl                                    a CPU, a Mac or one GPU
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py --data_path ...       two GPUs
-    torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --nproc_per_node 8 train_full_sft.py ...  2 hosts
+    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_full_sft.py ...  2 hosts
     python train_full_sft.py --data_path ... --from_resume 1                                     after an interruption
 
 Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms in README.md). Only what the assistant

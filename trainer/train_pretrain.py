@@ -2,7 +2,7 @@
 
     python train_pretrain.py --data_path ../dataset/pretrain.jsonl                               a CPU, a Mac or one GPU
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_pretrain.py --data_path ...       two GPUs
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \\
+    torchrun --nnodes 2 --nproc_per_node 8 --node_rank N --master_addr HOST \\
         train_pretrain.py --data_path ...                                                        on each of two machines
 
 Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len becomes

@@ -3,20 +3,19 @@
 `lm_checkpoint` lives in trainer/checkpoint.py and is offered here under the name that MiniMind users know.
 """
 
-import inspect
 import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +25,7 @@ from dataset.token_cache import available_cores, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.checkpoint import lm_checkpoint, load_weights, weight_path
 from trainer.interrupt import ignore_stop_signals
+from trainer.parallel import is_main_process, this_rank, world_size
 
 __all__ = [
     "Logger",
@@ -38,17 +38,8 @@ __all__ = [
     "setup_seed",
 ]
 
+MEETING = timedelta(days=1)
 ROOT = Path(__file__).resolve().parents[1]  # the repository; default paths start here, not in the current folder
-
-
-def is_main_process() -> bool:
-    """True on rank 0, and where there is only one process."""
-    return this_rank() == 0
-
-
-def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def reduce_sum(values: Tensor) -> Tensor:
@@ -72,8 +63,13 @@ def Logger(text: str) -> None:
         print(text, flush=True)
 
 
-def init_distributed_mode() -> int:
+def init_distributed_mode(rank_timeout: float = 600) -> int:
     """Join the process group that torchrun describes in the environment; gloo for CPU tensors, NCCL for CUDA ones.
+
+    Args:
+        rank_timeout: seconds that a rank waits for another one in a collective until it takes it for lost. A network
+            that is cut off is silent: nothing else tells of it. The ranks wait for each other a day to meet, though,
+            since one machine may still tokenise what another one has in its cache.
 
     Returns:
         The local rank. A run of one process, with or without torchrun, is rank 0 and makes no group.
@@ -89,7 +85,12 @@ def init_distributed_mode() -> int:
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own setting; share the cores instead
         torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        store.set(f"here/{rank}", b"")
+        store.wait([f"here/{other}" for other in range(ranks)], MEETING)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(seconds=rank_timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     except RuntimeError as error:  # dist.DistNetworkError and its like
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -166,6 +167,11 @@ def get_lr(current_step: int, total_steps: int, lr: float) -> float:
     return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
 
 
+def warmup_cosine(update: int, total_updates: int, lr: float, warmup_updates: int) -> float:
+    """Learning rate of an update, from 1: linear warm-up times the cosine of `get_lr`."""
+    return min(1.0, update / max(1, warmup_updates)) * get_lr(update, total_updates, lr)
+
+
 def init_model(
     lm_config: MiniMindConfig,
     from_weight: str = "pretrain",
@@ -195,44 +201,19 @@ def init_model(
     return model.to(device), tokenizer
 
 
-def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Fused AdamW; weight decay on matrices only (norm weights keep their scale)."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=lr, fused=fused)
-
-
-def wrap_model(model: nn.Module, use_compile: bool) -> nn.Module:
-    """Compile in place (the parameter names stay) and wrap in DistributedDataParallel where there are ranks."""
-    if use_compile:
-        model.compile(dynamic=True)
-    if not dist.is_initialized():
-        return model
-    device = next(model.parameters()).device
-    ids = [device.index] if device.type == "cuda" else None
-    names = inspect.signature(DistributedDataParallel).parameters
-    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # renamed in 2.13
-    return DistributedDataParallel(model, device_ids=ids, **{sync_buffers: False})  # the only buffer is a constant
-
-
-def this_rank() -> int:
-    """Number of this process among the ranks; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def rank_share(order: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.ndarray:
     """What one rank takes of an order: of each slice of `batch_size * ranks` (a global micro-batch) the rank-th part.
 
     The ranks' shares together are the order, nothing twice; at its end a rank may have fewer samples, or none.
     """
-    return order if ranks == 1 else order[np.arange(len(order)) // batch_size % ranks == rank]
+    turns = np.arange(math.ceil(len(order) / batch_size)) % ranks == rank
+    return order if ranks == 1 else order[np.repeat(turns, batch_size)[: len(order)]]
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """The samples of one epoch in order: a pure function of (seed, epoch), the same on every rank."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
+    samples = np.arange(num_samples, dtype=np.min_scalar_type(num_samples))  # narrow: there may be 10^8 of them
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
 class SkipBatchSampler(Sampler):
@@ -289,6 +270,8 @@ def epoch_loader(
 
 
 def eval_loader(dataset: Dataset, batch_size: int, collate_fn: Callable[[list], dict] = collate_flat) -> DataLoader:
-    """This rank's share of held-out data. Micro-batch k is samples k * batch_size onwards, whatever the world size."""
+    """This rank's share of held-out data. Micro-batch k is samples k * batch_size onwards, whatever the world size;
+    each rank has as many of them as the others, the last may be empty."""
     mine = rank_share(np.arange(len(dataset)), batch_size, this_rank(), world_size())
-    return DataLoader(dataset, batch_sampler=SkipBatchSampler(mine, batch_size), collate_fn=collate_fn)
+    batches = SkipBatchSampler(mine, batch_size, 0, steps_per_epoch(len(dataset), batch_size))
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn)

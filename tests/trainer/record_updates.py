@@ -13,7 +13,7 @@ from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
 from trainer.loop import leave_group, make_record, train_update, update_size
-from trainer.speed import Meter
+from trainer.parallel import wrap_model
 from trainer.state import TrainState, next_token_loss
 
 
@@ -29,8 +29,11 @@ def main() -> None:
     model = MiniMindForCausalLM(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the same weights for every update compared
     args = Namespace(seed=0, grad_clip=0.0, accumulation_steps=accumulation, batch_size=batch_size)
+    plain = Namespace(parallel="ddp", use_compile=0, activation_checkpointing=0)
+    wrapped = wrap_model(model, torch.device("cpu"), plain)
+    args.epochs, args.save_interval = 1, 0
     state = TrainState(
-        args, config, utils.wrap_model(model, False), optimizer, torch.amp.GradScaler("cpu", enabled=False),
+        args, config, wrapped, optimizer, torch.amp.GradScaler("cpu", enabled=False),
         nullcontext(), torch.device("cpu"), next_token_loss, 1, {"samples": len(dataset)},
     )  # fmt: skip
     gradients, records, ids = [], [], []
@@ -39,11 +42,12 @@ def main() -> None:
     loader = utils.epoch_loader(dataset, batch_size, seed=7, epoch=1)
     batches, iters = list(loader), utils.steps_per_epoch(len(dataset), batch_size)
     assert len(batches) == iters
+    state.iters = iters
     for begin in range(0, iters, accumulation):
         window = batches[begin : begin + accumulation]
-        targets, tokens, _ = update_size(state, window)
+        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
         means, norm = train_update(state, window, 0.0, targets, tokens)
-        records.append(make_record(state, iters, means, norm, Meter(), False))
+        records.append(make_record(state, iters, means, norm, False))
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
     rank = utils.this_rank()
     leave_group(state)

@@ -7,7 +7,7 @@ import torch
 from trainer.console import read_metrics
 
 FIELDS = ("update", "epoch", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
-FIELDS += ("eval_loss", "eval_bpb", "skipped")
+FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min", "dead_experts")
 
 
 def flags(corpus, folder, stage, **extra) -> list[str]:
@@ -44,15 +44,28 @@ def records(folder: Path, name: str = "pretrain_32") -> list[list]:
     return [[r.get(key) for key in FIELDS] for r in read_metrics(folder / f"out/{name}_metrics.jsonl")]
 
 
+def assert_same_tensors(a, b) -> None:
+    """All tensors in nested dicts and lists are the same bits, all else is equal."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert_same_tensors(value, b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same_tensors(one, other)
+    else:
+        assert a == b
+
+
 def assert_same_run(one: Path, other: Path, name: str = "pretrain_32") -> None:
     """Weights, optimizer and metrics of two runs are the same bits."""
     a, b = saved_state(one, name), saved_state(other, name)
     assert a["update"] == b["update"]
-    for key, value in a["model"].items():
-        assert torch.equal(value, b["model"][key]), key
-    for index, state in a["optimizer"]["state"].items():
-        for key, value in state.items():
-            assert torch.equal(value, b["optimizer"]["state"][index][key]), (index, key)
+    for part in ("model", "optimizer"):
+        assert_same_tensors(a[part], b[part])
     a, b = (torch.load(run / f"out/{name}.pth", weights_only=True) for run in (one, other))
     assert all(torch.equal(value, b[key]) for key, value in a.items())
     assert records(one, name) == records(other, name)

@@ -11,8 +11,8 @@ from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.bad_updates import BadUpdates
 from trainer.loop import train_update, update_size
+from trainer.optim import make_optimizer
 from trainer.state import TrainState, next_token_loss
-from trainer.trainer_utils import make_optimizer
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 
@@ -35,7 +35,7 @@ def make_state(optimizer=None, scale: float = 0.0, loss_fn=next_token_loss, limi
 
 
 def train(state: TrainState, window: list[dict]) -> None:
-    targets, tokens, _ = update_size(state, window)
+    targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
     train_update(state, window, 1e-2, targets, tokens)
     state.update += 1
     state.bad_updates.note(state.update, window)

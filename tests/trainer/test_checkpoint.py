@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from dataset.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoint import Writer, atomic_write, load_weights, save_weights, weight_path
-from trainer.trainer_utils import lm_checkpoint, make_optimizer
+from trainer.checkpoint import load_weights, save_weights, weight_path
+from trainer.files import Writer, atomic_write
+from trainer.optim import make_optimizer
+from trainer.trainer_utils import lm_checkpoint
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 

@@ -4,12 +4,16 @@ import io
 import json
 import sys
 
-from trainer.console import MetricsLog, describe, read_metrics
+import pytest
+
+from trainer.console import MetricsLog, describe, duration, read_metrics
 
 
 def record(update: int) -> dict:
     fields = ("loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait")
-    return {"update": update, "seconds": 2.0 * update, "memory_mb": 10.0} | dict.fromkeys(fields, 0.5)
+    return {"update": update, "seconds": 2.0 * update, "memory_mb": 10.0, "seconds_left": 90.0} | dict.fromkeys(
+        fields, 0.5
+    )
 
 
 def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_path, capsys):
@@ -30,13 +34,21 @@ def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_pat
     assert path.read_text() == ""
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 5 and out[0].startswith("Epoch:[1/1](4/10), loss: 0.5000")
+    assert out[0].endswith("eta: 1.5 min")
 
 
-def test_the_time_left_is_the_time_per_update_times_the_updates_left(tmp_path):
-    log = MetricsLog(tmp_path / "m.jsonl", total_updates=3601)
-    assert log.time_left(record(1)) == "2 h 00 min"
-    assert log.time_left(record(3571)) == "1.0 min"
-    log.close()
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 min"), (60, "1.0 min"), (3570, "1 h 00 min"), (7200, "2 h 00 min")]
+)
+def test_a_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_line_tells_of_experts_where_there_are_some():
+    assert "experts" not in describe(record(1))
+    figures = {"expert_load": [0.2, 0.8], "expert_max_min": 4.0, "dead_experts": 0}
+    assert "experts max/min: 4.0, dead: 0" in describe(record(1) | figures)
+    assert "experts max/min: -, dead: 3" in describe(record(1) | figures | {"expert_max_min": None, "dead_experts": 3})
 
 
 def test_a_line_names_the_held_out_loss_where_there_is_one():

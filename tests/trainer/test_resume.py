@@ -94,6 +94,7 @@ def test_another_run_is_refused_field_by_field(corpus, tmp_path):
     run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
     other = {"learning_rate": 0.02, "seed": 7, "max_seq_len": 32, "epochs": 2, "dropout": 0.5, "batch_size": 4}
     other |= {"num_hidden_layers": 1, "packing": 1, "grad_clip": 0.5, "weight_decay": 0.3, "warmup_updates": 3}
+    other |= {"optimizer": "muon"}
     other |= {"data_path": corpus["pretrain_eval"]}
     line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[-1]
     assert line.startswith("error: --from_resume 1: the checkpoint belongs to another run (")
@@ -168,6 +169,7 @@ def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
     """On a device without float16 arithmetic it is refused; here the emulation serves to see the scaler come back."""
     settings = {"dtype": "float16", "epochs": 2, "num_hidden_layers": 1, "batch_size": 16, "max_seq_len": 16}
     allow = "import trainer.arguments as a; a.native_float16 = lambda device: True"
+    allow += "; import trainer.stage as s; s.measured_peak = lambda *_: 1.0"  # of the emulation it would take minutes
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), Faults(script=allow))
     argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
     count = len(records(tmp_path / "whole"))

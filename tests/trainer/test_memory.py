@@ -1,0 +1,44 @@
+"""Memory does not grow: over the updates of a run, and with the part of a large cache that was read."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataset import token_cache
+from dataset.lm_dataset import PretrainDataset
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT
+from tests.stage_process import run
+from tests.trainer.stage_flags import flags
+from trainer.console import read_metrics
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_memory_of_a_run_is_flat(corpus, tmp_path, workers):
+    """Peak memory in the log of a run with packing, samples of all lengths, saves and evaluations."""
+    settings = {"epochs": 15 if not workers else 4, "batch_size": 1, "packing": 1, "max_seq_len": 200}
+    settings |= {"save_interval": 20, "eval_interval": 0, "num_workers": workers}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
+    found = [record["memory_mb"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
+    warm = len(found) // 3  # by then every kernel has been compiled and every size has been met
+    assert len(found) > 40 and found[-1] - found[warm] < 16, found[:: len(found) // 10]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_what_was_read_of_a_large_cache_does_not_count(corpus, monkeypatch):
+    data = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 64, True, corpus["cache"])
+
+    def resident() -> int:
+        """kB of the cache's files that are mapped in."""
+        text = Path("/proc/self/smaps").read_text(encoding="utf-8")
+        return sum(map(int, re.findall(rf"{re.escape(str(data.cache.path))}/.*\n(?:.*\n)*?Rss: +(\d+) kB", text)))
+
+    items = data.__getitems__(list(range(len(data))))
+    assert resident() > 0
+    monkeypatch.setattr(token_cache, "LARGE", 0)
+    again = data.__getitems__(list(range(len(data))))
+    assert resident() == 0
+    for one, other in zip(sum(items, []), sum(again, []), strict=True):
+        assert one["sample_id"] == other["sample_id"] and one["input_ids"].tolist() == other["input_ids"].tolist()
