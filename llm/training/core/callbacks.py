@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dataset.errors import UserError, reason, warn
-from trainer.console import MetricsLog
-from trainer.tracker import MODES, Tracker
+from trainer.checkpoint import metrics_path
+from trainer.console import MetricsLog, headline
+from trainer.tracker import MODES, Tracker, drawable
 
 if TYPE_CHECKING:
     from llm.training.core.engine import TrainingEngine
@@ -162,18 +163,12 @@ class _RecordLog(Callback):
         self.log = None
 
 
-def _numbers(record: State, leave_out: tuple[str, ...]) -> dict[str, float]:
-    """What of a record can be drawn: finite numbers."""
-    drawn = {key: value for key, value in record.items() if isinstance(value, int | float) and key not in leave_out}
-    return {key: value for key, value in drawn.items() if math.isfinite(value)}
-
-
 class MetricsLogger(_RecordLog):
     """Writes each log record to `<save_dir>/<run_name>_metrics.jsonl` and to the console, as the stage scripts do. A
     resumed run keeps the records that it stands on and writes the later ones again."""
 
     def _open(self, engine: "TrainingEngine") -> MetricsLog:
-        path = Path(engine.state.args.save_dir) / f"{engine.run_name}_metrics.jsonl"
+        path = metrics_path(engine.state.args.save_dir, engine.run_name)
         return MetricsLog(path, engine.state.total_updates, engine.resumed_update)
 
     def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
@@ -181,8 +176,7 @@ class MetricsLogger(_RecordLog):
             return
         self.log.tick(update)
         if record is not None:
-            epochs, iters = engine.state.args.epochs, engine.state.iters
-            self.log.write(record, f"Epoch:[{record['epoch'] + 1}/{epochs}]({record['step']}/{iters})")
+            self.log.write(record, headline(record, engine.state.args.epochs, engine.state.iters))
 
 
 class EarlyStopping(Callback):
@@ -254,7 +248,7 @@ class TensorBoardLogger(_RecordLog):
         if self.log is None or record is None:
             return
         with self._writing():
-            for name, value in _numbers(record, leave_out=("update",)).items():
+            for name, value in drawable(record, leave_out=("update",)).items():
                 self.log.add_scalar(name, value, update)
             self.log.flush()  # a kill loses no point of an update that a resume goes on from
 
@@ -288,7 +282,7 @@ class SwanLabLogger(_RecordLog):
 
     def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
         if self.log is not None and record is not None:
-            self.log.log(_numbers(record, leave_out=("update", "seconds")), update)
+            self.log.log(drawable(record, leave_out=("update", "seconds")), update)
 
     def _close(self, patience: float | None) -> None:
         if self.log is not None:

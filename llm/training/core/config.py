@@ -94,8 +94,10 @@ class TrainingConfig:
     """peak; follows a cosine down to a tenth"""
     warmup_updates: int = 0
     """updates of linear warm-up"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the layers' matrices"""
     weight_decay: float = 0.01
-    """AdamW's, on matrices only"""
+    """the optimizer's, on matrices only"""
     grad_clip: float = 1.0
     """largest norm of the gradient; 0: no clipping"""
     seed: int = 42
@@ -122,6 +124,8 @@ class DistributedConfig:
     """address at which the processes meet"""
     master_port: int = 0
     """port at which they meet; 0: a free one"""
+    rank_timeout: int = 600
+    """seconds without a sign of another rank until it counts as lost"""
     device: str = "auto"
     """auto, cuda, cuda:N, mps or cpu"""
 
@@ -132,6 +136,10 @@ class OptimizationConfig:
 
     use_compile: bool = False
     """torch.compile"""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """several ranks: a copy of the model each, or shards"""
+    activation_checkpointing: bool = False
+    """less memory, a third more work"""
     use_amp: bool = True
     """mixed precision in --dtype; 0: all in float32, whatever --dtype says"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -192,7 +200,7 @@ def read_settings(section: str, cls: type) -> dict[str, Setting]:
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "distributed": DistributedConfig}
 SECTIONS |= {"optimization": OptimizationConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig}
 SETTINGS = {name: s for section, cls in SECTIONS.items() for name, s in read_settings(section, cls).items()}
-INT_FLAGS = ("use_moe", "packing", "use_compile", "from_resume", "extend_epochs")  # 0 or 1 in the stage scripts
+INT_FLAGS = ("use_moe", "packing", "use_compile", "activation_checkpointing", "from_resume", "extend_epochs")  # 0 or 1
 
 
 @dataclass

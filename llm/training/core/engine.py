@@ -19,10 +19,11 @@ from trainer.bad_updates import BadUpdates
 from trainer.checkpoint import run_name
 from trainer.interrupt import StopRequest
 from trainer.loop import finish_update, train_epoch
+from trainer.parallel import wrap_model
 from trainer.resume import describe_run, total_updates
 from trainer.stage import finished_files, measured_peak, save_last_weights
 from trainer.state import Batch, Hooks, TrainState
-from trainer.trainer_utils import is_main_process, mixed_precision, pick_device, setup_seed, wrap_model
+from trainer.trainer_utils import is_main_process, mixed_precision, pick_device, setup_seed
 
 
 class TrainingEngine(Hooks):
@@ -63,18 +64,21 @@ class TrainingEngine(Hooks):
         samples, held_out = self.data.num_samples(), self.data.val_dataloader()
         if held_out is None and args.patience:
             raise UserError(f"--patience {args.patience} stops early by held-out data, but there are none")
+        if text := self.data.describe():
+            self.logger.info(text)
         run = describe_run(args, task.contract(), self.data.fingerprint(), samples)
         saved = self.checkpoint_manager.load_checkpoint(args, run)
         if saved is not None:  # it replaces the weights to start from
             task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight="none"))
         device = pick_device(args.device, local_rank)
         autocast, scaler = mixed_precision(args.dtype, device)
-        model = task.build_model().to(device)
+        model = task.build_model()
+        wrapped = wrap_model(model, device, args)
         optimizer = task.build_optimizer(model)
         updates = total_updates(run)
         self.scheduler = task.build_scheduler(optimizer, updates)
         task.criterion = task.build_criterion()
-        parts = (model, optimizer, scaler, autocast, device, self._loss, updates, run)
+        parts = (wrapped, optimizer, scaler, autocast, device, self._loss, updates, run)
         self.state = TrainState(
             args,
             args,
@@ -92,10 +96,9 @@ class TrainingEngine(Hooks):
         self.state.iters = self.data.steps_per_epoch()
         if saved is not None:
             self.state.restore(saved)
-            self.resumed_update = self.state.update - (self.state.record is not None)
+            self.resumed_update = self.state.reported_update
             where = f"epoch {self.state.epoch + 1}, update {self.state.update} of {updates}"
             self.logger.info(f"resuming {args.save_weight} at {where}")
-        self.state.model = wrap_model(model, bool(args.use_compile))
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = self.task.train_step(model, batch)

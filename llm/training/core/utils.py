@@ -14,18 +14,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from dataset.durable import fcntl
 from dataset.errors import UserError
 from llm.training.core.config import Config
 from trainer.checkpoint import resume_path
+from trainer.files import forms, remove
 from trainer.loop import leave_group
 from trainer.resume import Contract, find_checkpoint
 from trainer.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process, reduce_sum, world_size
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 
 class DistributedManager:
@@ -72,7 +69,7 @@ class DistributedManager:
 
     def setup(self) -> int:
         """Join the process group that the environment describes; returns the local rank."""
-        return init_distributed_mode()
+        return init_distributed_mode(self.config.rank_timeout)
 
     def cleanup(self, state: TrainState | None = None) -> None:
         """Leave the group, all ranks together."""
@@ -169,23 +166,23 @@ class CheckpointManager:
     def saved(self, state: TrainState) -> None:
         """Keep the state that was just handed to the writer, if it is due, and prune."""
         if self.is_due(state.update) and is_main_process():
-            name = self.folder / f"{self.run_name}_update_{state.update:08d}.pth"
-            source = resume_path(self.folder, state.args.save_weight, state.lm_config)
-            state.writer.submit(lambda: _second_name(source, name))
+            self._keep(state, f"update_{state.update:08d}")
             state.writer.submit(self.prune)
 
     def best(self, state: TrainState) -> None:
         """The state of this update is the best so far: keep it under a name of its own."""
         self.best_update = state.update
         if is_main_process():
-            source = resume_path(self.folder, state.args.save_weight, state.lm_config)
-            name = self.folder / f"{self.run_name}_best_resume.pth"
-            state.writer.submit(lambda: _second_name(source, name))
+            self._keep(state, "best_resume")
+
+    def _keep(self, state: TrainState, name: str) -> None:
+        source = resume_path(self.folder, state.args.save_weight, state.lm_config)
+        state.writer.submit(lambda: _second_name(source, self.folder / f"{self.run_name}_{name}.pth"))
 
     def numbered(self) -> dict[int, Path]:
-        """The numbered checkpoints by update."""
-        pattern = re.compile(re.escape(self.run_name) + r"_update_(\d+)\.pth")
-        found = ((pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{self.run_name}_update_*.pth"))
+        """The numbered checkpoints by update, files or folders."""
+        pattern = re.compile(re.escape(self.run_name) + r"_update_(\d+)(\.pth)?")
+        found = ((pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{self.run_name}_update_*"))
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def prune(self) -> None:
@@ -194,7 +191,7 @@ class CheckpointManager:
         kept = set(list(numbered)[-max(1, self.keep_last) :]) | {self.best_update}
         for update, path in numbered.items():
             if update not in kept:
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def state_dict(self) -> dict[str, Any]:
         """What the checkpoint saves of it."""
@@ -206,11 +203,23 @@ class CheckpointManager:
 
 
 def _second_name(source: Path, name: Path) -> None:
-    """A hard link that appears whole; a copy where the file system has none."""
-    temp = name.with_name(f".{name.name}.tmp")
-    temp.unlink(missing_ok=True)
+    """A hard link to a checkpoint that appears whole (for a folder, to each of its files); a copy where the file system
+    has none."""
+    for form, wanted in zip(forms(source), forms(name), strict=True):
+        temp = wanted.with_name(f".{wanted.name}.tmp")
+        remove(temp)
+        if form.is_file():
+            _link(form, temp)
+        elif form.is_dir():
+            shutil.copytree(form, temp, copy_function=_link)
+        if not form.is_file():  # a folder is renamed to a free name only; the other form is of the past
+            remove(wanted)
+        if form.exists():
+            os.replace(temp, wanted)
+
+
+def _link(source: str | Path, name: str | Path) -> None:
     try:
-        os.link(source, temp)
+        os.link(source, name)
     except OSError:
-        shutil.copyfile(source, temp)
-    os.replace(temp, name)
+        shutil.copyfile(source, name)

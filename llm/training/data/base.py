@@ -28,6 +28,10 @@ class DataModule(ABC):
     def setup(self) -> None:
         """Open the data, on every rank: set `train_dataset` and `val_dataset`."""
 
+    def describe(self) -> str:
+        """A line for the console when training starts; empty: none."""
+        return ""
+
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data: a resume onto other data is refused."""
         return {"data": type(self).__name__}
@@ -59,7 +63,8 @@ class DataModule(ABC):
         return epoch_loader(self.train_dataset, training.batch_size, training.seed, *options)
 
     def val_dataloader(self) -> DataLoader | None:
-        """This rank's share of the held-out data, or None.
+        """This rank's share of the held-out data, or None. With --parallel fsdp every rank needs equally many
+        batches, as `eval_loader` gives them.
 
         Raises:
             UserError: they are empty.

@@ -21,11 +21,16 @@ class LanguageModelDataModule(DataModule):
         self.setup()  # builds the cache, under a lock, unless it is there
 
     def setup(self) -> None:
+        if "train_dataset" in vars(self):
+            return  # this process prepared the data
         data = load_data(self.dataset_class, self.config.to_args())
         self.train_dataset, self.val_dataset = data.train, data.held_out
 
     def fingerprint(self) -> dict[str, Any]:
         return data_of(self.train_dataset.cache)
+
+    def describe(self) -> str:
+        return self.train_dataset.describe()
 
     def source(self, sample_id: int) -> str:
         return self.train_dataset.cache.source(sample_id)

@@ -11,8 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from llm.training.core.callbacks import Callback
 from llm.training.core.config import Config
 from llm.training.data.base import DataModule
+from trainer.optim import make_optimizer
 from trainer.state import Batch, Size
-from trainer.trainer_utils import get_lr, make_optimizer
+from trainer.trainer_utils import warmup_cosine
 
 
 class TrainingTask(ABC):
@@ -37,8 +38,9 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer. `super()`: fused AdamW, weight decay on matrices only."""
-        return make_optimizer(model, self.config.training.learning_rate, self.config.training.weight_decay)
+        """The optimizer. `super()`: that of --optimizer, weight decay on matrices only."""
+        training = self.config.training
+        return make_optimizer(model, training.learning_rate, training.weight_decay, training.optimizer)
 
     @abstractmethod
     def build_scheduler(
@@ -49,8 +51,7 @@ class TrainingTask(ABC):
         training = self.config.training
 
         def rate(update: int) -> float:
-            warmup = min(1.0, update / max(1, training.warmup_updates))
-            return warmup * get_lr(update, total_updates, training.learning_rate)
+            return warmup_cosine(update, total_updates, training.learning_rate, training.warmup_updates)
 
         return rate
 

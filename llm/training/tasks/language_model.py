@@ -11,8 +11,7 @@ from llm.training.data.language_model import LanguageModelDataModule, PretrainDa
 from llm.training.tasks.base_task import TrainingTask
 from trainer.arguments import model_config
 from trainer.resume import lm_shape
-from trainer.speed import training_flops
-from trainer.state import Batch, Size, next_token_loss
+from trainer.state import Batch, Size, flat_size, next_token_loss
 from trainer.train_full_sft import FULL_SFT
 from trainer.train_pretrain import PRETRAIN
 from trainer.trainer_utils import init_model, load_tokenizer
@@ -50,9 +49,7 @@ class LanguageModelTask(TrainingTask):
         return self.data_module(self.config)
 
     def size(self, batch: Batch) -> Size:
-        targets, tokens = len(batch["targets"]), len(batch["input_ids"])
-        flops = training_flops(self.shape, tokens, targets, batch["cu_seqlens"])
-        return Size(targets, tokens, batch["target_bytes"], flops)
+        return flat_size(batch, self.shape)
 
     def contract(self) -> dict[str, Any]:
         return lm_shape(self.shape)

@@ -144,7 +144,13 @@ class FakeEngine:
 def make_record(update: int) -> dict:
     record = dict.fromkeys(("logits_loss", "aux_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait"), 0.5)
     record |= {"update": update, "epoch": (update - 1) // 2, "step": (update - 1) % 2 + 1, "loss": 1 / update}
-    return record | {"grad_norm": 1.0, "tokens": 10 * update, "seconds": 1.0 * update, "memory_mb": 10.0}
+    return record | {
+        "grad_norm": 1.0,
+        "tokens": 10 * update,
+        "seconds": 1.0 * update,
+        "memory_mb": 10.0,
+        "seconds_left": 5.0,
+    }
 
 
 class Recorder(Callback):
