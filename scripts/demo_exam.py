@@ -16,7 +16,8 @@ import torch
 
 from dataset.errors import Parser, UserError, run_main
 from trainer.arguments import model_config, trained_model_flags
-from trainer.checkpoint import atomic_write, run_name
+from trainer.checkpoint import metrics_path, run_name
+from trainer.files import atomic_write
 from trainer.trainer_utils import ROOT, init_model, load_tokenizer, pick_device
 
 FIELDS = {"question": str, "accepted": list, "rejected": list, "attribute": str, "language": str}
@@ -105,7 +106,7 @@ def run_costs(save_dir: str | Path, runs: list[str]) -> dict[str, float]:
     """
     seconds, memory = 0.0, 0.0
     for run in runs:
-        path = Path(save_dir) / f"{run}_metrics.jsonl"
+        path = metrics_path(save_dir, run)
         try:
             last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
             seconds, memory = seconds + last["seconds"], max(memory, last["memory_mb"])

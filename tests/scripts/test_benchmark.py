@@ -1,31 +1,153 @@
-"""The benchmark measures what it says: its counts are those of the data, its arithmetic that of torch's own counter."""
+"""The benchmark measures what it says: its counts are those of the data, its arithmetic that of torch's own counter,
+and a peer trains on the same samples to the same losses."""
 
 import json
 import math
+import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dataset.lm_dataset import SFTDataset
+from dataset.errors import UserError
+from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts import benchmark
+from scripts.benchmark_pairs import first_samples, flat_batch, minimind_chat, records_of, tokens_of
 from tests.conftest import ROOT, launch
+from tests.scripts.fake_minimind import make_checkout
 from trainer.speed import training_flops
 from trainer.trainer_utils import epoch_loader, load_tokenizer
 
+SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
+
+
+def run_benchmark(monkeypatch, *flags) -> None:
+    """The script in this process."""
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, flags)])
+    benchmark.main()
+
 
 @pytest.mark.parametrize("stage", ["sft", "pretrain"])
-def test_figures(corpus, tmp_path, stage):
-    small = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
+def test_figures(corpus, tmp_path, monkeypatch, stage):
     out = tmp_path / "figures.json"
-    launch(
-        ROOT / "scripts/benchmark.py", "--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"],
-        *small, "--accumulation_steps", 2, "--warmup", 1, "--updates", 3, "--json", out,
-    )  # fmt: skip
+    flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL, "--json", out]
+    flags += ["--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
+    if stage == "sft":
+        launch(ROOT / "scripts/benchmark.py", *flags)
+    else:
+        run_benchmark(monkeypatch, *flags)
     figures = json.loads(out.read_text())
     assert figures["tokens_per_second"] > 0 and 0 < figures["mfu"] < 1
     assert 0 < figures["padded_share"] < 1 and 0 <= figures["data_wait"] < 1
     assert figures["peak_memory_mb"] > 50
+    assert 0 < figures["save_stall_seconds"] < figures["startup_seconds"]
+
+
+def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_path, monkeypatch, capsys):
+    """The peer is a checkout whose model is transformers' Qwen3."""
+    out = tmp_path / "figures.json"
+    run_benchmark(
+        monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--max_seq_len", 256,
+        "--dtype", "float32", "--learning_rate", 1e-2, "--warmup", 1, "--updates", 2,
+        "--repeat", 2, "--peer", "minimind", "--peer_path", make_checkout(tmp_path / "peer"), "--json", out,
+    )  # fmt: skip
+    found = json.loads(out.read_text())
+    assert [pair["ratio"] for pair in found["pairs"]] == [pair["ours"] / pair["peer"] for pair in found["pairs"]]
+    assert len(found["pairs"]) == 2 and found["peer_padded_share"] == pytest.approx(found["padded_share"], abs=0.05)
+    losses = found["losses"]
+    assert len(losses["ours"]) == len(losses["peer"]) == 5  # updates, warm-up included
+    assert losses["ours"][0] == pytest.approx(losses["peer"][0], rel=1e-6)
+    assert losses["ours"] == pytest.approx(losses["peer"], rel=1e-3) and losses["agree"]
+    assert losses["ours"][-1] < losses["ours"][0] - 0.1  # the weights did move
+    assert "losses of 5 updates on the same targets agree" in capsys.readouterr().out
+
+
+def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
+    data = ["--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1]
+    with pytest.raises(UserError, match="needs --peer_path"):
+        run_benchmark(monkeypatch, *data, "--peer", "minimind")
+    with pytest.raises(UserError, match=r"no checkout of minimind: it has no trainer/train_full_sft\.py"):
+        run_benchmark(monkeypatch, *data, "--peer", "minimind", "--peer_path", tmp_path)
+    with pytest.raises(UserError, match="--peer trl is for --stage sft"):
+        run_benchmark(monkeypatch, *data, "--stage", "pretrain", "--peer", "trl")
+    with pytest.raises(UserError, match=r"--json none/a\.json: there is no folder none"):
+        run_benchmark(monkeypatch, *data, "--json", "none/a.json")
+    with pytest.raises(UserError, match="--repeat must be 1 or more"):
+        run_benchmark(monkeypatch, *data, "--repeat", 0)
+    with pytest.raises(UserError, match=r"--peer_python /no/python cannot be started"):
+        run_benchmark(monkeypatch, *data, "--peer", "trl", "--peer_python", "/no/python")
+    peer = ["--peer", "minimind", "--peer_path", make_checkout(tmp_path / "a", model_minimind="import no_such_package")]
+    with pytest.raises(UserError, match=r"No module named 'no_such_package'; install it for .* --peer_python"):
+        run_benchmark(monkeypatch, *data, *peer, "--updates", 1)
+    with pytest.raises(UserError, match=r"records, .* are needed"):
+        run_benchmark(monkeypatch, *data, *peer, "--updates", 100)
+
+
+def test_a_peer_that_fails_is_quoted(corpus, tmp_path, monkeypatch):
+    checkout = make_checkout(tmp_path, model_minimind="raise ValueError('it does not like this machine')")
+    with pytest.raises(UserError, match="--peer minimind cannot train: ValueError: it does not like this machine"):
+        run_benchmark(
+            monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
+            "--updates", 1, "--peer", "minimind", "--peer_path", checkout,
+        )  # fmt: skip
+
+
+def test_the_records_of_samples_are_theirs(corpus):
+    """Each record once, in the order of our epoch; a conversation with tools becomes the same text again."""
+    dataset = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 16, cache_dir=corpus["cache"])
+    lines = [json.loads(line)["text"] for line in corpus["pretrain"].read_text(encoding="utf-8").splitlines()]
+    samples = first_samples(dataset, 42)
+    assert len(samples) == len(lines) < len(dataset)
+    texts = [record["text"] for record in records_of(dataset.cache, samples)]
+    assert sorted(texts) == sorted(lines) and texts != lines
+    tokenizer = load_tokenizer(ROOT / "model")
+    for text, row in zip(texts, tokens_of(dataset, samples), strict=True):
+        assert row["input_ids"][1:] == tokenizer(text + tokenizer.eos_token)["input_ids"][:15]
+    assert first_samples(dataset, 42, 3) == samples[:3]
+
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    record = {"messages": [{"role": "user", "content": "1 + 2?"}, call], "tools": tools}
+    theirs = minimind_chat(record)["conversations"]
+    assert all(isinstance(value, str) for message in theirs for value in message.values())
+    back = [m | {"tool_calls": json.loads(m["tool_calls"])} if "tool_calls" in m else m for m in theirs]
+    render = tokenizer.apply_chat_template
+    assert render(back, tools=json.loads(theirs[0]["tools"]), tokenize=False) == render(
+        record["messages"], tools=tools, tokenize=False
+    )
+
+
+def test_a_peers_micro_batch_is_a_flat_batch():
+    rows = [{"input_ids": [1, 5, 6, 2], "labels": [1, -100, 6, 2]}, {"input_ids": [1, 7], "labels": [-100, 7]}]
+    batch = flat_batch({"rows": rows})
+    assert batch["targets"].tolist() == [6, 2, 7] and batch["target_index"].tolist() == [1, 2, 4]
+    assert batch["cu_seqlens"].tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize("preset", ["30m", "64m", "moe", "0.6b"])
+def test_presets(preset, monkeypatch):
+    """Explicit flags go before; the largest is Qwen3-0.6B's shape with this vocabulary."""
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--data_path", "x", "--preset", preset])
+    args = benchmark.parse_args()
+    shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers, "use_moe": args.use_moe}
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(MiniMindConfig(**shape | benchmark.SHAPES.get(preset, {})))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    assert millions == pytest.approx({"30m": 30.0, "64m": 63.9, "moe": 90.9, "0.6b": 447.0}[preset], rel=0.02)
+    sys.argv += ["--num_hidden_layers", "3"]
+    assert benchmark.parse_args().num_hidden_layers == 3
+
+
+def test_the_chart(tmp_path, monkeypatch):
+    figures = {"tokens_per_second": 1000.0, "mfu": 0.5, "peer": "minimind", "peer_tokens_per_second": 200.0}
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(UserError, match=r"--png needs matplotlib: pip install -e '\.\[bench\]'"):
+            run_benchmark(without, "--data_path", "x", "--png", "a.png")
+    pytest.importorskip("matplotlib")
+    benchmark.draw(figures, str(tmp_path / "a.png"), "title")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_counted_arithmetic_is_torchs(corpus):
