@@ -31,8 +31,8 @@ from trainer.checkpoint import half_state_dict
 from trainer.state import Hooks, TrainState
 
 MANUALS = ("README.md", "README_zh.md")
-DOCS = (*MANUALS, "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/CALLBACKS.md", "docs/LOG.md")
-DOCS += ("model/README.md",)
+DOCS = (*MANUALS, "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/BENCHMARKS.md", "docs/CALLBACKS.md")
+DOCS += ("docs/LOG.md", "model/README.md")
 SECTIONS = {  # headings that the tests below look for: English, Chinese
     "flags": ("All flags of the stage scripts", "阶段脚本的全部参数"),
     "files": ("File map", "文件一览"),
@@ -51,12 +51,14 @@ SCRIPTS = {
     "trainer/train_full_sft.py": None,
     "scripts/chat.py": None,
     "scripts/benchmark.py": None,
+    "scripts/time_to_loss.py": None,
     "scripts/demo_exam.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,
     "dataset/inspect.py": "dataset.inspect",
     "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
+    "trainer/sharded.py": "trainer.sharded",
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"
@@ -197,7 +199,7 @@ def test_help_tells_the_meaning_and_default_of_every_flag(script):
     for action in parser._actions:
         if action.dest == "help":
             continue
-        name, told = action.option_strings[-1], action.help or ""
+        name, told = (action.option_strings or [action.dest])[-1], action.help or ""
         assert name in flat and told.strip(), f"{script} {name} says nothing of its meaning"
         default = parser.get_default(action.dest)
         if default is not None and not action.required:
@@ -351,7 +353,7 @@ def test_the_example_records_are_accepted(manual):
 
 @pytest.mark.parametrize("manual", MANUALS)
 def test_the_metrics_fields_are_those_of_the_loop(manual):
-    code = "".join(read(f"trainer/{name}.py") for name in ("loop", "speed", "state"))
+    code = "".join(read(f"trainer/{name}.py") for name in ("loop", "speed", "state", "expert_load"))
     fields = [name for row in rows(section(manual, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
 
