@@ -4,10 +4,9 @@
     python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    dealt out over the four combinations
     python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
 
-Everything after `--` goes to the stage script as typed. Per combination, a run that is never stopped is compared with
-one that is killed and resumed, again and again: weights, optimizer, counters, metrics file. That takes twice a run's
-time and a start per kill, so give it a small part of your data. Kinds of kill: `start`, `cache` (tokens are cached),
-`update` (any moment of training), `save` (weights or checkpoint are written), `evaluation` (mostly just after a save).
+What follows `--` goes to the stage script. Per combination a run that is never stopped is compared with one that is
+killed and resumed: weights, optimizer, counters, metrics. That takes twice a run's time and a start per kill. Kills:
+`start`, `cache` (tokens are cached), `update` (any moment), `save` (a file is written), `evaluation` (after a save).
 """
 
 import json
@@ -34,8 +33,10 @@ from torch import Tensor
 from dataset.demo_corpus import make_corpus
 from dataset.errors import Parser, UserError, reason, run_main
 from trainer.arguments import check_args, stage_parser
-from trainer.checkpoint import UNREADABLE, read_file, run_name, weight_path
+from trainer.checkpoint import metrics_path, read_state, resume_path, run_name, weight_path
 from trainer.console import read_metrics
+from trainer.files import UNREADABLE, forms, previous
+from trainer.sharded import with_tensors
 from trainer.train_full_sft import FULL_SFT
 from trainer.train_pretrain import PRETRAIN
 from trainer.trainer_utils import ROOT
@@ -86,7 +87,7 @@ def compare_runs(right: "Run", found: "Run") -> list[str]:
     differing = [compare_metrics(read_metrics(right.metrics), read_metrics(found.metrics))]
     for name in ("weights", "best_weights", "checkpoint"):
         try:
-            states = [read_file(getattr(run, name)) for run in (right, found)]
+            states = [with_tensors(read_state(getattr(run, name))) for run in (right, found)]
             states = [{key: s.get(key) for key in STATE} for s in states] if name == "checkpoint" else states
             differing.append(differences(*states, name))
         except UNREADABLE as error:
@@ -111,15 +112,16 @@ class Run:
         self.command = [sys.executable, *torchrun, str(ROOT / "trainer" / script), *flags, *typed, *own]
         self.weights = weight_path(args.save_dir, args.save_weight, args)
         self.best_weights = weight_path(args.save_dir, f"{args.save_weight}_best", args)
-        self.metrics = self.weights.with_name(f"{self.weights.stem}_metrics.jsonl")
-        self.checkpoint = Path(args.checkpoint_dir) / f"{run_name(args.save_weight, args)}_resume.pth"
+        self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
+        self.states = resume_path(args.checkpoint_dir, args.save_weight, args)
+        self.checkpoint = forms(self.states)[args.parallel == "fsdp" and ranks > 1]
         self.first_weights = weight_path(parser.parse_args([*flags, *typed]).save_dir, args.from_weight, args)
 
     def saved_update(self) -> int | None:
         """The update that a resume must go on from; None if there is no checkpoint."""
-        for path in (self.checkpoint, self.checkpoint.with_name(f"{self.checkpoint.stem}_previous.pth")):
+        for path in (*forms(self.states), *forms(previous(self.states))):
             with suppress(*UNREADABLE):
-                return read_file(path)["update"]
+                return read_state(path)["update"]
         return None
 
     def last_update(self) -> int:
@@ -227,8 +229,7 @@ def draw_kills(rng: random.Random, count: int, records: list[dict]) -> list[Kill
 
 
 def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
-    """Let a launch run until the moment of a kill, `start` and `update` being the seconds that these take. Returns the
-    kind that it became, or "" if the launch ended first."""
+    """Let a launch run until the moment of a kill (`start`, `update`: seconds): the kind it became, "" if it ended."""
     (kind, target, fraction, weights), run = kill, launch.run
     if kind == "start":
         return kind if launch.wait(launch.training, fraction * start) else ""
@@ -340,9 +341,8 @@ def main() -> None:
     if not args.work_dir:
         shutil.rmtree(work)
     kinds = ", ".join(f"{count} {kind}" for kind, count in done.items())
-    asked = f" of {args.kills}" if done.total() < args.kills else ""
     took = f"--seed {seed}, {time.monotonic() - begin:.0f} s"
-    print(f"PASS: {done.total()}{asked} kills, 0 differing bits ({kinds}; {took})")
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({kinds}; {took})")
 
 
 if __name__ == "__main__":

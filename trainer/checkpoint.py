@@ -131,12 +131,21 @@ def lm_checkpoint(
     return None
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """A state to resume from, in either of its forms; that of a folder comes without its tensors.
+
+    Raises:
+        one of UNREADABLE: it is missing, damaged or something else.
+    """
+    return sharded.read_rest(path) if path.is_dir() else read_file(path)
+
+
 def _load_newest(newest: Path) -> dict[str, Any] | None:
     """The first readable state, newest first."""
     damaged = []
     for path in filter(Path.exists, (*forms(newest), *forms(previous(newest)))):
         try:
-            state = sharded.read_rest(path) if path.is_dir() else read_file(path)
+            state = read_state(path)
             if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
                 raise ValueError("it is not a state to resume from")
         except UNREADABLE as error:
