@@ -211,6 +211,13 @@ class MiniMindModel(nn.Module):
         return self.norm(x), routings
 
 
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross entropies of logits [M, V] in float32; on a CPU in pieces whose copies stay in its cache."""
+    rows = 512 if logits.device.type == "cpu" else len(logits)
+    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
+    return torch.stack([F.cross_entropy(x.float(), y, reduction="sum") for x, y in pieces]).sum()
+
+
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     """MiniMind with its language-model head."""
 
@@ -280,10 +287,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
         hidden = hidden.index_select(0, F.pad(target_index, (0, filler(targets))))  # [M, C]
         targets = F.pad(targets, (0, filler(targets)), value=-100)  # -100: no target
-        if hasattr(F, "linear_cross_entropy"):
-            loss = F.linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum")
-        else:
-            loss = F.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
+        loss = summed_cross_entropy(self.lm_head(hidden), targets)
         aux_loss = loss.new_zeros(())
         if self.config.use_moe:
             positions = torch.arange(len(embeds), device=embeds.device)

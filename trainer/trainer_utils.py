@@ -3,11 +3,12 @@
 `lm_checkpoint` lives in trainer/checkpoint.py and is offered here under the name that MiniMind users know.
 """
 
+import ctypes
 import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 MEETING = timedelta(days=1)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 ROOT = Path(__file__).resolve().parents[1]  # the repository; default paths start here, not in the current folder
 
 
@@ -131,7 +133,19 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         raise UserError(f"--device {device} cannot be shared by several processes; leave it at auto")
     if found.type == "cuda":
         torch.cuda.set_device(found)
+    elif found.type == "cpu":
+        keep_freed_memory()
     return found
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed: on a CPU each update needs as much again, and new pages of the system can take
+    longer than the arithmetic on them. The limits are the largest that mallopt(3) takes. No glibc: nothing happens.
+    """
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def native_bfloat16(device: torch.device) -> bool:

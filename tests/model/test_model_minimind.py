@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from dataset.lm_dataset import SFTDataset, collate_flat
 from dataset.token_cache import load_tokenizer
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, summed_cross_entropy
 from tests.conftest import ROOT
 
 VOCAB = 300
@@ -195,6 +195,19 @@ def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(co
         if name in flat:  # stock transformers holds the experts stacked
             assert (flat[name] - parameter.grad).abs().max() <= 1e-5, name
     assert sum(name in flat for name, _ in reference.named_parameters()) >= 12
+
+
+@pytest.mark.parametrize("rows", [0, 512, 1300])
+def test_the_loss_in_pieces_is_torchs_cross_entropy(rows):
+    torch.manual_seed(0)
+    logits = torch.randn(rows, 50, requires_grad=True)
+    targets = torch.randint(50, (rows,))
+    targets[::7] = -100
+    want = F.cross_entropy(logits, targets, reduction="sum")
+    want_grad = torch.autograd.grad(want, logits)[0]
+    loss = summed_cross_entropy(logits, targets)
+    assert torch.allclose(loss, want, rtol=1e-6)
+    assert torch.equal(torch.autograd.grad(loss, logits)[0], want_grad)
 
 
 def test_the_padded_loss_is_torchs_cross_entropy():
