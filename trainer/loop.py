@@ -85,7 +85,7 @@ def train_update(
     """
     args, model = state.args, state.model
     for group in state.optimizer.param_groups if lr is not None else ():
-        group["lr"] = lr
+        group["lr"] = lr * group.get("rate", 1.0)
     exact = torch.float32 if state.device.type == "mps" else torch.float64
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)  # an update without any target has loss and gradient zero
     sums = torch.zeros(2, dtype=exact, device=state.device)

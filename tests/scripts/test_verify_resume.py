@@ -304,16 +304,16 @@ def test_one_rank_killed_at_random_moments():
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_of_a_mixture_of_experts_killed_at_random_moments(monkeypatch, capsys, tmp_path, parallel):
+def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch, capsys, tmp_path, parallel):
     seed = new_seed()
     monkeypatch.setattr(verify_resume, "UPDATES", 18)
     small = ["--", "--num_hidden_layers", 1, "--packing", 1, "--parallel", parallel]
-    flags = ["--stage", "pretrain", "--kills", 2, "--ranks", 2, "--use_moe", 1, "--seed", seed]
+    flags = ["--stage", "pretrain", "--kills", 1, "--ranks", 2, "--use_moe", 1, "--seed", seed]
     try:
         call(monkeypatch, *flags, "--work_dir", tmp_path / "work", *small)
     except SystemExit as end:
         pytest.fail(f"{flags} {small}: {capsys.readouterr()} {end.code}")
-    assert re.search(r"PASS: [12] of 2 kills, 0 differing bits", capsys.readouterr().out)
+    assert re.search(r"PASS: 1 of 1 kills, 0 differing bits", capsys.readouterr().out)
     runs = tmp_path / "work/ranks_2_moe_1"  # a named folder is kept
     assert len(list(runs.glob("*/save/pretrain_64_moe.pth"))) == 2
     state = "pretrain_64_moe_resume" + (".pth" if parallel == "ddp" else "/.metadata")

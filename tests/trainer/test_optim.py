@@ -8,7 +8,8 @@ from dataset.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.optim import make_optimizer
+from trainer.console import read_metrics
+from trainer.optim import MUON_RATE, make_optimizer
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -96,3 +97,14 @@ def test_a_run_with_muon_that_is_killed_ends_with_the_same_bits(corpus, tmp_path
     run("pretrain", broken, Faults(signals={5: signal.SIGKILL}), status=-signal.SIGKILL)
     assert "resuming" in run("pretrain", broken).out
     assert_same_run(whole, cut, "pretrain_32" + "_moe" * moe)
+
+
+def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
+    rates = {}
+    for optimizer in ("adamw", "muon"):
+        run(
+            "pretrain", flags(corpus, tmp_path / optimizer, "pretrain", optimizer=optimizer, epochs=1, warmup_updates=2)
+        )
+        found = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
+        rates[optimizer] = [record["learning_rate"] for record in found]
+    assert len(rates["adamw"]) > 4 and rates["muon"] == [MUON_RATE * rate for rate in rates["adamw"]]
