@@ -21,9 +21,10 @@ import pytest
 
 from dataset import cache_build, data_files, token_cache
 from dataset.cache_build import ArrayFile, Progress
-from dataset.errors import UserError, run_main
+from dataset.errors import Interrupted, UserError, run_main
 from dataset.token_cache import REPOSITORY, build_token_cache, file_hash
 from dataset.tokenizing import BlockTokenizer
+from dataset.worker_pool import stoppable
 
 TEXTS = [{"text": f"Document {i}: the river 河流 {'is long ' * (i % 50)}"} for i in range(400)]
 ARRAYS = ("tokens", "offsets", "target_bytes", "num_targets", "sources")
@@ -277,6 +278,21 @@ def test_a_signal_ends_a_build_at_once(number, group, processes, moment, long_fi
     assert building.returncode == 128 + number and "built" not in out
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 5)
+
+
+def test_a_signal_just_after_the_folder_is_made_leaves_nothing(write, tokenizer, cache_dir, monkeypatch):
+    mkdir = Path.mkdir
+
+    def make_and_be_stopped(self, *args, **kwargs):
+        mkdir(self, *args, **kwargs)
+        if ".tmp-" in self.name:
+            signal.raise_signal(signal.SIGTERM)
+
+    path = write("a.jsonl", TEXTS)
+    monkeypatch.setattr(Path, "mkdir", make_and_be_stopped)
+    with pytest.raises(Interrupted, match="by SIGTERM"), stoppable():
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    assert not list(cache_dir.glob("*.tmp-*"))
 
 
 def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache_dir):
