@@ -35,7 +35,7 @@ from dataset.errors import Parser, UserError, reason, run_main
 from trainer.arguments import check_args, stage_parser
 from trainer.checkpoint import metrics_path, read_state, resume_path, run_name, weight_path
 from trainer.console import read_metrics
-from trainer.files import UNREADABLE, forms, previous
+from trainer.files import UNREADABLE, forms, newest_first
 from trainer.sharded import with_tensors
 from trainer.train_full_sft import FULL_SFT
 from trainer.train_pretrain import PRETRAIN
@@ -119,7 +119,7 @@ class Run:
 
     def saved_update(self) -> int | None:
         """The update that a resume must go on from; None if there is no checkpoint."""
-        for path in (*forms(self.states), *forms(previous(self.states))):
+        for path in newest_first(self.states):
             with suppress(*UNREADABLE):
                 return read_state(path)["update"]
         return None

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dataset.errors import Parser, UserError
 from model.model_minimind import MiniMindConfig
-from trainer.optim import OPTIMIZERS
+from trainer.optim import MUON_RATE, OPTIMIZERS
 from trainer.tracker import MODES
 from trainer.trainer_utils import ROOT, native_float16, pick_device
 
@@ -78,7 +78,8 @@ def stage_parser(description: str, **defaults) -> Parser:
     flag("--epochs", type=int, help="passes over the data")
     flag("--batch_size", type=int, help="samples (packed: rows) per rank per micro-batch")
     flag("--accumulation_steps", type=int, default=1, help="micro-batches per update")
-    flag("--learning_rate", type=float, help="peak; follows a cosine down to a tenth; Muon takes 8 times as much")
+    more = f"Muon takes {MUON_RATE:g} times as much"
+    flag("--learning_rate", type=float, help=f"peak; follows a cosine down to a tenth; {more}")
     flag("--warmup_updates", type=int, default=0, help="updates of linear warm-up")
     flag("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, or muon for the layers' matrices")
     flag("--weight_decay", type=float, default=0.01, help="the optimizer's, on matrices only")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dataset.errors import UserError, reason, warn
 from model.model_minimind import MiniMindConfig
 from trainer import sharded
-from trainer.files import UNREADABLE, Writer, atomic_write, forms, previous, read_file, set_aside, snapshot
-from trainer.parallel import is_main_process, is_sharded, unwrap, whole, world_size
+from trainer.files import UNREADABLE, Writer, atomic_write, newest_first, read_file, set_aside, snapshot
+from trainer.parallel import half, is_main_process, is_sharded, unwrap, world_size
 
 CHECKPOINT_DIR = Path(__file__).resolve().parents[1] / "checkpoints"
 
@@ -42,11 +42,7 @@ def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: MiniMindConf
 def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights for use, MiniMind's own names in fp16 on the CPU; tied tensors stay one tensor. All ranks of a
     sharded model must ask for them."""
-    copies: dict[int, Tensor] = {}
-    for value in (state := unwrap(model).state_dict(keep_vars=True)).values():
-        if id(value) not in copies:
-            copies[id(value)] = whole(value.detach().half()).cpu()
-    return {key: copies[id(value)] for key, value in state.items()}
+    return half(unwrap(model).state_dict(keep_vars=True))
 
 
 def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> None:
@@ -143,7 +139,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def _load_newest(newest: Path) -> dict[str, Any] | None:
     """The first readable state, newest first."""
     damaged = []
-    for path in filter(Path.exists, (*forms(newest), *forms(previous(newest)))):
+    for path in filter(Path.exists, newest_first(newest)):
         try:
             state = read_state(path)
             if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):

@@ -80,6 +80,11 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}_previous.pth")
 
 
+def newest_first(path: Path) -> tuple[Path, ...]:
+    """All places of a state to resume from: the newest in either form, then the previous one."""
+    return *forms(path), *forms(previous(path))
+
+
 def set_aside(path: Path) -> None:
     """The state at `path`, in whichever of its forms, becomes the previous one; what was that before is deleted."""
     for now, then in zip(forms(path), forms(previous(path)), strict=True):

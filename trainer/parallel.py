@@ -100,3 +100,12 @@ def accumulate(model: nn.Module, last: bool) -> AbstractContextManager:
 def whole(value: Tensor) -> Tensor:
     """A tensor with the parts of all ranks; each of them must ask for it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def half(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole fp16 copies on the CPU of a model's tensors; one that stands under two names (tied weights) stays one."""
+    copies: dict[int, Tensor] = {}
+    for value in state.values():
+        if id(value) not in copies:
+            copies[id(value)] = whole(value.detach().half()).cpu()
+    return {key: copies[id(value)] for key, value in state.items()}

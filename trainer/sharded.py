@@ -27,7 +27,7 @@ from torch.distributed.tensor import zeros as sharded_zeros
 from dataset.durable import sync_folder
 from dataset.errors import Parser, UserError, reason, run_main
 from trainer.files import UNREADABLE, Writer, atomic_write, cannot_write, forms, read_file, remove, set_aside, snapshot
-from trainer.parallel import is_main_process
+from trainer.parallel import half, is_main_process
 
 REST = "state.pth"  # what is no tensor
 PARTS = ("model", "optimizer")  # whose tensors are sharded
@@ -222,8 +222,7 @@ def convert(folder: Path, weights: Path | None, state: Path | None) -> None:
     except UNREADABLE as error:
         raise UserError(f"{folder}: not a readable folder of a sharded run ({reason(error)})") from error
     if weights is not None:
-        half = {id(tensor): tensor.half() for tensor in whole["model"].values()}  # tied tensors stay one
-        atomic_write(weights, lambda file: torch.save({k: half[id(v)] for k, v in whole["model"].items()}, file))
+        atomic_write(weights, lambda file: torch.save(half(whole["model"]), file))
     if state is not None:
         atomic_write(state, lambda file: torch.save(whole, file))
 
