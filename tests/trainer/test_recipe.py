@@ -1,0 +1,227 @@
+"""The training recipe: what an update computes, against a plain PyTorch loop over stock transformers models.
+
+`train_plainly` is the whole recipe. The stages are run by their command line and judged by the weights in their resume
+checkpoint and by their metrics file; what is counted inside them is counted in torch. So these tests do not depend on
+how the trainer is built.
+"""
+
+import json
+import math
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.token_cache import load_tokenizer
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
+from tests.model.test_model_minimind import stock
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import flags, saved_state
+from trainer.console import read_metrics
+
+SEED, RATE, DECAY, WARMUP, BATCH, ACCUMULATION = 7, 1e-2, 0.2, 4, 4, 2
+# a CPU without float16 arithmetic refuses it; emulated, the measurement of its peak rate would take minutes
+ALLOW_FLOAT16 = "import trainer.arguments as a; a.native_float16 = lambda device: True"
+ALLOW_FLOAT16 += "; import trainer.stage as s; s.measured_peak = lambda *_: 1.0"
+
+
+def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
+    """Right-padded input_ids, attention_mask and labels (-100: no target), all [B, T]."""
+    shape = len(samples), max(len(sample["input_ids"]) for sample in samples)
+    ids, mask, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.full(shape, -100)
+    for row, sample in enumerate(samples):
+        tokens = torch.from_numpy(sample["input_ids"].astype(np.int64))
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        labels[row, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(sample["trained"]), -100)
+    labels[:, 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def balance_loss(router_logits: list[torch.Tensor], mask: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """Per layer and sample: tokens * E * sum_e (share of the tokens that choose expert e) * (its mean probability)."""
+    total = torch.zeros(())
+    for logits in router_logits:
+        for sample, real in zip(logits.view(*mask.shape, -1), mask, strict=True):
+            probs = sample[real > 0].softmax(-1)  # [tokens, E]
+            share = F.one_hot(probs.argmax(-1), probs.shape[-1]).float().mean(0)
+            total = total + len(probs) * probs.shape[-1] * (share * probs.mean(0)).sum()
+    return coefficient * total
+
+
+def train_plainly(model, samples: list[dict], ranks: int, epochs: int, clip: float, dtype: str) -> tuple[list, dict]:
+    """Train `model` in place, in one process; returns figures of each update, and the state of the GradScaler."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == "float16")
+    per_update = BATCH * ACCUMULATION * ranks
+    orders = [np.random.Generator(np.random.PCG64([SEED, epoch])).permutation(len(samples)) for epoch in range(epochs)]
+    updates = [order[i : i + per_update] for order in orders for i in range(0, len(order), per_update)]
+    history = []
+    for u, chosen in enumerate(updates, start=1):
+        rate = RATE * min(1, u / WARMUP) * (0.1 + 0.45 * (1 + math.cos(math.pi * u / len(updates))))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # which rank or micro-batch a sample is in does not matter
+        batches = [padded([samples[i] for i in chosen[b : b + BATCH]]) for b in range(0, len(chosen), BATCH)]
+        targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        update_loss = 0.0
+        for batch in batches:
+            labels, mask = batch.pop("labels"), batch["attention_mask"]
+            with torch.autocast("cpu", dtype=torch.float16, enabled=dtype == "float16"):
+                out = model(**batch, **({"output_router_logits": True} if hasattr(model, "num_experts") else {}))
+            loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+            loss = loss / targets
+            if hasattr(model, "num_experts"):
+                loss = loss + balance_loss(out.router_logits, mask, MiniMindConfig.router_aux_loss_coef) / tokens
+            scaler.scale(loss).backward()
+            update_loss += loss.item()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), clip).item()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        history.append({"loss": update_loss, "grad_norm": norm, "learning_rate": rate})
+    return history, scaler.state_dict()
+
+
+def initial_model(moe: bool) -> MiniMindForCausalLM:
+    """Weights that fp16 holds exactly, large enough that a mistake shows."""
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=moe))
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_((0.1 * torch.randn(p.shape, generator=generator) + (p.ndim < 2)).half())
+    return model
+
+
+# close: error of a weight tensor relative to how far it was trained, largest relative errors of loss and gradient norm
+FLOAT32, FLOAT16 = (1e-4, 1e-6, 1e-5), (8e-2, 1e-4, 2e-3)
+CASES = {  # stage, ranks, mixture of experts, dtype, epochs, clipping, close; every epoch ends with a short update
+    "dense": ("sft", 1, False, "float32", 2, 1.4, FLOAT32),
+    "dense_on_two_ranks": ("sft", 2, False, "float32", 3, 1.4, FLOAT32),
+    "moe": ("pretrain", 1, True, "float32", 2, 1.3, FLOAT32),
+    "moe_on_two_ranks": ("pretrain", 2, True, "float32", 3, 1.3, FLOAT32),
+    "float16": ("sft", 1, False, "float16", 1, 1.4, FLOAT16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
+    stage, ranks, moe, dtype, epochs, clip, close = CASES[name]
+    model, suffix = initial_model(moe), "_moe" if moe else ""
+    (tmp_path / "out").mkdir()
+    torch.save({key: value.half() for key, value in model.state_dict().items()}, tmp_path / f"out/start_32{suffix}.pth")
+    settings = {"from_weight": "start", "use_moe": int(moe), "dtype": dtype, "seed": SEED, "epochs": epochs}
+    settings |= {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "learning_rate": RATE, "grad_clip": clip}
+    settings |= {"warmup_updates": WARMUP, "weight_decay": DECAY, "eval_interval": 0}
+    argv = flags(corpus, tmp_path, stage, **settings)
+    run(stage, argv, Faults(script=ALLOW_FLOAT16) if dtype == "float16" else None, ranks=ranks)
+
+    kind, run_name = {"sft": (SFTDataset, "full_sft_32"), "pretrain": (PretrainDataset, "pretrain_32")}[stage]
+    dataset = kind(str(corpus[stage]), load_tokenizer(ROOT / "model"), max_length=64, cache_dir=corpus["cache"])
+    samples = [dataset[i][0] for i in range(len(dataset))]
+    start, reference = (deepcopy(stock(model)).train() for _ in range(2))  # stock() shares the model's memory
+    history, scaler = train_plainly(reference, samples, ranks, epochs, clip, dtype)
+    clipped = sum(update["grad_norm"] > clip for update in history)
+    assert len(history) >= 9 and len(history) / 2 < clipped < len(history)
+
+    saved = saved_state(tmp_path, run_name + suffix)
+    assert saved["update"] == len(history) and saved["scaler"] == scaler
+    model.load_state_dict(saved["model"])
+    trained = dict(stock(model).named_parameters())
+    for (key, want), before in zip(reference.named_parameters(), start.parameters(), strict=True):
+        assert (trained[key] - want).norm() <= close[0] * (want - before).norm(), key
+    records = read_metrics(tmp_path / f"out/{run_name}{suffix}_metrics.jsonl")
+    for record, update in zip(records, history, strict=True):
+        assert record["learning_rate"] == pytest.approx(update["learning_rate"], rel=1e-12)
+        assert record["loss"] == pytest.approx(update["loss"], rel=close[1])
+        assert record["grad_norm"] == pytest.approx(update["grad_norm"], rel=close[2])
+
+
+COUNT_ALL_REDUCES = """
+import math, multiprocessing.util, torch
+profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+
+def report():
+    profile.stop()
+    sizes = [math.prod(event.input_shapes[0]) for event in profile.events() if event.name == "gloo:all_reduce"]
+    print("all-reduced", sum(size for size in sizes if size > 16), flush=True)
+
+multiprocessing.util.Finalize(None, report, exitpriority=0)
+profile.start()
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_ranks_exchange_their_gradients_once_per_update(corpus, tmp_path, parallel):
+    """Counted in gloo, which reduces FSDP's shards by an all-reduce, too; small ones are losses, counts and norms."""
+    settings = {"parallel": parallel, "batch_size": 4, "accumulation_steps": 4, "epochs": 1, "num_hidden_layers": 1}
+    rank = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(script=COUNT_ALL_REDUCES), ranks=2)
+    updates = len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl"))
+    weights = torch.load(tmp_path / "out/pretrain_32.pth", weights_only=True)
+    parameters = sum(value.numel() for key, value in weights.items() if key != "lm_head.weight")  # tied
+    (line,) = [line for line in rank.out.splitlines() if line.startswith("all-reduced")]
+    assert updates >= 2 and int(line.split()[1]) == updates * parameters
+
+
+RECORD_MASKS = """
+import torch
+drop = torch.nn.functional.dropout
+
+def recorded(input, p=0.5, training=True, inplace=False):
+    out = drop(input, p, training, inplace)
+    if training:
+        mask = (out.detach().flatten()[:64] != 0).long()
+        with open(FOLDER + "/masks." + os.environ.get("RANK", "0"), "a") as file:
+            print("".join(map(str, mask.tolist())), file=file)
+    return out
+
+torch.nn.functional.dropout = recorded
+"""
+
+
+def test_dropout_differs_between_ranks_and_micro_batches_and_is_repeated_by_a_rerun(corpus, tmp_path):
+    """Judged by the first 64 places of each mask: two layers and the embedding drop in every micro-batch."""
+    settings = {"from_weight": "none", "dropout": 0.5, "batch_size": 4, "accumulation_steps": 2, "epochs": 1}
+    found = []
+    for name in ("one", "again"):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = f"FOLDER = {str(folder)!r}\n{RECORD_MASKS}"
+        run("sft", flags(corpus, folder, "sft", **settings), Faults(script=script), ranks=2)
+        found.append([(folder / f"masks.{rank}").read_text().split() for rank in (0, 1)])
+    one, again = found
+    assert one == again
+    micro_batches = math.ceil(len(corpus["sft"].read_text().splitlines()) / 8)
+    full = [masks[: 3 * (micro_batches - 1)] for masks in one]  # in the last one a rank has no samples
+    assert [len(masks) for masks in full] == [3 * (micro_batches - 1)] * 2
+    counts = Counter(full[0] + full[1])
+    assert {len(mask) for mask in counts} == {64} and max(counts.values()) == 1
+    assert 0.4 < "".join(counts).count("0") / (64 * len(counts)) < 0.6
+
+
+GOLDEN = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
+GOLDEN_RUNS = {  # stage, flags, absolute tolerance: for other processors, whose sums round differently
+    "dense_sft": ("sft", {"use_moe": 0, "from_weight": "none", "epochs": 2}, 1e-4),
+    "moe_pretrain": ("pretrain", {"use_moe": 1, "epochs": 3}, 5e-4),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_RUNS)
+def test_losses_are_those_of_the_past(corpus, tmp_path, name):
+    """From the seed's own initial weights. A change of these figures is a change of what users get: say so if meant."""
+    stage, extra, close = GOLDEN_RUNS[name]
+    settings = {"batch_size": 6, "accumulation_steps": 2, "warmup_updates": 3, "eval_interval": 0}
+    run(stage, flags(corpus, tmp_path, stage, **settings, **extra))
+    (path,) = (tmp_path / "out").glob("*_metrics.jsonl")
+    assert [record["loss"] for record in read_metrics(path)] == pytest.approx(GOLDEN[name], abs=close, rel=0)
