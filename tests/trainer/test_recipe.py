@@ -105,7 +105,8 @@ def initial_model(moe: bool) -> MiniMindForCausalLM:
 
 
 # close: error of a weight tensor relative to how far it was trained, largest relative errors of loss and gradient norm
-FLOAT32, FLOAT16 = (1e-4, 1e-6, 1e-5), (8e-2, 1e-4, 2e-3)
+# (Adam moves a weight whose gradient is all but zero by its rounding error: on some processors one is off by 1e-4)
+FLOAT32, FLOAT16 = (5e-4, 1e-6, 1e-5), (8e-2, 1e-4, 2e-3)
 CASES = {  # stage, ranks, mixture of experts, dtype, epochs, clipping, close; every epoch ends with a short update
     "dense": ("sft", 1, False, "float32", 2, 1.4, FLOAT32),
     "dense_on_two_ranks": ("sft", 2, False, "float32", 3, 1.4, FLOAT32),
@@ -140,7 +141,8 @@ def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
     model.load_state_dict(saved["model"])
     trained = dict(stock(model).named_parameters())
     for (key, want), before in zip(reference.named_parameters(), start.parameters(), strict=True):
-        assert (trained[key] - want).norm() <= close[0] * (want - before).norm(), key
+        error, way = (trained[key] - want).norm().item(), (want - before).norm().item()
+        assert error <= close[0] * way, key
     records = read_metrics(tmp_path / f"out/{run_name}{suffix}_metrics.jsonl")
     for record, update in zip(records, history, strict=True):
         assert record["learning_rate"] == pytest.approx(update["learning_rate"], rel=1e-12)
