@@ -106,7 +106,7 @@ def initial_model(moe: bool) -> MiniMindForCausalLM:
 
 # close: error of a weight tensor relative to how far it was trained, largest relative errors of loss and gradient norm
 # (Adam moves a weight whose gradient is all but zero by its rounding error: on some processors one is off by 1e-4)
-FLOAT32, FLOAT16 = (5e-4, 1e-6, 1e-5), (8e-2, 1e-4, 2e-3)
+FLOAT32, FLOAT16 = (5e-4, 5e-6, 1e-4), (8e-2, 1e-4, 2e-3)
 CASES = {  # stage, ranks, mixture of experts, dtype, epochs, clipping, close; every epoch ends with a short update
     "dense": ("sft", 1, False, "float32", 2, 1.4, FLOAT32),
     "dense_on_two_ranks": ("sft", 2, False, "float32", 3, 1.4, FLOAT32),
