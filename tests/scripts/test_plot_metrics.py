@@ -1,0 +1,110 @@
+"""Curves of runs: what is drawn where, and what the user is told when it cannot be."""
+
+import json
+import sys
+
+import pytest
+
+from dataset.errors import UserError
+from scripts import plot_metrics
+from tests.conftest import launch, write_jsonl
+
+SCRIPT = "scripts/plot_metrics.py"
+
+
+def record(update: int, **more) -> dict:
+    common = {"update": update, "tokens": 100 * update, "seconds": 2.0 * update, "tokens_per_second": 50.0}
+    return {**common, "loss": 4.0 - update, "learning_rate": 1e-3, "grad_norm": 1.0, **more}
+
+
+def drawn(figure) -> dict[str, dict[str, tuple[list, list]]]:
+    """Title of a panel -> name of a curve -> x and y values."""
+    return {
+        axes.get_title(): {line.get_label(): tuple(map(list, line.get_data())) for line in axes.lines}
+        for axes in figure.axes
+    }
+
+
+@pytest.fixture
+def start(monkeypatch):
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, args)])
+        plot_metrics.main()
+
+    return run
+
+
+def test_one_panel_per_quantity_and_one_curve_per_run():
+    runs = {"a": [record(1), record(2, eval_loss=2.5)], "b": [record(1), record(3)]}
+    panels = drawn(plot_metrics.draw(runs, "update"))
+    assert list(panels) == ["loss", "held-out loss", "learning rate", "gradient norm", "tokens per second"]
+    assert panels["loss"] == {"a": ([1, 2], [3.0, 2.0]), "b": ([1, 3], [3.0, 1.0])}
+    assert panels["held-out loss"]["a"] == ([2], [2.5])
+    assert "held-out loss" not in drawn(plot_metrics.draw({"b": runs["b"]}, "update"))  # nothing to draw
+
+
+@pytest.mark.parametrize(("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])])
+def test_the_x_axis_is_the_chosen_one(x, expected):
+    assert drawn(plot_metrics.draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
+
+
+def test_the_mean_loss_is_drawn_where_there_is_one_and_null_leaves_a_gap():
+    run = [record(1, mean_loss=9.0), record(2, mean_loss=None, loss=None), record(3)]
+    _, values = drawn(plot_metrics.draw({"a": run}, "update"))["loss"]["a"]
+    assert values[0] == 9.0 and values[1] != values[1] and values[2] == 1.0
+
+
+def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1), record(2)])
+    files = [tmp_path / folder / "sft_64_metrics.jsonl" for folder in ("one", "two")]
+    done = launch(SCRIPT, *files, "--x", "tokens", "--png", tmp_path / "curves.png")
+    assert done.stdout == f"wrote {tmp_path / 'curves.png'}\n"
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_the_same_file_name_keep_their_folders(tmp_path, start, monkeypatch):
+    seen = []
+    original = plot_metrics.draw
+    monkeypatch.setattr(plot_metrics, "draw", lambda runs, x: seen.append(list(runs)) or original(runs, x))
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1)])
+    first, second = (tmp_path / folder / "sft_64_metrics.jsonl" for folder in ("one", "two"))
+    start(first, second, "--png", tmp_path / "both.png")
+    start(first, "--png", tmp_path / "one.png")
+    assert seen == [[str(tmp_path / "one/sft_64"), str(tmp_path / "two/sft_64")], ["sft_64"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "does not exist"),
+        ("", "holds no records yet"),
+        ("not json\n", "is not a metrics file"),
+        ("[1]\n", "is not a metrics file"),
+        (json.dumps({"loss": 1}) + "\n", "is not a metrics file"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_named(text, told, tmp_path, start):
+    path = tmp_path / "x_metrics.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=told) as error:
+        start(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["missing/curves.png", "curves.nonsense"])
+def test_a_picture_that_cannot_be_written_is_one_line(name, tmp_path, start):
+    metrics = write_jsonl(tmp_path / "x_metrics.jsonl", [record(1)])
+    with pytest.raises(UserError, match="cannot be written"):
+        start(metrics, "--png", tmp_path / name)
+
+
+def test_without_matplotlib_it_says_how_to_get_it(tmp_path, start, monkeypatch):
+    metrics = write_jsonl(tmp_path / "x_metrics.jsonl", [record(1)])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="needs matplotlib: pip install"):
+        start(metrics, "--png", tmp_path / "curves.png")
