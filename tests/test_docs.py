@@ -1,4 +1,4 @@
-"""The manual stays true: file maps, flag tables, commands, snippets, links and help texts against the code itself."""
+"""The manual stays true: folder tree, flag tables, commands, snippets, links and help texts against the code itself."""
 
 import argparse
 import ast
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
@@ -26,24 +27,29 @@ from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config
 from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT
+from tests.conftest import ROOT, launch
 from trainer.checkpoint import half_state_dict
 from trainer.state import Hooks, TrainState
 
-MANUALS = ("README.md", "README_zh.md")
-DOCS = (*MANUALS, "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/BENCHMARKS.md", "docs/CALLBACKS.md")
-DOCS += ("docs/LOG.md", "model/README.md")
-SECTIONS = {  # headings that the tests below look for: English, Chinese
-    "flags": ("All flags of the stage scripts", "阶段脚本的全部参数"),
-    "files": ("File map", "文件一览"),
-    "data": ("Your own data", "使用自己的数据"),
-    "time": ("Time and memory", "时间与内存"),
-    "metrics": ("Files that appear", "产生的文件"),
-    "engine": ("A task of your own (the engine)", "自己的任务（引擎）"),
+FRONT = ("README.md", "README_zh.md")
+ENGLISH_ONLY = {"ARCHITECTURE.md", "BENCHMARKS.md", "CALLBACKS.md", "LOG.md"}
+SUBJECTS = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in ENGLISH_ONLY)
+PAIRS = [FRONT] + [(f"docs/{name}", f"docs/zh/{name}") for name in SUBJECTS]  # a page in English, in Chinese
+MANUALS = [*zip(*PAIRS, strict=True)]  # all pages in English, all in Chinese
+DOCS = (*MANUALS[0], *MANUALS[1], *sorted(f"docs/{name}" for name in ENGLISH_ONLY))
+DOCS += ("CONTRIBUTING.md", "CHANGELOG.md", "model/README.md")
+SECTIONS = {  # headings that the tests below look for: page, English, Chinese
+    "flags": ("flags.md", "The stage scripts", "阶段脚本"),
+    "engine flags": ("flags.md", "The engine", "引擎"),
+    "time": ("files.md", "Time and memory", "时间与内存"),
+    "metrics": ("files.md", "Metrics", "指标"),
 }
+LANGUAGES = ("docs", "docs/zh")
 ABSENT = {"-": None, "required": None, "必填": None, "off": False, "关": False}  # how a table writes such a default
-# Folders that one line of a file map stands for, and files that need none.
-FOLDERS, UNLISTED = ("tests/", ".ci/"), re.compile(r"(^|/)__init__\.py$")
+COMING = {"common/", "trainer/components/", "scripts/bench/"}  # in the folder tree, not there yet
+MADE = {"out/", "checkpoints/"}  # by the runs
+FOLDERS = r"\.ci|\.github|dataset|docs|llm|model|scripts|tests|trainer"  # whose files are looked for by name
+ENDINGS = "py|sh|md|json|jinja|yaml|yml|png"
 GENERATED = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")
 # Scripts with a command line of their own: path -> module to run with -m, if it must be started that way.
 SCRIPTS = {
@@ -53,6 +59,7 @@ SCRIPTS = {
     "scripts/benchmark.py": None,
     "scripts/time_to_loss.py": None,
     "scripts/demo_exam.py": None,
+    "scripts/plot_metrics.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,
     "dataset/inspect.py": "dataset.inspect",
@@ -68,9 +75,10 @@ def read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-def section(path: str, name: str) -> str:
-    """The text below one heading, up to the next heading of its level or above."""
-    heading = SECTIONS[name][path.endswith("_zh.md")]
+def section(folder: str, name: str) -> str:
+    """The text below one heading of a page of `docs` or `docs/zh`, up to the next heading of its level or above."""
+    page, *headings = SECTIONS[name]
+    heading, path = headings[folder == "docs/zh"], f"{folder}/{page}"
     text = re.sub(r"```.*?```", lambda block: block[0].replace("\n#", "\n\0"), read(path), flags=re.S)
     found = re.search(rf"^(#+) {re.escape(heading)}$\n(.*?)(?=^#{{1,3}} |\Z)", text, flags=re.M | re.S)
     assert found, f"{path} has no heading '{heading}'"
@@ -99,16 +107,61 @@ def tracked_files() -> list[str]:
     return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("manual", MANUALS)
-def test_the_file_map_is_the_tree(manual):
-    listed = [row[0].strip("`") for row in rows(section(manual, "files"))]
-    assert len(listed) == len(set(listed)) and all(row[1] for row in rows(section(manual, "files")))
-    missing = [name for name in listed if not (ROOT / name).exists()]
-    assert not missing, f"{manual} lists what is not there: {missing}"
-    wanted = [f for f in tracked_files() if not UNLISTED.search(f) and not f.startswith(FOLDERS)]
-    assert {name for name in listed if name.endswith("/")} == set(FOLDERS)
-    left_out = sorted(set(wanted) - set(listed))
-    assert not left_out, f"{manual} leaves out {left_out}"
+def folder_tree(page: str) -> dict[str, str]:
+    """Folders and files of the tree on a front page, with what is said of them."""
+    (block,) = [block for block in fenced(page, "text") if "trainer/" in block]
+    tree, parent = {}, ""
+    for line in block.splitlines():
+        name, said = re.fullmatch(r" *(\S+) +(.*)", line).groups()
+        path = parent + name if line[0] == " " else name
+        parent = parent if line[0] == " " else name
+        tree[path] = said
+    return tree
+
+
+@pytest.mark.parametrize("page", FRONT)
+def test_the_folder_tree_is_the_repository(page):
+    tree = folder_tree(page)
+    missing = [name for name in tree if not (ROOT / name).exists() and name not in COMING | MADE]
+    assert not missing, f"{page} lists what is not there: {missing}"
+    for folder, said in tree.items():
+        gone = [name for name in re.findall(r"[\w./]+\.(?:py|sh)", said) if not (ROOT / folder / name).is_file()]
+        assert not gone, f"{page} names {gone} in {folder}"
+    folders = {name.split("/")[0] + "/" for name in tracked_files() if "/" in name and not name.startswith(".")}
+    listed = {name.split("/")[0] + "/" for name in tree}
+    assert folders <= listed, f"{page} leaves out {folders - listed}"
+
+
+def test_front_pages_are_short_and_every_page_is_there_in_both_languages():
+    assert [page for page in FRONT if len(read(page).splitlines()) > 200] == []
+    assert {path.name for path in (ROOT / "docs/zh").glob("*.md")} == set(SUBJECTS)
+    for page, folder in zip(FRONT, LANGUAGES, strict=True):
+        left_out = [name for name in SUBJECTS if f"]({folder}/{name})" not in read(page)]
+        left_out += [name for name in ENGLISH_ONLY if f"](docs/{name})" not in read(page)]
+        assert not left_out, f"{page} does not lead to {left_out}"
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS)
+def test_a_page_has_the_same_form_in_both_languages(english, chinese):
+    forms = []
+    for page in (english, chinese):
+        text = re.sub(r"^```.*?^```$", "", read(page), flags=re.M | re.S)
+        forms.append((re.findall(r"^#+(?= )", text, flags=re.M), len(rows(text)), len(re.findall(r"!\[", text))))
+        long = [line for line in text.splitlines() if len(line) > 160 and line[0] != "|"]
+        assert not long, f"{page} has lines that are too long: {long}"
+    assert forms[0] == forms[1]
+
+
+def test_every_entry_of_the_log_has_a_date_and_a_commit():
+    entries = re.split(r"^## ", read("docs/LOG.md"), flags=re.M)[1:]
+    dated = re.compile(r".*\n\n\*\d{4}-\d\d-\d\d, commit [0-9a-f]{7}\*\n")
+    undated = [entry.splitlines()[0] for entry in entries if not dated.match(entry)]
+    assert len(entries) >= 20 and not undated
+
+
+def test_the_workflow_runs_the_second_command():
+    steps = yaml.safe_load(read(".github/workflows/test.yml"))["jobs"]["test"]["steps"]
+    assert "bash scripts/test.sh" in [step.get("run") for step in steps]
 
 
 def slugs(path: str) -> set[str]:
@@ -128,9 +181,7 @@ def test_links_and_paths_in_the_text_exist(page):
         path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         assert not anchor or anchor in slugs(str(path.resolve().relative_to(ROOT))), f"{page} links to {target}"
-    named = re.findall(
-        r"`((?:\.ci|dataset|docs|llm|model|scripts|tests|trainer)/[\w./-]*\.(?:py|sh|md|json|jinja|yaml))`", text
-    )
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\.(?:{ENDINGS}))`", text)
     gone = [name for name in named if not GENERATED.match(name) and not (ROOT / name).exists()]
     assert not gone, f"{page} names {gone}"
 
@@ -147,21 +198,48 @@ def written_default(cell: str, default) -> object:
     return str(ROOT / cell) if cell.endswith("/") else cell
 
 
-@pytest.mark.parametrize("manual", MANUALS)
-def test_the_flag_table_is_the_parser(manual):
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_flag_table_is_the_parser(folder):
     parsers = [parser_of(f"trainer/{stage}.py")[0] for stage in ("train_pretrain", "train_full_sft")]
-    table = {row[0].strip("`"): row[1:] for row in rows(section(manual, "flags"))}
+    table = {row[0].strip("`"): row[1:] for row in rows(section(folder, "flags"))}
     for column, parser in enumerate(parsers):
         actions = {action.option_strings[-1]: action for action in parser._actions if action.dest != "help"}
         assert sorted(table) == sorted(actions)
         for name, action in actions.items():
             cell = table[name][column]
             default = parser.get_default(action.dest)
-            assert written_default(cell, default) == default, f"{manual}: {name} is {default}, not {cell}"
+            assert written_default(cell, default) == default, f"{folder}: {name} is {default}, not {cell}"
             assert action.required == (cell in ("required", "必填")), name
             choices = [c for c in action.choices or () if not re.search(rf"\b{c}\b", table[name][2])]
-            assert not choices, f"{manual}: {name} does not tell of {choices}"
+            assert not choices, f"{folder}: {name} does not tell of {choices}"
     assert all(len(cells) == 3 and cells[2] for cells in table.values())
+
+
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_engines_flag_table_is_its_settings(folder):
+    table = {row[0].strip("`").removeprefix("--"): row[1:] for row in rows(section(folder, "engine flags"))}
+    assert list(table) == ["config", "print_config", "set", *SETTINGS]
+    assert all(len(cells) == 2 and cells[1] for cells in table.values())
+    for name, setting in SETTINGS.items():
+        cell, default = table[name][0], setting.default
+        if isinstance(default, bool):
+            assert cell == str(default).lower(), name
+        else:
+            assert written_default(cell, default) == (default or (None if cell == "-" else default)), name
+        if folder == "docs":
+            assert table[name][1] == setting.help
+
+
+def test_the_chinese_help_texts_are_complete_and_those_of_the_tables():
+    texts = yaml.safe_load(read("docs/zh/flags.yaml"))
+    stages = [parser_of(f"trainer/{stage}.py")[0] for stage in ("train_pretrain", "train_full_sft")]
+    flags = {action.option_strings[-1] for parser in stages for action in parser._actions} - {"--help"}
+    flags |= {f"--{name}" for name in ("config", "print_config", "set", *SETTINGS)}
+    assert {f"--{name}" for name in texts} == flags
+    assert all(re.search("[一-鿿]", text) and "\n" not in text for text in texts.values())
+    for name in ("flags", "engine flags"):
+        for row in rows(section("docs/zh", name)):
+            assert row[-1] == texts[row[0].strip("`-")], row[0]
 
 
 @functools.cache
@@ -310,14 +388,21 @@ def check_commands(text: str, where: str) -> int:
 
 @pytest.mark.parametrize("page", DOCS)
 def test_commands_in_the_text_parse(page):
-    checked = sum(check_commands(block, page) for block in fenced(page, "bash"))
-    assert checked >= 30 or page not in MANUALS  # the manuals do hold commands, and they were found
+    for block in fenced(page, "bash"):
+        check_commands(block, page)
 
 
-def test_both_manuals_give_the_same_commands_and_snippets():
-    for language in ("bash", "python", "json"):
-        english, chinese = ([without_comments(block) for block in fenced(page, language)] for page in MANUALS)
-        assert english == chinese
+def test_the_manual_holds_commands_and_they_were_found():
+    for pages in MANUALS:
+        assert sum(check_commands(block, page) for page in pages for block in fenced(page, "bash")) >= 45
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS)
+def test_both_languages_give_the_same_commands_and_snippets(english, chinese):
+    for language in ("bash", "python", "json", "text"):
+        blocks = [[without_comments(block) for block in fenced(page, language)] for page in (english, chinese)]
+        blocks = [[block for block in found if "trainer/  " not in block] for found in blocks]  # not the folder tree
+        assert blocks[0] == blocks[1]
 
 
 def without_comments(block: str) -> str:
@@ -342,25 +427,32 @@ def test_launch_lines_at_the_head_of_scripts_name_real_scripts_and_flags(script)
 # --- examples, figures, snippet ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("manual", MANUALS)
-def test_the_example_records_are_accepted(manual):
-    records = [json.loads(line) for block in fenced(manual, "json") for line in block.splitlines()]
+@pytest.mark.parametrize("page", ["docs/data.md", "README.md"])
+def test_the_example_records_are_accepted(page):
+    records = [json.loads(line) for block in fenced(page, "json") for line in block.splitlines()]
     kinds = {key for record in records for key in record}
-    assert {"text", "conversations", "messages", "instruction"} <= kinds
+    assert ({"text", "conversations", "messages", "instruction"} if page != "README.md" else {"text"}) <= kinds
     for record in records:
         assert to_text(record) if "text" in record else to_chat(record).messages[-1]["role"] == "assistant"
 
 
-@pytest.mark.parametrize("manual", MANUALS)
-def test_the_metrics_fields_are_those_of_the_loop(manual):
+def test_the_mistake_on_the_front_page_is_told_as_it_says():
+    (shown,) = [block for block in fenced("README.md", "text") if block.startswith("error: ")]
+    (command,) = [block for block in fenced("README.md", "bash") if "--learning_rate -1" in block]
+    done = launch(*shlex.split(command)[1:], check=False)
+    assert done.returncode == 2 and done.stderr == shown
+
+
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_metrics_fields_are_those_of_the_loop(folder):
     code = "".join(read(f"trainer/{name}.py") for name in ("loop", "speed", "state", "expert_load"))
-    fields = [name for row in rows(section(manual, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
+    fields = [name for row in rows(section(folder, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
 
 
-@pytest.mark.parametrize("manual", MANUALS)
-def test_the_parameter_counts_are_those_of_the_model(manual):
-    shapes = [row for row in rows(section(manual, "time")) if row[0].isdigit()]
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_parameter_counts_are_those_of_the_model(folder):
+    shapes = [row for row in rows(section(folder, "time")) if row[0].isdigit()]
     assert len(shapes) >= 4
     for hidden, layers, kind, parameters, active in shapes:
         shape = {"hidden_size": int(hidden), "num_hidden_layers": int(layers), "use_moe": kind == "MoE"}
@@ -377,7 +469,7 @@ def test_the_parameter_counts_are_those_of_the_model(manual):
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch, capsys):
     """With a tiny random model in the place of the trained one; the saved folder then gives the model's own logits."""
-    (snippet,) = [block for block in fenced("README.md", "python") if "Qwen3" in block]
+    (snippet,) = [block for block in fenced("docs/using_weights.md", "python") if "Qwen3" in block]
     small = {"hidden_size=512": "hidden_size=32", "num_hidden_layers=8": "num_hidden_layers=2"}
     small |= {
         "use_moe=False)": f"use_moe={use_moe})",
@@ -393,7 +485,7 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
     (tmp_path / "out").mkdir()
     torch.save(weights, tmp_path / "out/full_sft_512.pth")
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(snippet, "docs/using_weights.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out  # an untrained model may well say nothing but blanks
     stock = AutoModelForCausalLM.from_pretrained("out/full_sft_512_hf").eval()
     assert type(stock).__name__ == ("Qwen3MoeForCausalLM" if use_moe else "Qwen3ForCausalLM")
@@ -436,9 +528,9 @@ def test_every_package_is_declared():
 # --- the engine ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("manual", MANUALS)
-def test_the_engines_chapter_is_the_engine(manual):
-    text = section(manual, "engine")
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_engines_chapter_is_the_engine(folder):
+    text = read(f"{folder}/engine.md")
     named = set(re.findall(r"`--(\w+)", text)) - {"config", "help", "print_config", "set"}
     assert len(named) >= 12 and not named - set(SETTINGS)
     first = {row[0].strip("`"): row for row in rows(text)}
