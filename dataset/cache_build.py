@@ -1,6 +1,6 @@
-"""Builds the files of a token cache: blocks of raw data are tokenised by several processes and written in order.
+"""Builds the files of a token cache: several processes tokenise blocks of raw data, which are written in order.
 
-Memory stays flat whatever the corpus: a few blocks per process are under way, and everything else is on disk.
+Memory use does not grow with the corpus: each process works on a few blocks, and everything else is on disk.
 The result does not depend on the number of processes.
 """
 
@@ -14,24 +14,25 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import DTypeLike
 from tqdm import tqdm
 
+from common.errors import UserError
 from dataset import data_files
+from dataset.bad_records import BadRecords, bad_records_message
 from dataset.data_files import Block, iter_blocks
-from dataset.errors import UserError
-from dataset.formats import BadRecords, bad_records_message
 from dataset.packing import pack
 from dataset.tokenizing import BlockTokenizer, Samples, TokenizerSpec
 from dataset.worker_pool import Results, in_processes
 
-SMALL = 8 << 20  # bytes of data below which starting processes costs more than it saves
+SMALL = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
 
 
 class ArrayFile:
-    """A .npy file that grows: the header is written again at the end, with the length it turned out to have."""
+    """A .npy file written row by row; at the end the header is written again, with the final length."""
 
-    def __init__(self, path: Path, dtype: np.dtype, row: tuple[int, ...] = ()):
-        self.file = open(path, "wb")  # noqa: SIM115 (closed by close)
+    def __init__(self, path: Path, dtype: DTypeLike, row: tuple[int, ...] = ()):
+        self.file = open(path, "wb")  # noqa: SIM115 (close() closes it)
         self.dtype, self.row, self.length = np.dtype(dtype), row, 0
         self.body = self._write_header()
 
@@ -39,25 +40,25 @@ class ArrayFile:
         description = np.lib.format.dtype_to_descr(self.dtype)
         shape = (self.length, *self.row)
         header = {"descr": description, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self.file, header)  # numpy leaves room for a longer first axis
+        np.lib.format.write_array_header_1_0(self.file, header)  # numpy pads it so that the first axis can grow
         return self.file.tell()
 
     def append(self, array: np.ndarray) -> None:
-        """Add rows at the end."""
+        """Append rows."""
         self.file.write(np.ascontiguousarray(array, dtype=self.dtype).data)
         self.length += len(array)
 
     def finish(self) -> None:
-        """Write the final header, and wait until everything is on the disk."""
+        """Write the final header and flush the file to disk."""
         self.file.seek(0)
         if self._write_header() != self.body:
-            raise RuntimeError("the header of a growing .npy file changed its size")
+            raise RuntimeError("the final .npy header does not fit in the space of the first one")
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
 
     def close(self) -> None:
-        """Let go of the file; for one that is not finished this may fail again with what made it fail before."""
+        """Close the file. If writing failed, flushing its buffer may fail in the same way again: ignored here."""
         with suppress(OSError):
             self.file.close()
 
@@ -65,13 +66,13 @@ class ArrayFile:
 def build_arrays(
     folder: Path, paths: list[str], spec: TokenizerSpec, kind: str, max_length: int, num_proc: int, skip_bad: bool
 ) -> dict:
-    """Tokenise the files into `folder` (it exists and is empty) and return the report.
+    """Tokenise the files into `folder` (an existing, empty one) and return the report.
 
-    `skip_bad`: leave bad records out and list them in bad_records.txt, instead of stopping.
-    Raises UserError for bad records (the first one, and how many follow) and if no sample is left.
+    `skip_bad`: skip bad records and list them in bad_records.txt, instead of stopping.
+    Raises UserError for bad records (the first one, and how many follow) and if no sample remains.
     """
     total = sum(os.path.getsize(path) for path in paths)
-    tokenizer = BlockTokenizer(spec, kind, max_length)  # also finds what is wrong with the tokenizer at once
+    tokenizer = BlockTokenizer(spec, kind, max_length)  # also validates the tokenizer
     num_proc = min(num_proc, 1 + total // data_files.BLOCK_BYTES)
     parallel = num_proc > 1 and total > SMALL and not multiprocessing.current_process().daemon
     tokenised = in_processes if parallel else _in_this_process
@@ -88,12 +89,12 @@ def build_arrays(
             counts.update(samples.counts)
             bad.add(block, samples.bad)
             if bad.count and not skip_bad:
-                check_only.set()  # the rest is only searched for more bad records
+                check_only.set()  # only count the remaining bad records
             else:
                 counts.update(_write(files, block, samples))
             progress.update(block.size, len(samples.tokens))
         if bad.count and not skip_bad:
-            raise UserError(bad_records_message(bad.first_text(paths), bad.count))
+            raise UserError(bad_records_message(bad.first_text, bad.count))
         if not counts["samples"]:
             raise UserError(_nothing_left(paths, counts, bad))
         for file in files.values():
@@ -104,9 +105,14 @@ def build_arrays(
 
 
 def _array_files(folder: Path, kind: str, token_dtype: np.dtype) -> dict[str, ArrayFile]:
-    types = {"tokens": token_dtype, "offsets": np.int64, "target_bytes": np.int64, "num_targets": np.int64}
+    types: dict[str, DTypeLike] = {
+        "tokens": token_dtype,
+        "offsets": np.int64,
+        "target_bytes": np.int64,
+        "num_targets": np.int64,
+    }
     if kind == "sft":
-        types["trained"] = np.bool_
+        types["loss_mask"] = np.bool_
     files = {name: ArrayFile(folder / f"{name}.npy", dtype) for name, dtype in types.items()}
     files["sources"] = ArrayFile(folder / "sources.npy", np.int64, row=(2,))
     files["offsets"].append(np.zeros(1, dtype=np.int64))
@@ -114,16 +120,16 @@ def _array_files(folder: Path, kind: str, token_dtype: np.dtype) -> dict[str, Ar
 
 
 def _write(files: dict[str, ArrayFile], block: Block, samples: Samples) -> dict[str, int]:
-    """Append the samples of one block; returns what to add to the counts."""
+    """Append the samples of one block; returns their counts."""
     ends = np.cumsum(samples.lengths)
-    targets = np.diff(np.concatenate([[0], np.cumsum(samples.trained)])[np.concatenate([[0], ends])])
+    targets = np.diff(np.concatenate([[0], np.cumsum(samples.loss_mask)])[np.concatenate([[0], ends])])
     files["offsets"].append(files["tokens"].length + ends)
     files["tokens"].append(samples.tokens)
     files["target_bytes"].append(samples.target_bytes)
     files["num_targets"].append(targets)
     files["sources"].append(np.stack([np.full_like(samples.lines, block.file), samples.lines], axis=1))
-    if "trained" in files:
-        files["trained"].append(samples.trained)
+    if "loss_mask" in files:
+        files["loss_mask"].append(samples.loss_mask)
     return {
         "samples": len(ends),
         "tokens": len(samples.tokens),
@@ -133,15 +139,14 @@ def _write(files: dict[str, ArrayFile], block: Block, samples: Samples) -> dict[
 
 
 def _write_rows(folder: Path, lengths: np.ndarray, max_length: int) -> None:
-    """Which samples packing puts into which row: worked out once here, mapped by every rank of every run."""
-    for name, values in zip(("members", "borders"), pack(lengths, max_length), strict=True):
-        with open(folder / f"{name}.npy", "wb") as file:
-            np.save(file, values.astype(np.min_scalar_type(len(lengths))))
-            file.flush()
-            os.fsync(file.fileno())
+    """Assign samples to packed rows, once, for every rank of every run."""
+    for name, values in zip(("row_samples", "row_offsets"), pack(lengths, max_length), strict=True):
+        file = ArrayFile(folder / f"{name}.npy", np.min_scalar_type(len(lengths)))
+        file.append(values)
+        file.finish()
 
 
-def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, bad: "BadRecords", files: int) -> dict:
+def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, bad: BadRecords, files: int) -> dict:
     """All counts under fixed names, and the distribution of lengths. The same data give the same report."""
     if kind == "pretrain":
         own = {"documents": 0, "empty_documents": 0, "documents_split": 0}
@@ -163,7 +168,7 @@ def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, ba
 
 
 def format_report(report: dict) -> str:
-    """The report of a cache as lines for people."""
+    """The report of a cache as text."""
     r = report
 
     def part(name: str) -> str:
@@ -173,22 +178,22 @@ def format_report(report: dict) -> str:
     if r["kind"] == "pretrain":
         lines.append(f"  documents {r['documents']:,}, split {part('documents_split')}, empty {r['empty_documents']:,}")
     else:
-        cuts = f"cut behind a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
+        cuts = f"cut after a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
         lines.append(f"  conversations {r['conversations']:,}, {cuts}")
-    lines.append(f"  dropped for want of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
+    lines.append(f"  dropped for lack of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
     share = r["targets"] / r["tokens"]
-    lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of them targets {r['targets']:,} ({share:.1%})")
+    lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})")
     lengths = ", ".join(f"{share} % {length:,}" for share, length in r["length_percentiles"].items())
     lines.append(f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}")
     lines.append(f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens")
     return "\n".join(lines)
 
 
-def _nothing_left(paths: list[str], counts: Counter, bad: "BadRecords") -> str:
+def _nothing_left(paths: list[str], counts: Counter, bad: BadRecords) -> str:
     if bad.count and bad.count == counts["records"]:
-        return f"every one of the {bad.count} records is bad; the first: {bad.first_text(paths)}"
+        return f"every one of the {bad.count} records is bad; the first: {bad.first_text}"
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
-    also_bad = f", {bad.count} are bad, the first: {bad.first_text(paths)}" if bad.count else ""
+    also_bad = f", {bad.count} are bad, the first: {bad.first_text}" if bad.count else ""
     return (
         f"{where}: none of the {counts['records']} records gives a sample with something to train on "
         f"({counts['dropped_without_label']} have no label within --max_seq_len, {counts['empty_documents']} are "
@@ -197,7 +202,7 @@ def _nothing_left(paths: list[str], counts: Counter, bad: "BadRecords") -> str:
 
 
 class Progress:
-    """Tokens per second and time left: a bar on a terminal, a line every ten seconds on a pipe."""
+    """Shows tokens per second and time left: as a bar on a terminal, as a line every ten seconds on a pipe."""
 
     def __init__(self, total: int, interval: float = 10.0):
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", disable=None, file=sys.stderr)
@@ -206,7 +211,7 @@ class Progress:
         self.begin = self.last = time.monotonic()
 
     def update(self, size: int, tokens: int) -> None:
-        """`size` more bytes of the files became `tokens` more tokens."""
+        """Count `size` more bytes of the files, which gave `tokens` tokens."""
         self.done, self.tokens = self.done + size, self.tokens + tokens
         now = time.monotonic()
         speed = self.tokens / max(now - self.begin, 1e-9)
@@ -214,14 +219,13 @@ class Progress:
         self.bar.update(size)
         if self.bar.disable and now - self.last > self.interval:
             self.last = now
-            left = (now - self.begin) * (self.total / max(1, self.done) - 1)
             share = min(1.0, self.done / self.total)
-            minutes, seconds = divmod(max(0, round(left)), 60)
+            left = tqdm.format_interval((now - self.begin) * (1 / max(share, 1e-9) - 1))
             text = f"tokenising: {share:.0%}, {self.tokens:,} tokens, {speed:,.0f} tokens/s"
-            print(f"{text}, {minutes}:{seconds:02d} left", flush=True)
+            print(f"{text}, {left} left", flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.bar.close()
 
 

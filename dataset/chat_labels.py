@@ -1,36 +1,41 @@
-"""Which tokens of a conversation are trained: what the assistant says, with its end-of-turn token, in every turn.
+"""Which tokens of a conversation are targets: every assistant turn, with its end-of-turn token.
 
-The chat template itself says where that is. If it has `{% generation %}` marks, transformers reports the characters
-inside them while it renders; nobody searches for token patterns, so a user who writes `<|im_start|>assistant` is not
-mistaken for one. Without marks, an answer is what a rendering of the conversation up to and including it has more than
-a rendering up to its generation prompt; this needs each rendering to be the beginning of the next, and a template that
-rewrites earlier turns is refused.
+The chat template decides where these are. If it has `{% generation %}` marks, transformers reports the characters
+inside them while rendering; no token patterns are searched for, so a user who writes `<|im_start|>assistant` is not
+mistaken for the assistant. Without marks, the conversation is rendered up to each answer's generation prompt and up to
+its end, and the difference is the answer; each rendering must be a prefix of the next, so a template that rewrites
+earlier turns is refused.
 """
 
 import re
+from typing import Any, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dataset.errors import UserError
-from dataset.formats import BadRecord, Chat
+from common.errors import UserError
+from dataset.formats import Chat
+from dataset.json_records import BadRecord
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADD_MARKS = "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
 
 
+Rendered = tuple[str, list[tuple[int, int]]]  # text, and the [start, end) characters of each assistant turn in it
+
+
 class ChatTemplate:
-    """Renders conversations and tells which characters of the result the assistant says."""
+    """Renders conversations and finds the assistant's characters in the result."""
 
     def __init__(self, template: str | dict[str, str], special_tokens: dict):
-        """`template`: Jinja text, or several by name (`default`, `tool_use`); `special_tokens`: names for it to use."""
+        """`template`: Jinja text, or several by name (`default`, `tool_use`); `special_tokens`: its variables."""
         self.templates = template if isinstance(template, dict) else {"default": template}
         self.special_tokens = special_tokens
 
-    def render(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """Text of the whole conversation, and the [start, end) characters of each assistant turn in it.
+    def render(self, chat: Chat) -> Rendered:
+        """Render the conversation.
 
-        Raises BadRecord if the template refuses the conversation, UserError if the turns cannot be told apart.
+        Raises BadRecord if the template refuses the conversation, UserError if the turns cannot be located.
         """
         template = self.templates.get("tool_use") if chat.tools else None
         template = template or self.templates.get("default")
@@ -40,19 +45,18 @@ class ChatTemplate:
             return self._rendered(template, chat.messages, chat.tools, return_assistant_tokens_mask=True)
         return self._render_by_prefixes(template, chat)
 
-    def _rendered(self, template: str, messages: list[dict], tools: list[dict] | None, **options):
+    def _rendered(self, template: str, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
+        options |= {"tools": tools, "chat_template": template, **self.special_tokens}
         try:
-            texts, spans = render_jinja_template(
-                [messages], tools=tools, chat_template=template, **options, **self.special_tokens
-            )
+            texts, spans = render_jinja_template([messages], **options)
             texts[0].encode("utf-8")
-        except Exception as error:  # a template is a program of strangers: it can raise anything
+        except Exception as error:  # a template is untrusted code that can raise anything
             reason = " ".join(str(error).split())[:200]
             raise BadRecord(f"the chat template refuses this conversation ({type(error).__name__}: {reason})") from None
-        return texts[0], list(spans[0]) if spans else []
+        return texts[0], cast(list[tuple[int, int]], list(spans[0]) if spans else [])  # typed as text by transformers
 
-    def _render_by_prefixes(self, template: str, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        whole, _ = self._rendered(template, chat.messages, chat.tools)
+    def _render_by_prefixes(self, template: str, chat: Chat) -> Rendered:
+        full, _ = self._rendered(template, chat.messages, chat.tools)
         spans = []
         for index, message in enumerate(chat.messages):
             if message["role"] != "assistant":
@@ -60,8 +64,8 @@ class ChatTemplate:
             before = chat.messages[:index]
             prompt, _ = self._rendered(template, before, chat.tools, add_generation_prompt=True)
             turn, _ = self._rendered(template, chat.messages[: index + 1], chat.tools)
-            spoken = turn.rstrip()  # whitespace behind the end-of-turn token opens the next turn
-            if not (turn.startswith(prompt) and whole.startswith(spoken)):
+            spoken = turn.rstrip()  # whitespace after the end-of-turn token belongs to the next turn
+            if not (turn.startswith(prompt) and full.startswith(spoken)):
                 raise UserError(
                     f"the chat template has no generation marks and writes turn {index + 1} differently when more "
                     f"turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
@@ -72,20 +76,20 @@ class ChatTemplate:
                     f"starts is ambiguous; {ADD_MARKS}"
                 )
             spans.append((len(prompt), max(len(prompt), len(spoken))))
-        return whole, spans
+        return full, spans
 
     @staticmethod
     def _has_header(turn: str, message: dict) -> bool:
-        """Whether the template writes something of its own, such as the role's name, before the assistant's text."""
+        """Whether the template writes a header, such as the role's name, before the assistant's text."""
         first = (message.get("reasoning_content") or message["content"]).strip()
         return not first or not turn.lstrip().startswith(first)
 
 
 def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """[first, last) tokens that touch each [start, end) of characters.
+    """[first, last) tokens that overlap each [start, end) span of characters.
 
-    `starts`, `ends` [T]: characters of each token, never falling. A token that lies across the start of a span counts
-    as inside, as in transformers' assistant mask. Empty spans give empty ranges.
+    `starts`, `ends` [T]: characters of each token, non-decreasing. A token across the start of a span counts as inside,
+    as in transformers' assistant mask. Empty spans give empty ranges.
     """
     ranges = []
     for start, end in spans:
@@ -96,5 +100,5 @@ def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: list[tuple[int, in
 
 
 def cut_at_turn(ranges: list[tuple[int, int]], max_length: int) -> int:
-    """Number of tokens to keep so that the last assistant turn kept is whole; 0 if not even the first one fits."""
+    """Number of tokens up to the end of the last assistant turn that fits; 0 if not even the first one fits."""
     return max((last for first, last in ranges if first < last <= max_length), default=0)

@@ -1,7 +1,7 @@
-"""Which files a `--data_path` means, and their raw contents, read in blocks that workers can parse on their own.
+"""Finds the files of a `--data_path` and reads them in blocks, which workers parse independently.
 
-Files: JSONL (plain or .gz), `.json` that holds either JSON Lines or one array, and Parquet.
-Line numbers count from 1; in Parquet the row number, from 1, takes their place.
+Files: JSONL (plain or .gz), `.json` with either JSON Lines or one array, and Parquet.
+Line numbers count from 1; for Parquet they are row numbers, from 1.
 """
 
 import glob
@@ -12,37 +12,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataset.errors import UserError, reason
-from dataset.formats import BOM, BadRecord, check_characters, check_depth, decoder, not_utf8
+from common.errors import UserError, reason
+from dataset.json_records import BOM, BadRecord, check_value, decoder, not_an_object, not_utf8, parse_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 COLUMNS = {"text", "conversations", "messages", "instruction", "input", "output", "system", "history", "tools"}
-BLOCK_BYTES = 1 << 20  # large enough to keep a worker busy for a moment, small enough to keep memory flat
+BLOCK_BYTES = 1 << 20  # large enough to outweigh the cost of passing it to a worker, small enough for memory
 BLOCK_ROWS = 1024
 DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive records of one file, not parsed yet: the amount that one worker handles at a time."""
+    """Consecutive, unparsed records of one file: what a worker gets at a time."""
 
     file: int  # index into the list of files
     path: str
     first: int  # line or row of its first record
-    data: bytes | list  # raw lines; or [(line, record)] where reading the file meant parsing it
-    size: int  # bytes of the file that it stands for (progress)
+    data: bytes | list  # raw lines; or [(line, record)] where the file can only be read by parsing it
+    size: int  # bytes of the file that it covers, for the progress
 
 
 def expand_paths(data_path: str | os.PathLike | Sequence[str]) -> list[str]:
-    """Files that `data_path` means: files, globs and folders (searched recursively), separated by commas.
+    """The files of `data_path`: files, globs and folders (searched recursively), separated by commas.
 
-    The parts keep the order in which they were typed; within a glob or folder the paths are sorted. A file that is
-    named twice is read once. A path that exists as typed is never taken for a pattern or a list.
+    The parts keep their order; within a glob or folder the paths are sorted. A file named twice is read once. A path
+    that exists as typed is never read as a pattern or a list.
     Raises UserError for a missing or empty file and for a pattern or folder without data.
     """
     if isinstance(data_path, (str, os.PathLike)):
-        whole = os.fspath(data_path)
-        parts = [whole] if os.path.exists(whole) else [part.strip() for part in whole.split(",") if part.strip()]
+        typed = os.fspath(data_path)
+        parts = [typed] if os.path.exists(typed) else [part.strip() for part in typed.split(",") if part.strip()]
     else:
         parts = [os.fspath(part) for part in data_path]
     if not parts:
@@ -53,7 +53,7 @@ def expand_paths(data_path: str | os.PathLike | Sequence[str]) -> list[str]:
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():
         if os.path.getsize(path) == 0:
-            raise UserError(f"{path} is an empty file; take it out of --data_path or write it anew")
+            raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
     return list(files.values())
 
 
@@ -80,7 +80,7 @@ def iter_blocks(paths: Sequence[str]) -> Iterator[Block]:
             yield from _blocks_of_file(index, path)
         except OSError as error:
             why = error.strerror or reason(error)
-            raise UserError(f"{path} cannot be read ({why}); check the file or take it out of --data_path") from error
+            raise UserError(f"{path} cannot be read ({why}); check the file or remove it from --data_path") from error
 
 
 def _blocks_of_file(index: int, path: str) -> Iterator[Block]:
@@ -95,7 +95,7 @@ def _blocks_of_file(index: int, path: str) -> Iterator[Block]:
         empty = empty and not (block.data.replace(BOM, b"").strip() if isinstance(block.data, bytes) else block.data)
         yield block
     if empty:
-        raise UserError(f"{path} holds no record; take it out of --data_path or write it anew")
+        raise UserError(f"{path} holds no record; remove it from --data_path or write it again")
 
 
 def _open(path: str):
@@ -106,7 +106,7 @@ def _line_blocks(index: int, path: str) -> Iterator[Block]:
     """Blocks that end at a line end."""
     line, done = 1, 0
     with _open(path) as file:
-        stored = getattr(file, "fileobj", file)  # for .gz the compressed file underneath: progress counts its bytes
+        stored = getattr(file, "fileobj", file)  # of a .gz the compressed file: progress counts its bytes
         while True:
             try:
                 data = file.read(BLOCK_BYTES)
@@ -129,16 +129,16 @@ def _parquet_blocks(index: int, path: str) -> Iterator[Block]:
         with pyarrow.parquet.ParquetFile(path) as table:
             columns = [name for name in table.schema_arrow.names if name in COLUMNS]
             if len(set(columns)) < len(columns):
-                raise UserError(f"{path}: two columns have the same name ({', '.join(columns)}); write it anew")
+                raise UserError(f"{path}: two columns have the same name ({', '.join(columns)}); write it again")
             bytes_per_row = os.path.getsize(path) / max(1, table.metadata.num_rows)
-            # Without one known column the whole row is read, so that the error can tell which keys there are.
+            # Without any known column all are read, so that the error can list the keys.
             for batch in table.iter_batches(BLOCK_ROWS, columns=columns or None):
                 rows = list(enumerate(batch.to_pylist(), row))
                 yield Block(index, path, row, rows, round(len(rows) * bytes_per_row))
                 row += len(rows)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # or values that Python has no type for
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # damaged, or no Python type for a value
         raise UserError(
-            f"{path}:{row}: from this row on no readable Parquet ({reason(error)}); write it anew"
+            f"{path}:{row}: unreadable Parquet from this row on ({reason(error)}); write it again"
         ) from error
 
 
@@ -151,7 +151,7 @@ def _starts_an_array(path: str) -> bool:
 
 
 def _array_blocks(index: int, path: str) -> Iterator[Block]:
-    """A `.json` file that holds one array of records. It is read whole: only JSON Lines can be streamed."""
+    """A `.json` file that holds one array of records, which must be read at once: only JSON Lines can be streamed."""
     try:
         with _open(path) as file:
             raw = file.read().removeprefix(BOM)
@@ -159,7 +159,7 @@ def _array_blocks(index: int, path: str) -> Iterator[Block]:
     except DAMAGED_GZIP as error:
         raise UserError(f"{path} is damaged or cut off ({error}); get it again") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}:{raw.count(10, 0, error.start) + 1}: {not_utf8(error)}") from error
+        raise UserError(f"{path}:{error.object.count(10, 0, error.start) + 1}: {not_utf8(error)}") from error
     rows = list(_array_records(path, text))
     for start in range(0, len(rows), BLOCK_ROWS):
         part = rows[start : start + BLOCK_ROWS]
@@ -167,7 +167,7 @@ def _array_blocks(index: int, path: str) -> Iterator[Block]:
 
 
 def _array_records(path: str, text: str) -> Iterator[tuple[int, object]]:
-    """Yield (line, record) of a JSON array. After a syntax error nothing can be trusted, so it always stops there."""
+    """Yield (line, record) of a JSON array. What follows a syntax error is unreliable, so it always stops there."""
     line, counted, position = 1, 0, text.index("[") + 1
     separator = ""
     while True:
@@ -182,17 +182,16 @@ def _array_records(path: str, text: str) -> Iterator[tuple[int, object]]:
         line, counted = line + text.count("\n", counted, position), position
         try:
             record, position = decoder.raw_decode(text, position)
-            check_depth(record)
-            check_characters(record)
+            check_value(record)
         except (BadRecord, ValueError, RecursionError) as error:
             why = str(error).split(": line")[0]
-            raise UserError(f"{path}:{line}: from this line on no valid JSON array ({why}); mend it") from error
+            raise UserError(f"{path}:{line}: not a valid JSON array from this line on ({why}); fix it") from error
         yield line, record
         separator = ","
 
 
 def _check_end(path: str, text: str, end: int) -> None:
-    """What stands behind the array would be lost without a word."""
+    """Raise UserError if anything but blanks follows the array: it would be ignored silently."""
     position = _skip_blanks(text, end)
     if position < len(text):
         line = text.count("\n", 0, position) + 1
@@ -203,3 +202,20 @@ def _skip_blanks(text: str, position: int) -> int:
     while text[position : position + 1] in (" ", "\t", "\r", "\n"):
         position += 1
     return position
+
+
+def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
+    """Yield (line or row, record) for each record of a block; an unusable one is replaced by its BadRecord."""
+    if isinstance(block.data, list):
+        for line, record in block.data:
+            yield line, record if isinstance(record, dict) else BadRecord(not_an_object(record))
+        return
+    lines = block.data.split(b"\n")
+    for offset, raw in enumerate(lines):
+        raw = raw.removeprefix(BOM).strip(b" \t\r")
+        if not raw:
+            continue
+        try:
+            yield block.first + offset, parse_line(raw, last=offset == len(lines) - 1)
+        except BadRecord as error:
+            yield block.first + offset, error

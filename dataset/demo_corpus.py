@@ -1,15 +1,15 @@
-"""The built-in demo corpus: a small invented world in Chinese and English, generated from a seed, nothing downloaded.
+"""The built-in demo corpus: a small invented world in Chinese and English, generated from a seed without downloads.
 
     python -m dataset.demo_corpus --output_dir dataset/demo --seed 0
 
-It shows what each training stage is for. Pretraining tells four facts about every inhabitant of a valley, each in many
-wordings and in both languages. SFT shows how questions are answered, with some of the inhabitants. The exam asks about
-inhabitants whom SFT never mentions, so it takes both: facts from pretraining, and the habit of answering from SFT.
+It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a valley, each
+in many wordings and in both languages. The SFT data show how to answer questions, about some of the inhabitants. The
+exam asks about inhabitants whom SFT never mentions, so it needs both: facts from pretraining and answering from SFT.
 
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl: questions,
-each with the values accepted and rejected in its answer. A seed gives the same bytes everywhere; a file that holds them
-already is left alone.
-Facts become answers to questions only when each was told in several wordings: Allen-Zhu & Li, arXiv:2309.14316.
+each with the values accepted and rejected in its answer. A seed gives the same bytes everywhere; files that are up to
+date are not rewritten.
+A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li, arXiv:2309.14316.
 """
 
 import json
@@ -18,14 +18,15 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataset.errors import Parser, UserError, run_main
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError
 
 LANGUAGES = ("zh", "en")
-# How many inhabitants each group holds: multiples of the 12 values, so that every value is equally common in a group.
+# Inhabitants per group: multiples of the 12 values, so that every value is equally common in a group.
 GROUPS = {"sft": 72, "sft_eval": 12, "exam": 36}
 BIOGRAPHIES = 20  # pretraining documents per inhabitant and language
-PLACE_REPEATS = 3  # times that each sentence about a place is told
-WORDINGS_ASKED = 2  # SFT questions per fact and language, of the four that the exam draws from
+PLACE_REPEATS = 3  # copies of each sentence about a place
+WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the exam uses
 SMALL_TALK = 40  # SFT conversations of small talk per language
 
 # A name is a first and a last syllable, each spelled in both languages: Belin is 贝琳.
@@ -35,7 +36,7 @@ LAST_SYLLABLES = "ben本 dan丹 far法 gu古 ki基 len伦 lin琳 mo莫 nor诺 pa
 
 @dataclass(frozen=True)
 class Attribute:
-    """One kind of fact, in both languages. In a wording {n} is the name, {v} the value."""
+    """A kind of fact, in both languages. In a wording {n} is the name, {v} the value."""
 
     key: str
     values: dict[str, list[str]]  # 12 words per language; the same index is the same value in both
@@ -52,8 +53,8 @@ class Person:
     facts: dict[str, int] = field(default_factory=dict)
 
 
-def table(text: str) -> dict[str, dict[str, list[str]]]:
-    """Read lines such as `zh tell: one | two` into {"tell": {"zh": ["one", "two"]}}; a list may take several lines."""
+def read_table(text: str) -> dict[str, dict[str, list[str]]]:
+    """Parse lines such as `zh tell: one | two` into {"tell": {"zh": ["one", "two"]}}; a list may span several lines."""
     lists = {}
     for line in text.strip().splitlines():
         head, _, entries = line.partition(":")
@@ -64,7 +65,7 @@ def table(text: str) -> dict[str, dict[str, list[str]]]:
 
 HOME = Attribute(
     "home",
-    **table("""
+    **read_table("""
     zh values: 白石镇 | 雾渡村 | 松谷村 | 盐港 | 苇滩村 | 金田村 | 北门镇 | 月湖镇 | 红崖镇 | 风原村 | 古桥镇 | 星丘村
     zh tell: {n}住在{v}。 | {n}的家在{v}。 | {n}在{v}生活。 | {n}是{v}人。 | {n}的房子在{v}。 | 要找{n}，就去{v}。
     zh tell: {n}每晚回到{v}。 | 寄给{n}的信要送到{v}。
@@ -80,7 +81,7 @@ HOME = Attribute(
 )
 TRADE = Attribute(
     "trade",
-    **table("""
+    **read_table("""
     zh values: 面包师 | 铁匠 | 木匠 | 裁缝 | 渔夫 | 陶工 | 医生 | 教师 | 磨坊主 | 养蜂人 | 钟表匠 | 园丁
     zh tell: {n}的职业是{v}。 | {n}是一名{v}。 | {n}靠当{v}谋生。 | {n}做{v}很多年了。 | 大家都知道{n}是{v}。
     zh tell: {n}从小就想当{v}。 | {n}是个好{v}。 | {n}的工作是当{v}。
@@ -96,7 +97,7 @@ TRADE = Attribute(
 )
 ANIMAL = Attribute(
     "animal",
-    **table("""
+    **read_table("""
     zh values: 狐狸 | 天鹅 | 山羊 | 兔子 | 乌龟 | 鹦鹉 | 小猫 | 刺猬 | 乌鸦 | 松鼠 | 小狗 | 鸭子
     zh tell: {n}养了一只{v}。 | {n}的宠物是{v}。 | {n}有一只{v}。 | {n}家里有只{v}。 | {n}每天喂一只{v}。
     zh tell: {n}出门总带着{v}。 | {n}和一只{v}一起生活。 | 跟着{n}的是一只{v}。
@@ -111,7 +112,7 @@ ANIMAL = Attribute(
 )
 COLOR = Attribute(
     "color",
-    **table("""
+    **read_table("""
     zh values: 红色 | 蓝色 | 绿色 | 黄色 | 紫色 | 白色 | 黑色 | 银色 | 金色 | 粉色 | 棕色 | 灰色
     zh tell: {n}最喜欢{v}。 | {n}最爱的颜色是{v}。 | {n}喜欢的颜色是{v}。 | {n}总穿{v}的衣服。 | {n}的门漆成了{v}。
     zh tell: {n}觉得{v}最好看。 | {n}的帽子是{v}的。 | {n}什么都要{v}的。
@@ -127,7 +128,7 @@ COLOR = Attribute(
 ATTRIBUTES = (HOME, TRADE, ANIMAL, COLOR)
 
 # Places, in the order of HOME.values: {p} the place, {s} its side of the valley, {g} what it is known for.
-PLACES = table("""
+PLACES = read_table("""
     zh side: 北边 | 南边 | 东边 | 西边
     zh goods: 蜂蜜 | 奶酪 | 苹果 | 海盐 | 竹篮 | 小麦 | 羊毛 | 鲜鱼 | 陶罐 | 风车 | 石桥 | 灯笼
     zh tell: {p}在山谷的{s}，以{g}闻名。 | 山谷的{s}有个地方叫{p}，那里的{g}最有名。
@@ -141,8 +142,8 @@ PLACES = table("""
     en tell: People who travel to {p}, in the {s} of the valley, go there for its {g}.
     en ask: What is {p} known for? | Tell me about {p}. | What is there in {p}?
 """)
-# Small talk: what the user says, what the assistant replies; and system prompts.
-TALK = table("""
+# Small talk: user messages and the assistant's replies; and system prompts.
+TALK = read_table("""
     zh ask: 你好 | 你好，你是谁？ | 你是谁？ | 你能做什么？ | 谢谢你 | 再见
     zh reply: 你好！想认识铃谷的哪一位居民？ | 我是铃谷的小向导，认识这里的每一个人。
     zh reply: 我是铃谷的小向导，认识这里的每一个人。 | 我可以告诉你谁住在哪里、做什么、养什么动物、喜欢什么颜色。
@@ -168,9 +169,9 @@ def make_people(rng: random.Random) -> list[Person]:
     for group, size in GROUPS.items():
         members = [Person(names.pop(), group) for _ in range(size)]
         for attribute in ATTRIBUTES:
-            deal = [i % len(attribute.values["en"]) for i in range(size)]
-            rng.shuffle(deal)
-            for person, value in zip(members, deal, strict=True):
+            values = [i % len(attribute.values["en"]) for i in range(size)]
+            rng.shuffle(values)
+            for person, value in zip(members, values, strict=True):
                 person.facts[attribute.key] = value
         people += members
     return people
@@ -183,10 +184,10 @@ def tell(person: Person, attribute: Attribute, language: str, wording: str) -> s
 
 
 def biography(person: Person, language: str, rng: random.Random) -> str:
-    """A short text with all facts about one person, in random order and wordings, on one line or one to a line."""
+    """A short text with all facts about a person, in random order and wordings, on one line or one per line."""
     order = rng.sample(ATTRIBUTES, len(ATTRIBUTES))
     sentences = [tell(person, attribute, language, rng.choice(attribute.tell[language])) for attribute in order]
-    # A name at the head of a line is spelled with other tokens than one after a space, and an answer is such a line.
+    # A name at the start of a line has other tokens than one after a space, and answers start with a name.
     return rng.choice(("\n", "" if language == "zh" else " ")).join(sentences)
 
 
@@ -202,7 +203,7 @@ def answer(person: Person, attribute: Attribute, language: str) -> str:
 
 
 def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Documents for pretraining, and held-out ones: the same facts in combinations of wordings not trained on."""
+    """Documents for pretraining, and held-out ones: the same facts in unseen combinations of wordings."""
     texts = []
     for language in LANGUAGES:
         for person in people:
@@ -210,14 +211,13 @@ def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict],
         for place in range(len(HOME.values[language])):
             texts += [place_text(place, language, wording) for wording in PLACES["tell"][language]] * PLACE_REPEATS
     rng.shuffle(texts)
-    trained = set(texts)
-    unseen = [biography(person, language, rng) for person in people for language in LANGUAGES]
-    held_out = [text for text in unseen if text not in trained]
-    return [{"text": text} for text in texts], [{"text": text} for text in held_out]
+    known = set(texts)
+    candidates = [biography(person, language, rng) for person in people for language in LANGUAGES]
+    return [{"text": text} for text in texts], [{"text": text} for text in candidates if text not in known]
 
 
 def conversation(turns: list[tuple[str, str]], language: str, rng: random.Random) -> dict:
-    """Turns of (question, answer) as one SFT record, every fourth or so under a system prompt."""
+    """Turns of (question, answer) as one SFT record, about every fourth with a system prompt."""
     messages = [{"role": "system", "content": rng.choice(TALK["system"][language])}] if rng.random() < 0.25 else []
     for question, reply in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
@@ -230,12 +230,12 @@ def small_talk(language: str) -> list[tuple[str, str]]:
 
 
 def follow_up(question: str, language: str) -> str:
-    """The question as a later turn asks it: And where does ..., 那..."""
+    """The question in the wording of a later turn: And where does ..., 那..."""
     return f"那{question}" if language == "zh" else f"And {question[0].lower()}{question[1:]}"
 
 
 def ask_about(person: Person, language: str, rng: random.Random) -> list[dict]:
-    """Conversations that ask for every fact about a person, each in WORDINGS_ASKED wordings, one to three at a time."""
+    """Conversations that ask for each fact about a person in WORDINGS_ASKED wordings, one to three per conversation."""
     records = []
     wordings = {a.key: rng.sample(a.ask[language], WORDINGS_ASKED) for a in ATTRIBUTES}
     for _ in range(WORDINGS_ASKED):
@@ -253,7 +253,7 @@ def ask_about(person: Person, language: str, rng: random.Random) -> list[dict]:
 
 def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list[dict]]:
     """Conversations about the people of group sft, with small talk and places, and held-out ones about sft_eval."""
-    records = {"sft": [], "sft_eval": []}
+    records: dict[str, list[dict]] = {"sft": [], "sft_eval": []}
     for language in LANGUAGES:
         for person in people:
             if person.group in records:
@@ -288,7 +288,7 @@ def make_exam(people: list[Person], rng: random.Random) -> list[dict]:
 
 
 def make_corpus(seed: int) -> dict[str, list[dict]]:
-    """The whole corpus as {file name: records}, a pure function of the seed."""
+    """The full corpus as {file name: records}, a pure function of the seed."""
     rng = random.Random(seed)
     people = make_people(rng)
     pretrain, pretrain_eval = make_pretrain(people, rng)
@@ -305,8 +305,8 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
 def write_corpus(output_dir: str | Path, seed: int) -> dict[str, int]:
     """Write the corpus of a seed into a folder; returns the number of records per file.
 
-    Each file appears whole or not at all, and one that already holds these bytes is not touched.
-    Raises UserError when the folder cannot be made or written.
+    Files are replaced atomically; one with the right content is not touched.
+    Raises UserError if the folder cannot be created or written.
     """
     folder = Path(output_dir)
     corpus = make_corpus(seed)
@@ -322,21 +322,22 @@ def write_corpus(output_dir: str | Path, seed: int) -> dict[str, int]:
             os.replace(temporary, path)
     except OSError as error:
         raise UserError(
-            f"--output_dir {output_dir} cannot be written ({error.strerror}); name another folder"
+            f"--output_dir {output_dir} cannot be written ({error.strerror}); give another folder"
         ) from error
     return {name: len(records) for name, records in corpus.items()}
 
 
 def main() -> None:
-    """Command line: write the corpus and say what it holds."""
+    """Write the corpus and print its size."""
     parser = Parser(description="Generate the built-in demo corpus and its exam; nothing is downloaded.")
     default_dir = Path(__file__).resolve().parent / "demo"
     parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
-    parser.add_argument("--seed", type=int, default=0, help="whole number that picks the world")
+    parser.add_argument("--seed", type=int, default=0, help="integer that selects the world")
     args = parser.parse_args()
     counts = write_corpus(args.output_dir, args.seed)
     print(f"demo corpus of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with one_line_errors():
+        main()

@@ -1,10 +1,9 @@
-"""Shows, token by token, what is trained and what is masked, and the report of lengths, cuts and drops.
+"""Shows, token by token, what is a target and what is masked, and the report of lengths, cuts and drops.
 
     python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 2
     python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 1 --packing 1
 
-On a terminal the trained tokens are green. Start it with -m as above: run as a file, its name would hide Python's own
-`inspect`.
+On a terminal the targets are green. Start it with -m as above: run as a file, it would shadow Python's own `inspect`.
 """
 
 import os
@@ -14,7 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.errors import Parser, UserError, run_main
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
 from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
 
@@ -22,7 +22,7 @@ GREEN, GREY, PLAIN = "\033[32m", "\033[90m", "\033[0m"
 
 
 def pieces(tokenizer, token_ids: list[int]) -> list[str]:
-    """The text of each token, printable; a token that holds only a part of a character shows its vocabulary entry."""
+    """The printable text of each token; a token that is only part of a character is shown by its vocabulary entry."""
     entries = tokenizer.convert_ids_to_tokens(token_ids)
     texts = [tokenizer.decode([token_id], clean_up_tokenization_spaces=False) for token_id in token_ids]
     return [
@@ -32,13 +32,13 @@ def pieces(tokenizer, token_ids: list[int]) -> list[str]:
 
 
 def table(tokenizer, sample: dict, colour: bool) -> Iterator[str]:
-    """One line per token: position, id, trained or not, text."""
+    """One line per token: position, id, target or not, text."""
     token_ids = sample["input_ids"].tolist()
-    for position, (token_id, trained, text) in enumerate(
-        zip(token_ids, sample["trained"], pieces(tokenizer, token_ids), strict=True)
+    for position, (token_id, is_target, text) in enumerate(
+        zip(token_ids, sample["loss_mask"], pieces(tokenizer, token_ids), strict=True)
     ):
-        line = f"{position:6d} {token_id:7d}  {'trained' if trained else '   .   '}  {text}"
-        yield f"{GREEN if trained else GREY}{line}{PLAIN}" if colour else line
+        line = f"{position:6d} {token_id:7d}  {'target' if is_target else '  .   '}  {text}"
+        yield f"{GREEN if is_target else GREY}{line}{PLAIN}" if colour else line
 
 
 def show(dataset: TokenDataset, tokenizer, count: int, colour: bool) -> None:
@@ -49,8 +49,8 @@ def show(dataset: TokenDataset, tokenizer, count: int, colour: bool) -> None:
             print(f"row {index}: {len(row)} samples, {sum(len(sample['input_ids']) for sample in row)} tokens")
         for sample in row:
             number = sample["sample_id"]
-            targets = int(np.sum(sample["trained"]))
-            size = f"{len(sample['input_ids'])} tokens, {targets} trained, which spell {sample['target_bytes']} bytes"
+            targets = int(np.sum(sample["loss_mask"]))
+            size = f"{len(sample['input_ids'])} tokens, {targets} targets of {sample['target_bytes']} bytes"
             print(f"sample {number} from {dataset.cache.source(number)}: {size}")
             for line in table(tokenizer, sample, colour):
                 print(line)
@@ -76,6 +76,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has seen enough
-    run_main(main)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` closes the pipe
+    with one_line_errors():
+        main()

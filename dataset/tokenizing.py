@@ -1,44 +1,46 @@
-"""One block of raw records in, its training samples out. Runs in worker processes, so nothing here imports torch.
+"""Turns a block of raw records into training samples. Runs in worker processes, so nothing here imports torch.
 
 pretrain: BOS + document + EOS. A document longer than `max_length` becomes consecutive samples, each of which begins
-with the last token of the one before, so that every token but the first is a target exactly once. A tokenizer without
-BOS begins documents with its EOS, as GPT-2 did; without EOS they end with the padding token; without all three,
-documents have no marks and their first token is no target.
+with the last token of the previous one, so that every token but the first is a target exactly once. If the tokenizer
+has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they end with the padding token; if it has none
+of the three, documents are not delimited and their first token is not a target.
 
-SFT: the conversation as the chat template renders it, labels by `chat_labels`. Too long: cut behind the last assistant
-turn that fits; if not even the first fits, cut inside it; without a label left, dropped. All of it is counted.
+SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after the last
+assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. All of
+this is counted.
 
-A special token that stands literally in a text (`<|im_end|>`) becomes that token, as everywhere in transformers.
-Bytes that targets spell: in pretraining those of the text, so that a document's pieces add up to the document, and none
-for BOS and EOS; in SFT those of the text that the assistant says, and none for special tokens.
+The text of a special token (`<|im_end|>`) in the data becomes that token, as everywhere in transformers.
+Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and none for BOS and
+EOS; in SFT those of the assistant's text, and none for special tokens.
 """
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
-from dataset.data_files import Block
-from dataset.errors import UserError
-from dataset.formats import BadRecord, parse_block, to_chat, to_text
+from dataset.data_files import Block, parse_block
+from dataset.formats import to_chat, to_text
+from dataset.json_records import BadRecord
 
 KINDS = ("pretrain", "sft")
-WINDOW = 1 << 17  # characters that are tokenised at once
-OVERLAP = 1 << 10
+WINDOW = 1 << 17  # characters tokenised at once
+OVERLAP = 1 << 10  # characters shared by consecutive windows
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """All of a tokenizer that decides about tokens and labels, in a form that travels to worker processes."""
+    """Everything of a tokenizer that determines tokens and labels, in a picklable form for worker processes."""
 
     backend: str  # JSON of the `tokenizers` backend
     chat_template: str | dict | None
-    special_tokens: dict  # names that a template may use, such as bos_token
+    special_tokens: dict  # variables of the template, such as bos_token
     start: int | None  # token id before a document
     end: int | None  # token id after a document
 
@@ -51,7 +53,7 @@ class TokenizerSpec:
                 f"--tokenizer_path: {type(tokenizer).__name__} has no fast backend; "
                 f"save it with a tokenizer.json (tokenizer.save_pretrained of its fast version)"
             )
-        # Padding and truncation only mirror the latest call of the tokenizer: they must not change the key.
+        # Padding and truncation reflect the tokenizer's latest call, so they must not change the cache's key.
         described = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
         bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
         return cls(
@@ -63,22 +65,21 @@ class TokenizerSpec:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything in it."""
-        fields = [self.backend, self.chat_template, self.special_tokens, self.start, self.end]
-        return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+        """SHA-256 of all fields."""
+        return hashlib.sha256(json.dumps(astuple(self), sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass
 class Samples:
-    """Samples of one block, laid end to end: N tokens, S samples."""
+    """The samples of one block, concatenated: N tokens, S samples."""
 
     tokens: np.ndarray  # [N]
     lengths: np.ndarray  # int64 [S]
-    trained: np.ndarray  # bool [N]: this token is a target
-    target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the text that the targets spell
-    lines: np.ndarray  # int64 [S]: line or row of the record it comes from
-    counts: Counter = field(default_factory=Counter)
-    bad: list[tuple[int, str]] = field(default_factory=list)  # (line, reason) of the records that cannot be used
+    loss_mask: np.ndarray  # bool [N]: this token is a target
+    target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
+    lines: np.ndarray  # int64 [S]: line or row of the record
+    counts: Counter
+    bad: list[tuple[int, str]]  # (line, reason) of each bad record
 
 
 class BlockTokenizer:
@@ -98,11 +99,11 @@ class BlockTokenizer:
             self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
 
     def __call__(self, block: Block, check_only: bool = False) -> Samples:
-        """Samples of the block; with `check_only` only the bad records are looked for.
+        """The samples of a block; with `check_only` only its bad records.
 
-        Raises UserError for what is wrong with the tokenizer rather than with a record.
+        Raises UserError for problems of the tokenizer rather than of a record.
         """
-        self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, trained, bytes, line
+        self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, bytes, line
         counts, bad = Counter(), []
         texts, spans, lines = [], [], []
         for line, record in parse_block(block):
@@ -144,7 +145,7 @@ class BlockTokenizer:
             return
         edges = bytes_before(text)
         reached = edges[np.maximum.accumulate(offsets[:, 1])]
-        reached[-1] = edges[-1]  # what the tokenizer leaves out at the end belongs to the last token
+        reached[-1] = edges[-1]  # text after the last token counts as part of it
         spelled = np.diff(reached, prepend=0)
         start = [] if self.spec.start is None else [self.spec.start]
         end = [] if self.spec.end is None else [self.spec.end]
@@ -154,40 +155,40 @@ class BlockTokenizer:
         counts["documents_split"] += len(token_ids) > self.max_length
         for first in range(0, max(1, len(token_ids) - 1), step):
             tokens = token_ids[first : first + self.max_length]
-            trained = np.ones(len(tokens), dtype=bool)
-            self._add_sample(tokens, trained, spelled[first : first + self.max_length], line, counts)
+            loss_mask = np.ones(len(tokens), dtype=bool)
+            self._add_sample(tokens, loss_mask, spelled[first : first + self.max_length], line, counts)
 
     def _add_chat(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
         counts["conversations"] += 1
         starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
         edges = bytes_before(text)
         ranges = token_ranges(starts, ends, spans)
-        trained = np.zeros(len(token_ids), dtype=bool)
+        loss_mask = np.zeros(len(token_ids), dtype=bool)
         spelled = np.zeros(len(token_ids), dtype=np.int64)
         for (start, end), (first, last) in zip(spans, ranges, strict=True):
-            trained[first:last] = True
+            loss_mask[first:last] = True
             spelled[first:last] = np.diff(edges[np.clip(ends[first:last], start, end)], prepend=edges[start])
         spelled[self.is_special[token_ids]] = 0
         kept = len(token_ids)
         if kept > self.max_length:
             boundary = cut_at_turn(ranges, self.max_length)
             kept = boundary or self.max_length
-            counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(trained[1:kept].any())
-        self._add_sample(token_ids[:kept].astype(self.dtype), trained[:kept], spelled[:kept], line, counts)
+            counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
+        self._add_sample(token_ids[:kept].astype(self.dtype), loss_mask[:kept], spelled[:kept], line, counts)
 
-    def _add_sample(self, tokens, trained, spelled, line: int, counts: Counter) -> None:
-        trained[:1] = False  # nothing comes before the first token that could predict it
-        if trained.any():
-            self.pieces.append((tokens, trained, int(spelled[trained].sum()), line))
+    def _add_sample(self, tokens, loss_mask, spelled, line: int, counts: Counter) -> None:
+        loss_mask[:1] = False  # the first token has no context to be predicted from
+        if loss_mask.any():
+            self.pieces.append((tokens, loss_mask, int(spelled[loss_mask].sum()), line))
         else:
             counts["dropped_without_label"] += 1
 
     def _collected(self, counts: Counter, bad: list[tuple[int, str]]) -> Samples:
-        tokens, trained, spelled, lines = zip(*self.pieces, strict=True) if self.pieces else ([], [], [], [])
+        tokens, loss_mask, spelled, lines = zip(*self.pieces, strict=True) if self.pieces else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
             lengths=np.array([len(piece) for piece in tokens], dtype=np.int64),
-            trained=np.concatenate([np.empty(0, dtype=bool), *trained]),
+            loss_mask=np.concatenate([np.empty(0, dtype=bool), *loss_mask]),
             target_bytes=np.array(spelled, dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=counts,
@@ -204,10 +205,10 @@ def encode_batch(backend: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray,
 
 
 def encode_long(backend: Tokenizer, text: str, window: int = WINDOW, overlap: int = OVERLAP):
-    """As `encode_batch`, for one text, in windows: the backend needs some 300 bytes of memory a character.
+    """`encode_batch` of one text, in windows: the backend needs about 300 bytes of memory per character.
 
-    Two windows overlap and are joined in the middle of the overlap, where both begin a token at the same character, so
-    that the tokens are those of the whole text (but for a word longer than the overlap, where they may differ).
+    Consecutive windows are joined near the middle of their overlap, where both begin a token at the same character. The
+    tokens are those of the full text (except for a word longer than the overlap, where they may differ).
     """
     (token_ids, offsets), end = encode_batch(backend, [text[:window]])[0], window
     parts = []
@@ -229,12 +230,12 @@ def encode_long(backend: Tokenizer, text: str, window: int = WINDOW, overlap: in
 
 
 def _clean_starts(offsets: np.ndarray) -> np.ndarray:
-    """Where a token begins and the one before has ended; the bytes of one character may belong to several tokens."""
+    """Where a token begins after the previous one has ended; tokens that share a character are not separable."""
     return offsets[1:, 0][offsets[1:, 0] >= offsets[:-1, 1]]
 
 
 def bytes_before(text: str) -> np.ndarray:
-    """int64 [len(text) + 1]: UTF-8 bytes before each character, and of the whole text."""
+    """int64 [len(text) + 1]: UTF-8 bytes before each character, and of the full text."""
     if text.isascii():
         return np.arange(len(text) + 1, dtype=np.int64)
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)

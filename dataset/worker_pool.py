@@ -1,8 +1,8 @@
-"""Tokenises blocks in several processes, so that whatever happens to any of them, all come to an end at once.
+"""Tokenises blocks in several processes; if any of them fails, all end at once.
 
-Each process has a pipe of its own, whose far end nobody else holds: when it dies, wherever it is, the parent reads the
-end of the pipe. (In concurrent.futures one that is killed amidst sending a large result stops everything for good.)
-Nothing as large as a pipe's buffer is sent to a process before it has said that it listens.
+Each worker has its own pipe, whose other end no other worker holds: if it dies at any point, the parent reads EOF. (In
+concurrent.futures a worker killed while sending a large result blocks the parent forever.) A worker is sent a block,
+which may exceed a pipe's buffer, only when it waits for one.
 """
 
 import multiprocessing
@@ -12,44 +12,43 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import cast
 
+from common.command_line import STOP_SIGNALS, handled_signals
+from common.errors import Interrupted, UserError
 from dataset.data_files import Block
-from dataset.errors import STOP_SIGNALS, Interrupted, UserError, heeded_signals
 from dataset.tokenizing import BlockTokenizer, Samples
 
-Results = Iterator[tuple[Block, Samples]]
+Results = Generator[tuple[Block, Samples], None, None]
 
 
 def in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
-    """The samples of the blocks, in their order.
+    """Yield each block with its samples, in order.
 
-    tokenizer: copied to each of `num_proc` processes, through a file in `folder`. check_only: an event; once it is set,
-    blocks are only searched for bad records.
-    Raises UserError for what a process raises, or if one dies.
+    tokenizer: copied to `num_proc` workers through a file in `folder`. check_only: an event; once it is set, blocks are
+    only checked for bad records. Raises what a worker raises, or UserError if one dies.
     """
     settings = folder / "worker_settings.pickle"
     settings.write_bytes(pickle.dumps((tokenizer.spec, tokenizer.kind, tokenizer.max_length)))
     workers: dict[Connection, BaseProcess] = {}
-    most = 60 if sys.platform == "win32" else num_proc  # Windows cannot wait for more
     try:
-        if os.name == "posix":
-            with _signals_later():  # multiprocessing's own helper comes first: starting it takes the mask away
-                resource_tracker.ensure_running()
-        for _ in range(min(num_proc, most)):
-            with _signals_later(), _main_module_hidden():
+        with _signals_deferred():  # multiprocessing's helper first: starting it would reset the signal mask
+            resource_tracker.ensure_running()
+        for _ in range(num_proc):
+            with _signals_deferred(), _main_module_hidden():
                 connection, process = _start_worker(settings)
                 workers[connection] = process
-        yield from _dealt_out(blocks, list(workers), check_only)
+        yield from _distribute(blocks, list(workers), check_only)
     except (EOFError, OSError) as error:
         raise UserError(
-            "a process of the token cache died, perhaps for want of memory; build the cache ahead of time with fewer "
-            "of them (--num_proc of python -m dataset.token_cache)"
+            "a process of the token cache died, perhaps out of memory; build the cache ahead of time with fewer "
+            "processes (--num_proc of python -m dataset.token_cache)"
         ) from error
     finally:
         for connection, process in workers.items():
@@ -59,8 +58,8 @@ def in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, f
         settings.unlink(missing_ok=True)
 
 
-def _dealt_out(blocks, workers: list[Connection], check_only) -> Results:
-    """Give each worker that is free a block. A worker says None when it is ready for its first one."""
+def _distribute(blocks, workers: list[Connection], check_only) -> Results:
+    """Send each free worker a block. A worker sends None when it is ready for its first one."""
     numbered, exhausted = enumerate(blocks), False
     free, at_work, finished, first = [], {}, {}, 0
     while at_work or not exhausted:
@@ -70,7 +69,7 @@ def _dealt_out(blocks, workers: list[Connection], check_only) -> Results:
             if not exhausted:
                 free[-1].send((block, check_only.is_set()))
                 at_work[free.pop()] = number, block
-        for connection in wait(workers) if at_work or not free else ():
+        for connection in cast(list[Connection], wait(workers) if at_work or not free else []):
             samples = connection.recv()
             if isinstance(samples, Exception):
                 raise samples
@@ -84,7 +83,7 @@ def _dealt_out(blocks, workers: list[Connection], check_only) -> Results:
 
 
 def _start_worker(settings: Path) -> tuple[Connection, BaseProcess]:
-    # Fresh processes rather than forks: the parent may hold torch with its threads, or a CUDA context.
+    # Spawned, not forked: the parent may have torch's threads or a CUDA context.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there, settings), daemon=True)
@@ -94,9 +93,9 @@ def _start_worker(settings: Path) -> tuple[Connection, BaseProcess]:
 
 
 def _work(connection: Connection, settings: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no mask to inherit, see _signals_later
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: the processes are the parallelism
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for a parent thread without a mask, see _signals_deferred
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process is enough
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     tokenizer = BlockTokenizer(*pickle.loads(settings.read_bytes()))
     connection.send(None)
     with suppress(EOFError, OSError):  # the parent is gone
@@ -109,43 +108,45 @@ def _work(connection: Connection, settings: Path) -> None:
             connection.send(samples)
 
 
-def _leave_with_parent() -> None:
-    """A parent killed with -9 cannot end its workers, so each of them watches for that."""
-    wait([multiprocessing.parent_process().sentinel])
+def _exit_with_parent() -> None:
+    """A parent killed by SIGKILL cannot end its workers, so each of them watches it."""
+    wait([cast(BaseProcess, multiprocessing.parent_process()).sentinel])
     os._exit(1)
 
 
 @contextmanager
-def _signals_later():
-    """Start processes undisturbed: what Ctrl-C interrupts there would leave half a process behind.
+def _signals_deferred() -> Iterator[None]:
+    """Defer signals until processes have started: an interrupted start would leave a broken process behind.
 
-    A signal comes when the block is over. The new processes inherit the mask and never see one: signals, which often
-    go to all processes of a run, are for the parent, which then ends its workers.
+    The new processes inherit the mask and never receive a signal: signals, which often go to all processes of a run,
+    are for the parent, which then ends its workers.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise Interrupted at SIGTERM, SIGHUP and Ctrl-C, so that nothing half-built stays behind."""
+    """Raise Interrupted at SIGTERM, SIGHUP and Ctrl-C, so that no half-built cache is left behind."""
 
     def stop(number: int, _) -> None:
-        raise Interrupted(number, f"by {signal.Signals(number).name}; the token cache is begun anew the next time")
+        raise Interrupted(
+            number, f"by {signal.Signals(number).name}; the next run builds the token cache from the start"
+        )
 
-    before = {number: signal.signal(number, stop) for number in heeded_signals()}
+    before = {number: signal.signal(number, stop) for number in handled_signals()}
     try:
         yield
     finally:
@@ -154,8 +155,8 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def _main_module_hidden():
-    """Keep new processes from importing the script that was started: a worker needs neither it nor its torch."""
+def _main_module_hidden() -> Iterator[None]:
+    """Keep new processes from importing the main script: a worker needs neither it nor torch."""
     main = vars(sys.modules["__main__"])
     saved = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     try:

@@ -1,16 +1,18 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE; see feed_forward.py).
 
-Names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights run in a stock
-`Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` as they are.
-There are two ways in (shape legend: B batch, T padded length, N all tokens of a flat batch, S samples, M trained
-targets, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per token):
+Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load into a
+stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged.
+
+There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M targets, V
+vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per token):
 
     padded  model(input_ids [B, T], attention_mask [B, T])             generation; `generate()` is transformers' own
-    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1],  training without padding: the samples lie end
-                  max_seqlen, target_index [M], targets [M])            to end, attention is closed at their borders
+    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1],  training without padding: samples concatenated,
+                  max_seqlen, target_index [M], targets [M])            attention stays within each sample
 """
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ from model.feed_forward import FeedForward, MOEFeedForward, load_balancing_loss,
 
 
 class MiniMindConfig(PretrainedConfig):
-    """Shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
+    """The shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
 
     For contexts beyond the training length pass transformers' `rope_scaling`, such as `{"rope_type": "yarn",
     "factor": 4.0, "original_max_position_embeddings": 2048}`; `inference_rope_scaling` is MiniMind's setting of it."""
@@ -41,8 +43,8 @@ class MiniMindConfig(PretrainedConfig):
     vocab_size: int = 6400
     num_attention_heads: int = 8  # H
     num_key_value_heads: int = 4  # G
-    head_dim: int | None = None  # D; hidden_size / num_attention_heads
-    intermediate_size: int | None = None  # of SwiGLU; ceil(hidden_size * pi / 64) * 64
+    head_dim: int = 0  # D; 0: hidden_size / num_attention_heads
+    intermediate_size: int = 0  # of SwiGLU; 0: ceil(hidden_size * pi / 64) * 64
     dropout: float = 0.0  # at the embedding and after each attention
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
@@ -50,7 +52,7 @@ class MiniMindConfig(PretrainedConfig):
     inference_rope_scaling: bool = False
     num_experts: int = 4  # E, if use_moe
     num_experts_per_tok: int = 1  # K
-    moe_intermediate_size: int | None = None  # intermediate_size
+    moe_intermediate_size: int = 0  # of each expert; 0: intermediate_size
     norm_topk_prob: bool = True  # the K routing weights sum to one
     router_aux_loss_coef: float = 5e-4
     tie_word_embeddings: bool = True
@@ -68,13 +70,15 @@ class MiniMindConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
 
 
-def filler(rows: Tensor) -> int:
-    """Rows to add to a flat batch: oneDNN compiles, and keeps, a CPU kernel for each number of rows, so have few."""
+def pad_rows(rows: Tensor) -> int:
+    """Rows to pad a flat batch with, up to a multiple of 64 on a CPU: oneDNN compiles and caches a kernel for each new
+    number of rows (docs/LOG.md, "Few kernel shapes on the CPU")."""
     return -len(rows) % 64 if rows.device.type == "cpu" else 0
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (arXiv:1910.07467), in float32; returns the weight's dtype."""
+    """Root mean square norm over the last dimension (arXiv:1910.07467), in float32 as in Qwen3; returns the weight's
+    dtype."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -93,11 +97,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         inv_freq, self.attention_scaling = self.frequencies()
+        self.inv_freq: Tensor
         self.register_buffer("inv_freq", inv_freq, persistent=False)  # [D / 2]
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Inverse frequencies [D / 2] and the factor on cos and sin (1.0 without YaRN)."""
-        rope, dim = self.config.rope_parameters, self.config.head_dim
+        rope, dim = self.config.rope_parameters or {}, self.config.head_dim
         if rope["rope_type"] != "default":
             return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
         return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
@@ -108,30 +113,36 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # [..., D]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head of x [..., heads, D] by the angles; `sin` [..., D] has the sign of its half."""
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head of x [..., heads, D] by the angles, in Llama's layout (dimension i pairs with i + D / 2).
+
+    cos, sin [..., D]; the first half of `sin` is negated, so a roll does what is usually a split, negation and concat.
+    """
     return torch.addcmul(x * cos.unsqueeze(-2), x.roll(x.shape[-1] // 2, dims=-1), sin.unsqueeze(-2))
 
 
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Causal attention inside each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
+    """Causal attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
-    One variable-length kernel where a GPU has it, else one call per sample, without masked blocks (on a CPU in float32:
-    the bfloat16 kernel is compiled anew for every length)."""
+    One variable-length FlashAttention kernel (torch.nn.attention.varlen) on GPUs from Ampere on in half precision; else
+    one call per sample, which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for every
+    new length)."""
     if not len(q):
-        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # an empty micro-batch gives every parameter a zero gradient
+        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # empty micro-batch: a zero gradient, not None, for DDP
     half, head_dim = v.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
     if q.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0):
-        borders = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *borders, window_size=(-1, 0), enable_gqa=True)
+        spans = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)  # of queries and keys
+        out = varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *spans, window_size=(-1, 0), enable_gqa=True)  # causal
+        return cast(Tensor, out)
     return attention_by_sample(q, k, v, cu_seqlens)
 
 
 @torch.compiler.disable
 def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """`flat_attention`, one call per sample. The lengths are read on the host, so it stands between compiled parts."""
+    """`flat_attention` with one call per sample. Sync point on a GPU: the lengths are read on the host, so a
+    compiled graph breaks here."""
     lengths = cu_seqlens.diff().tolist()
-    lengths += [len(q) - sum(lengths)]  # the filler
+    lengths += [len(q) - sum(lengths)]  # the padding rows
     dtype = torch.float32 if q.device.type == "cpu" else v.dtype
     pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
     with torch.autocast(q.device.type, enabled=False):
@@ -147,7 +158,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245) with RMSNorm on each query and key head."""
+    """Grouped-query attention (arXiv:2305.13245) with an RMSNorm on each query and key head, as in Qwen3."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
@@ -162,10 +173,10 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
-        x = x.to(product_dtype(x))  # once for the three of them
+        x = x.to(product_dtype(x))  # cast once for three projections
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))  # [..., H, D]
-        q, k = rotate(self.q_norm(q), *rotary), rotate(self.k_norm(k), *rotary)
+        q, k = apply_rotary(self.q_norm(q), *rotary), apply_rotary(self.k_norm(k), *rotary)
         if flat is not None:
             out = flat_attention(q, k, v, *flat)
             return self.dropout(self.o_proj(out.flatten(-2)))
@@ -177,7 +188,9 @@ class Attention(nn.Module):
 
 
 class MiniMindBlock(GradientCheckpointingLayer):
-    """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream."""
+    """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream.
+
+    Returns the hidden states, and the routing of the experts (None in a dense model)."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
@@ -193,7 +206,7 @@ class MiniMindBlock(GradientCheckpointingLayer):
 
 
 class MiniMindModel(nn.Module):
-    """The body: embeddings -> hidden states, and the routing of each MoE layer."""
+    """Embeddings -> hidden states, and the routing of each MoE layer."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -212,7 +225,7 @@ class MiniMindModel(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of logits [M, V] in float32; on a CPU in pieces whose copies stay in its cache."""
+    """Sum of the cross entropies of logits [M, V] in float32; on a CPU in chunks whose float32 copies fit its cache."""
     rows = 512 if logits.device.type == "cpu" else len(logits)
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     return torch.stack([F.cross_entropy(x.float(), y, reduction="sum") for x, y in pieces]).sum()
@@ -228,16 +241,16 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
-        self.model = MiniMindModel(self.config)
+        self.model = MiniMindModel(config)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-        self.post_init()  # initial weights, and the tie of lm_head to the embedding
+        self.post_init()  # initialises the weights and ties lm_head to the embedding
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, RotaryEmbedding):  # from_pretrained builds on the meta device: fill the buffer again
+        if isinstance(module, RotaryEmbedding):  # from_pretrained builds on the meta device and leaves buffers empty
             module.inv_freq.copy_(module.frequencies()[0])
         elif isinstance(module, MOEFeedForward):
-            module.load.zero_()
+            module.tokens_per_expert.zero_()
 
     def forward(
         self,
@@ -256,9 +269,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
 
-        Flat: `target_index` are the positions whose next token is trained, `targets` those tokens. Loss and aux_loss
-        are SUMS over targets and over tokens: the caller divides by the counts of the whole update. Without targets,
-        logits [N, vocab]. Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means.
+        Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the head
+        runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
+        counts of the whole update. Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V].
+        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means.
         """
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
@@ -270,9 +284,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
         hidden, routings = self.model(embeds, position_ids, mask, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
-        loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs) if labels is not None else None
-        aux_loss = None
-        if labels is not None and self.config.use_moe:
+        if labels is None:
+            return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        loss, aux_loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs), None
+        if self.config.use_moe:
             real = torch.ones_like(labels) if attention_mask is None else attention_mask
             sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
             aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
@@ -280,24 +295,29 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
     def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):
-        tokens, extra = len(embeds), filler(embeds)
+        tokens, extra = len(embeds), pad_rows(embeds)
         embeds, position_ids = F.pad(embeds, (0, 0, 0, extra)), F.pad(position_ids, (0, extra))
-        hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, max_seqlen))
-        if targets is None:
+        hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, max_seqlen))  # [N, C]
+        if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
-        hidden = hidden.index_select(0, F.pad(target_index, (0, filler(targets))))  # [M, C]
-        targets = F.pad(targets, (0, filler(targets)), value=-100)  # -100: no target
-        loss = summed_cross_entropy(self.lm_head(hidden), targets)
-        aux_loss = loss.new_zeros(())
+        rows = len(target_index)
+        extra = pad_rows(target_index)
+        logits = self.lm_head(hidden.index_select(0, F.pad(target_index, (0, extra))))  # [M, V]
+        aux_loss = logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe:
             positions = torch.arange(len(embeds), device=embeds.device)
-            sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)  # [N]
+            sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)  # [N], padding rows get S
             aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
+        if targets is None:
+            return MoeCausalLMOutputWithPast(logits=logits[:rows], aux_loss=aux_loss)
+        loss = summed_cross_entropy(logits, F.pad(targets, (0, extra), value=-100))  # -100: ignored
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
 
-    def _aux_loss(self, routings: list, sample: Tensor, num_samples: int) -> Tensor:
+    def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
         losses = [
-            load_balancing_loss(*routing, sample, num_samples, layer.mlp.load if self.training else None)
-            for layer, routing in zip(self.model.layers, routings, strict=True)
+            load_balancing_loss(
+                probs, chosen, sample, num_samples, layer.mlp.tokens_per_expert if self.training else None
+            )
+            for layer, (probs, chosen) in zip(self.model.layers, routings, strict=True)
         ]
         return self.config.router_aux_loss_coef * torch.stack(losses).sum()

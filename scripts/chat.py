@@ -1,70 +1,82 @@
-"""Chat with trained weights in the terminal; the answer streams as it is written.
+"""Chat with trained weights in the terminal; answers are streamed.
 
 python scripts/chat.py --weight full_sft --hidden_size 512
-python scripts/chat.py --weight full_sft --hidden_size 512 --prompt "Who are you?"      one answer, then out
+python scripts/chat.py --weight full_sft --hidden_size 512 --prompt "Who are you?"      a single answer
 """
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from dataset.errors import Parser, UserError, run_main
-from trainer.arguments import model_config, trained_model_flags
-from trainer.trainer_utils import init_model, load_tokenizer, pick_device
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError
+from common.settings import add_trained_model_flags
+from trainer.components.device import prepare_device, select_device
+from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    trained_model_flags(parser)
-    flag("--prompt", help="ask this one question and leave")
+    add_trained_model_flags(parser)
+    flag("--prompt", help="answer this one message and exit")
     flag("--system", help="system prompt")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
-    flag("--temperature", type=float, default=0.7, help="0: always the likeliest token")
-    flag("--top_p", type=float, default=0.9, help="smallest set of tokens with this probability")
-    flag("--seed", type=int, default=42, help="of the sampling")
+    flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: always the likeliest token")
+    flag("--top_p", type=float, default=0.9, help="sample from the smallest set of tokens with this probability")
+    flag("--seed", type=int, default=42, help="random seed of the sampling")
     return parser.parse_args()
 
 
-def answer(model, tokenizer, messages: list[dict], args: argparse.Namespace, streamer=None) -> str:
-    """The assistant's next turn to `messages`, streamed to `streamer` if given."""
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    inputs = inputs.to(model.device)
-    sampling = {"do_sample": args.temperature > 0}
-    if sampling["do_sample"]:
-        sampling |= {"temperature": args.temperature, "top_p": args.top_p}
+def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and the tokenizer that the flags of `add_trained_model_flags` select."""
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe)
+    device = select_device(args.device)
+    prepare_device(device)
+    model, tokenizer = init_model(config, args.weight, args.tokenizer_path, args.save_dir, device)
+    return model.eval(), tokenizer
+
+
+@torch.no_grad()
+def generate(model: Any, tokenizer: Any, chats: list[list[dict]], max_new_tokens: int, **options: Any) -> list[str]:
+    """The assistant's next turn in each chat."""
+    tokenizer.padding_side = "left"  # so that every answer begins at the end of its row
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=len(chats) > 1, return_tensors="pt", return_dict=True
+    ).to(model.device)
     out = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        streamer=streamer,
-        **sampling,
+        **options,
     )
-    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def main() -> None:
-    """Answer one prompt, or go on until the input ends."""
+    """Answer one message, or chat until the input ends."""
     args = parse_args()
     if args.temperature < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise UserError("--temperature must not be negative, --top_p above 0 up to 1, --max_new_tokens at least 1")
-    config = model_config(args, load_tokenizer(args.tokenizer_path))
-    device = pick_device(args.device, 0)
     torch.manual_seed(args.seed)
-    model, tokenizer = init_model(config, args.weight, args.tokenizer_path, args.save_dir, device)
-    model.eval()
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    model, tokenizer = load_model(args)
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        options |= {"temperature": args.temperature, "top_p": args.top_p}
+    options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = [{"role": "system", "content": args.system}] if args.system else []
     if args.prompt is not None:
-        answer(model, tokenizer, [*messages, {"role": "user", "content": args.prompt}], args, streamer)
+        generate(model, tokenizer, [[*start, {"role": "user", "content": args.prompt}]], **options)
         return
-    print("Type a message; an empty line starts a new conversation, Ctrl-D leaves.")
-    start = list(messages)
+    print("Type a message; an empty line starts a new conversation, Ctrl-D exits.")
+    messages = list(start)
     while True:
         try:
             text = input("> ")
@@ -76,7 +88,8 @@ def main() -> None:
             continue
         messages.append({"role": "user", "content": text})
         try:
-            messages.append({"role": "assistant", "content": answer(model, tokenizer, messages, args, streamer)})
+            (answer,) = generate(model, tokenizer, [messages], **options)
+            messages.append({"role": "assistant", "content": answer})
         except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
             messages.pop()
             print()
@@ -84,4 +97,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with one_line_errors():
+        main()

@@ -7,10 +7,10 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
     [ -f .venv/bin/activate ] || python3 -m venv .venv
     source .venv/bin/activate
 fi
-# CPU threads that wait for each other soon sleep instead of spinning: on cores shared with other work that is several
-# times faster, on idle ones it costs a few percent (docs/LOG.md).
+# Waiting CPU threads sleep early instead of spinning: several times faster on cores shared with other work, a few
+# percent slower on idle ones (docs/LOG.md).
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
-# Installing again costs seconds even when nothing is missing: do it only for other requirements or another clone.
+# pip takes seconds even when nothing is missing: run it only if the requirements or the clone have changed.
 installed="$(python -c 'import sys; print(sys.prefix)')/minimind_requirements.txt"
 if [ "$(cat requirements.txt; pwd)" != "$(cat "$installed" 2>/dev/null)" ]; then
     echo "installing requirements.txt"

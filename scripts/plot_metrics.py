@@ -1,9 +1,9 @@
-"""Draw the curves of one or several runs to a PNG: loss, held-out loss, learning rate, gradient norm, speed.
+"""Plot one or several runs to a PNG: loss, held-out loss, learning rate, gradient norm, speed.
 
     python scripts/plot_metrics.py out/full_sft_512_metrics.jsonl
     python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png out/curves.png
 
-It reads the metrics files that training writes, also of a run that is still going on. It needs matplotlib:
+It reads the metrics files that training writes, also while a run is in progress. It needs matplotlib:
 pip install -e '.[bench]'.
 """
 
@@ -12,10 +12,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dataset.errors import Parser, UserError, run_main
-from trainer.console import read_metrics
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError
+from trainer.components.metrics import read_metrics
 
-PANELS = {  # title: fields, of which the first that a record has is drawn
+PANELS = {  # title: fields; the first one that a record has is plotted
     "loss": ("mean_loss", "loss"),
     "held-out loss": ("eval_loss",),
     "learning rate": ("learning_rate",),
@@ -30,35 +31,35 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     flag("metrics", nargs="+", help="metrics files, out/<run>_metrics.jsonl; one curve each")
-    flag("--x", choices=list(AXES), default="update", help="what the curves are drawn over")
+    flag("--x", choices=list(AXES), default="update", help="quantity on the x axis")
     flag("--png", default="curves.png", help="file to write")
     return parser.parse_args()
 
 
 def read_run(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. Raises UserError if it is missing, empty or something else."""
+    """The records of a metrics file. Raises UserError if it is missing, empty or not a metrics file."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give metrics files, such as out/full_sft_512_metrics.jsonl")
     try:
         records = read_metrics(path)
-        whole = all(isinstance(record, dict) and record.keys() >= AXES.keys() for record in records)
-    except ValueError:
-        whole = False
-    if not whole:
-        raise UserError(f"{path} is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}")
+        if not all(isinstance(record, dict) and record.keys() >= AXES.keys() for record in records):
+            raise ValueError("a record lacks a field")
+    except ValueError as error:
+        message = f"{path} is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
+        raise UserError(message) from error
     if not records:
         raise UserError(f"{path} holds no records yet; the first comes after --log_interval micro-batches")
     return records
 
 
 def points(records: list[dict[str, Any]], fields: tuple[str, ...], x: str) -> tuple[list[float], list[float]]:
-    """Where the records have one of the fields: x and y values. `null` (not finite) leaves a gap in the curve."""
+    """x and y values of the records that have one of the fields. `null` (not finite) leaves a gap in the curve."""
     found = [(record[x], next(record[f] for f in fields if f in record)) for record in records if {*fields} & {*record}]
     return [at for at, _ in found], [math.nan if value is None else value for _, value in found]
 
 
 def new_figure(**options: Any) -> Any:
-    """An empty figure of matplotlib. Raises UserError if that is not installed."""
+    """An empty matplotlib figure. Raises UserError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -84,10 +85,10 @@ def draw(runs: dict[str, list[dict[str, Any]]], x: str) -> Any:
 
 
 def main() -> None:
-    """Read the runs, draw them, write the file."""
+    """Read the runs, plot them, write the file."""
     args = parse_args()
     runs = {path.removesuffix(".jsonl").removesuffix("_metrics"): read_run(Path(path)) for path in args.metrics}
-    names = {name: Path(name).name for name in runs}  # whole paths only where file names alone are ambiguous
+    names = {name: Path(name).name for name in runs}  # full paths only if the file names are ambiguous
     if len(set(names.values())) == len(names):
         runs = {names[name]: run for name, run in runs.items()}
     figure = draw(runs, args.x)
@@ -99,4 +100,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with one_line_errors():
+        main()

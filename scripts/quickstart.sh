@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The first command: from generated text to a model that answers questions, in a few minutes on two CPU cores.
 #
-#   bash scripts/quickstart.sh            run again it reuses what is there
+#   bash scripts/quickstart.sh            reuses the results of an earlier run
 #   bash scripts/quickstart.sh --fresh    starts over
 #
-# Two models are fine-tuned on the same conversations: one that was pretrained and one that was not. Both sit an exam
-# about people whom the conversations never mention, so only what pretraining told can help.
+# Two models are fine-tuned on the same conversations: one that was pretrained and one that was not. Both are evaluated
+# on questions about people whom the conversations never mention, so only facts from pretraining can help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretraining, then SFT, on your own data; run again after an interruption it goes on where it stopped.
+# Pretraining, then SFT, on your own data. To resume after an interruption, run it again.
 #
 #   PRETRAIN_DATA=data/pretrain.jsonl SFT_DATA=data/sft.jsonl bash scripts/run_pretrain_sft.sh
 #   GPUS=2,3 HIDDEN_SIZE=768 USE_MOE=1 PRETRAIN_DATA=... SFT_DATA=... bash scripts/run_pretrain_sft.sh
@@ -7,7 +7,7 @@
 # Settings (environment variables, with their defaults):
 #   PRETRAIN_DATA, SFT_DATA                 training data: file, folder or glob
 #   PRETRAIN_EVAL_DATA="" SFT_EVAL_DATA=""  held-out data
-#   GPUS=""                                 e.g. 0,1: one process per GPU; empty: one process on whatever there is
+#   GPUS=""                                 e.g. 0,1: one process per GPU; empty: one process, on a GPU if there is one
 #   NPROC                                   processes, if not the number of GPUS (CPU: NPROC=2)
 #   HIDDEN_SIZE=512 LAYERS=8 USE_MOE=0      the model
 #   SAVE_DIR, CHECKPOINT_DIR                where weights and the state to resume from go: out/ and checkpoints/ here
@@ -34,9 +34,9 @@ shared=(
     --save_dir "${SAVE_DIR:=$PWD/out}" --checkpoint_dir "${CHECKPOINT_DIR:=$PWD/checkpoints}" --from_resume 1
 )
 root="$PWD"
-cd "$here" # paths are relative to where you stand
+cd "$here" # paths are relative to the caller's folder
 
-# A finished stage is resumed at its end, which trains nothing.
+# A finished stage resumes at its end and trains nothing.
 echo "== pretraining"
 "${launch[@]}" "$root/trainer/train_pretrain.py" --data_path "$PRETRAIN_DATA" "${shared[@]}" \
     ${PRETRAIN_EVAL_DATA:+--eval_data_path "$PRETRAIN_EVAL_DATA"} ${PRETRAIN_ARGS:-}

@@ -19,10 +19,10 @@ RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}" DATA RANKS_PER_NODE
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# Tokenised once, on the first node. The settings must be those of the training.
+# Tokenise once, on the first node, with the settings of the training.
 python -m dataset.token_cache --kind pretrain --data_path "$DATA" --max_seq_len 340
 
-# Each node starts its own launcher. --from_resume 1: a job that is requeued goes on from its last checkpoint.
+# Each node starts its own launcher. --from_resume 1: a requeued job resumes from its last checkpoint.
 srun --kill-on-bad-exit=1 bash -c 'torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \
     --nproc_per_node "$RANKS_PER_NODE" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" \
     trainer/train_pretrain.py --data_path "$DATA" --from_resume 1'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests: installs what they need, then runs ruff and pytest, two at a time, each with one thread.
+# The tests: installs what they need, then runs ruff, the type checker and pytest, two tests at a time on a thread each.
 # Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,4 +7,5 @@ source scripts/environment.sh
 pip install --quiet --disable-pip-version-check -e ".[test]"
 ruff check .
 ruff format --check .
-python -m pytest -n 2 --dist loadscope "$@"
+pyrefly check
+python -m pytest -n 2 --dist worksteal "$@"

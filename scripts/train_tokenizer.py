@@ -1,55 +1,56 @@
-"""Train the byte-level BPE vocabulary in model/ on Chinese and English text, and measure it on text it has not seen.
+"""Train the byte-level BPE vocabulary in model/ on Chinese and English text, and evaluate it on held-out text.
 
-A vocabulary of your own, to be given to the other scripts with `--tokenizer_path out/tokenizer`:
+A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scripts:
     python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
 
 The shipped vocabulary, from the files that model/README.md names:
     python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
 
 Input: JSON lines (.jsonl) with `text`, `conversations`, `messages` or Alpaca fields; any other file is plain text, one
-record a line. All of it is held in memory; ten million characters are plenty for a small vocabulary.
+record per line. All of it is held in memory; ten million characters are plenty for a small vocabulary.
 Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them.
 """
 
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dataset.errors import Parser, UserError, run_main
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError
+from common.settings import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-DEFAULT_OUTPUT = REPOSITORY / "out" / "tokenizer"
-CHAT_TEMPLATE = REPOSITORY / "model" / "chat_template.jinja"
+CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 
-# Order is id. Control tokens are `special`: decode(skip_special_tokens=True) drops them. The tags are part of what the
-# assistant says, and whoever reads its answer must be able to find them, so they are ordinary text in one token.
+# In the order of their ids. Control tokens are `special`: decode(skip_special_tokens=True) drops them. Tags are part of
+# the assistant's text, which a reader of its answers must be able to find, so each is one ordinary token.
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only inside the pieces that this pattern cuts; the pieces cover every string, so nothing is ever lost.
+# BPE merges only within the pieces matched by this pattern; the pieces cover every string, so no text is lost.
 PIECES = "|".join(
     [
-        # The newline of a chat header stands alone, or an answer that begins with a newline would melt into its header
-        # and the tokens of a prompt would not be the beginning of the tokens of the conversation.
+        # The newline of a chat header is a piece of its own; otherwise it would merge with a newline at the start of an
+        # answer, and the tokens of a prompt would not be a prefix of the tokens of the conversation.
         r"(?<=\Asystem|\Auser|\Aassistant|\Atool)\n",
         # A word with the one mark or blank before it (Chinese "，但", English " but"), or both (", but").
         r"(?:[^\r\n\p{L}\p{M}\p{N}]|[,.;:!?] )?[\p{L}\p{M}]+",
-        r" ?\p{N}",  # digit by digit, so that all numbers are spelt alike
+        r" ?\p{N}",  # single digits, so that all numbers are split alike
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",  # punctuation, with the line end that often follows
         r"\s*[\r\n]+",  # line ends, with the blanks before them
-        r"\s+(?!\S)|\s+",  # blanks; the last one before a word goes with the word
+        r"\s+(?!\S)|\s+",  # blanks; the last one before a word belongs to the word
     ]
 )
 
-# No token longer than 4 Chinese or 14 English characters: a phrase that one source repeats is not worth an id.
+# At most 4 Chinese or 14 English characters: a phrase that one source repeats is not worth an id.
 MAX_TOKEN_BYTES = 14
 
-# Words that every chat and tool call spends tokens on, though plain text seldom has them; see `with_protocol`.
+# Text of every chat and tool call that is rare in plain text; see `with_protocol`.
 PROTOCOL = [
     "system",
     "user",
@@ -65,7 +66,7 @@ ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
 
 
 def strings_in(value: object) -> Iterator[str]:
-    """Yield every text inside a JSON value, depth first; who said it (`role`, `from`) is no text."""
+    """Yield every text inside a JSON value, depth first, except the speakers (`role`, `from`)."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -78,7 +79,7 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def read_records(path: str | Path) -> Iterator[str]:
-    """Yield the text of each record of one file, empty ones left out.
+    """Yield the text of each record of a file, skipping empty ones.
 
     Raises UserError for a missing file, a line that is not UTF-8 or not JSON, and a record without a text field.
     """
@@ -91,23 +92,23 @@ def read_records(path: str | Path) -> Iterator[str]:
             try:
                 line = raw.decode("utf-8")
                 text = json_text(json.loads(line)) if is_json and line.strip() else line.rstrip("\r\n")
-                text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+                text.encode("utf-8")  # refuses lone surrogates, which JSON can contain
             except ValueError as error:
-                raise UserError(f"{path}:{number} {error}; mend or remove it (one record a line)") from error
+                raise UserError(f"{path}:{number} {error}; fix or remove it (one record per line)") from error
             if text.strip():
                 yield text
 
 
 def json_text(record: object) -> str:
-    """Join all text of one JSON record; ValueError when it has none of the known fields."""
-    fields = [key for key in TEXT_FIELDS if key in record] if isinstance(record, dict) else []
+    """Join all text of a JSON record; ValueError if it has none of the known fields."""
+    fields = [record[key] for key in TEXT_FIELDS if key in record] if isinstance(record, dict) else []
     if not fields:
         raise ValueError(f"needs a JSON object with one of the fields {', '.join(TEXT_FIELDS)}")
-    return "\n".join(text for key in fields for text in strings_in(record[key]))
+    return "\n".join(strings_in(fields))
 
 
 def language_of(text: str) -> str:
-    """Sort a record by its share of Chinese characters: "zh" from 30 %, "en" below 5 %, else "mixed"."""
+    """Classify a text by its share of Chinese characters: "zh" from 30 %, "en" below 5 %, else "mixed"."""
     share = len(ZH_CHARACTER.findall(text)) / max(1, len(text))
     if share >= 0.3:
         return "zh"
@@ -115,21 +116,21 @@ def language_of(text: str) -> str:
 
 
 def balanced(texts: list[str], zh_share: float) -> Iterator[str]:
-    """Yield the texts so that Chinese records make up `zh_share` of all characters; the scarcer side is repeated."""
+    """Repeat texts so that Chinese ones make up `zh_share` of all characters."""
     is_zh = [language_of(text) == "zh" for text in texts]
     zh = sum(len(text) for text, chinese in zip(texts, is_zh, strict=True) if chinese)
     rest = sum(map(len, texts)) - zh
-    wish = zh_share / (1 - zh_share) * rest / zh if zh and rest else 1.0  # how often a Chinese record should be seen
-    times = {True: max(1.0, wish), False: max(1.0, 1 / wish)}
-    owed = {True: 0.0, False: 0.0}
+    weight = zh_share / (1 - zh_share) * rest / zh if zh and rest else 1.0  # of Chinese relative to other texts
+    times = {True: max(1.0, weight), False: max(1.0, 1 / weight)}
+    due = {True: 0.0, False: 0.0}  # copies, with the fraction carried over to the next text
     for text, chinese in zip(texts, is_zh, strict=True):
-        owed[chinese] += times[chinese]
-        copies, owed[chinese] = int(owed[chinese]), owed[chinese] % 1
+        due[chinese] += times[chinese]
+        copies, due[chinese] = int(due[chinese]), due[chinese] % 1
         yield from [text] * copies
 
 
 def with_protocol(texts: Iterable[str]) -> Iterator[str]:
-    """Mix the PROTOCOL lines in, one round for every 20 texts: role names and JSON keys become single tokens."""
+    """Add the PROTOCOL lines after every 20th text, so that role names and JSON keys become single tokens."""
     for i, text in enumerate(texts):
         yield text
         if i % 20 == 0:
@@ -137,9 +138,9 @@ def with_protocol(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE: no normaliser, and an id for every byte, so any text comes back as it was.
+    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte.
 
-    Raises UserError when `vocab_size` leaves no room for merges.
+    Raises UserError if `vocab_size` is too small for bytes and special tokens.
     """
     added = len(CONTROL_TOKENS) + len(TAG_TOKENS) + len(RESERVED_TOKENS)
     if vocab_size < 256 + added:
@@ -152,7 +153,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # All added tokens pass as special here, for this is how the trainer gives them the first ids.
+    # All added tokens are special here, so that the trainer gives them the first ids.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=CONTROL_TOKENS + TAG_TOKENS + RESERVED_TOKENS,
@@ -168,7 +169,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save(tokenizer: Tokenizer, output_dir: Path) -> None:
     """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat template.
 
-    Raises UserError when the folder cannot be written.
+    Raises UserError if the folder cannot be written.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -177,7 +178,7 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
         "pad_token": "<|endoftext|>",
         "unk_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "padding_side": "left",  # what generate() needs; training never pads
+        "padding_side": "left",  # required by generate(); training never pads
         "model_max_length": 32768,
     }
     files = {
@@ -194,12 +195,12 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
 
 
 def characters_per_token(tokenizer: Tokenizer, texts: list[str]) -> dict[str, float]:
-    """Return {"zh": characters / tokens, "en": ...} over the records of each language; no record, no entry."""
-    characters, tokens = {}, {}
+    """{"zh": characters / tokens, "en": ...} over the records of each language that occurs."""
+    characters, tokens = Counter(), Counter()
     for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
         language = language_of(text)
-        characters[language] = characters.get(language, 0) + len(text)
-        tokens[language] = tokens.get(language, 0) + len(encoding)
+        characters[language] += len(text)
+        tokens[language] += len(encoding)
     return {language: characters[language] / tokens[language] for language in characters if language != "mixed"}
 
 
@@ -207,22 +208,23 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given repeatedly")
-    flag("--vocab_size", type=int, default=6400, help="number of ids, specials included")
-    flag("--output_dir", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
-    flag("--holdout_every", type=int, default=20, help="every N-th record is not learnt from but measured on; 0: none")
-    flag("--zh_share", type=float, default=0.45, help="share of Chinese in the characters learnt from")
+    flag("--data_path", nargs="+", action="extend", required=True, help="training files; may be given repeatedly")
+    flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
+    flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder to write")
+    flag("--holdout_every", type=int, default=20, help="hold out every N-th record for evaluation; 0: none")
+    flag("--zh_share", type=float, default=0.45, help="share of Chinese in the training characters")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Read the files, train, save, evaluate."""
     args = parse_args()
     if not 0 < args.zh_share < 1:
         raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
     if args.holdout_every < 0 or args.holdout_every == 1:
         raise UserError(f"--holdout_every {args.holdout_every} leaves nothing to train on; use 0 or at least 2")
 
-    # 1. Read, and set every N-th record of each file aside
+    # 1. Read, and hold out every N-th record of each file
     training, held_out = [], {}
     for path in args.data_path:
         texts = list(read_records(path))
@@ -237,7 +239,7 @@ def main() -> None:
     save(tokenizer, args.output_dir)
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")
 
-    # 3. Measure on what was set aside
+    # 3. Evaluate on the held-out records
     held_out["all files"] = [text for texts in held_out.values() for text in texts]
     for name, texts in held_out.items():
         for language, figure in sorted(characters_per_token(tokenizer, texts).items()):
@@ -245,4 +247,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with one_line_errors():
+        main()

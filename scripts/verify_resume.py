@@ -1,12 +1,12 @@
-"""Check on your own machine and settings that a run killed with -9 at any moment, and resumed, ends with the same bits.
+"""Verify on your machine, with your settings, that a run killed with SIGKILL and resumed gives bit-identical results.
 
     python scripts/verify_resume.py                                          built-in data, a tiny model, 5 kills
-    python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    dealt out over the four combinations
+    python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    distributed over the four combinations
     python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
 
-What follows `--` goes to the stage script. Per combination a run that is never stopped is compared with one that is
-killed and resumed: weights, optimizer, counters, metrics. That takes twice a run's time and a start per kill. Kills:
-`start`, `cache` (tokens are cached), `update` (any moment), `save` (a file is written), `evaluation` (after a save).
+Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
+and resumed: weights, optimizer, counters, metrics. That takes the time of two runs, and a start per kill. Kill kinds:
+`start`, `cache` (tokens are being cached), `update` (at any time), `save` (a file is being written), `evaluation`.
 """
 
 import json
@@ -30,39 +30,39 @@ import psutil
 import torch
 from torch import Tensor
 
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError, reason
+from common.settings import parse_args as parse_stage_args
 from dataset.demo_corpus import make_corpus
-from dataset.errors import Parser, UserError, reason, run_main
-from trainer.arguments import check_args, stage_parser
-from trainer.checkpoint import metrics_path, read_state, resume_path, run_name, weight_path
-from trainer.console import read_metrics
-from trainer.files import UNREADABLE, forms, newest_first
-from trainer.sharded import with_tensors
-from trainer.train_full_sft import FULL_SFT
-from trainer.train_pretrain import PRETRAIN
-from trainer.trainer_utils import ROOT
+from trainer import train_full_sft, train_pretrain
+from trainer.components.checkpoint import read_state
+from trainer.components.metrics import read_metrics
+from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
+from trainer.components.sharded import with_tensors
+from trainer.components.state_files import UNREADABLE, newest_first, state_paths
 
-STAGES = {"pretrain": ("train_pretrain.py", PRETRAIN), "sft": ("train_full_sft.py", FULL_SFT)}
-# A small run in which everything happens often: epochs, open accumulation windows, saves, evaluations, dropout.
+STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
+# A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
 SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "dropout": 0.1, "max_seq_len": 128}
 SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate": 1e-3}
 SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
-UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # of built-in data: updates at least, records, tokens
-FIELDS = ("update", "epoch", "step", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
-FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "dead_experts")  # the others are speeds and times
+UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
+FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
+FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "expert_load", "dead_experts")  # all but speeds and times
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
-POLL, MOMENT, PATIENCE = 0.001, 0.02, 600.0  # seconds: between two looks, of delay after a sight, without sign of life
-Kill = tuple[str, int, float, bool]  # kind, from which update on, how late (0 to 1), at weights or checkpoint
+POLL, MAX_DELAY, TIMEOUT = 0.001, 0.02, 600.0  # seconds: between polls, from an event to its kill, without output
+Kill = tuple[str, int, float, bool]  # kind, first update, delay (0 to 1), while writing weights (not a checkpoint)
 
 
 def differences(right: Any, found: Any, name: str) -> list[str]:
-    """Every tensor or number in nested dicts and lists that is not the same to the bit, and by how much."""
+    """Every tensor or number in nested dicts and lists that is not bit-identical, and by how much."""
     if isinstance(right, (list, tuple)) and isinstance(found, (list, tuple)):
         right, found = dict(enumerate(right)), dict(enumerate(found))
     if isinstance(right, dict) and isinstance(found, dict):
         pairs = ((key, right.get(key, "missing"), found.get(key, "missing")) for key in right | found)
         return [text for key, a, b in pairs for text in differences(a, b, f"{name}.{key}")]
     a, b = (f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else repr(v) for v in (right, found))
-    if a != b:  # as text NaN is NaN, and 0.0 is not -0.0
+    if a != b:  # as text, NaN equals NaN, and 0.0 differs from -0.0
         return [f"{name}: {b}, not {a}"]
     if not isinstance(right, Tensor) or not right.numel():
         return []
@@ -73,8 +73,8 @@ def differences(right: Any, found: Any, name: str) -> list[str]:
 
 
 def compare_metrics(right: list[dict], found: list[dict]) -> list[str]:
-    """What differs in the records, by update: values, or one that is missing, doubled or out of order."""
-    updates = defaultdict(lambda: ({}, {}))
+    """Differences of the records, by update: other values, or records missing, duplicated or out of order."""
+    updates: dict[int, tuple[dict, dict]] = defaultdict(lambda: ({}, {}))
     for side, records in enumerate((right, found)):
         for line, record in enumerate(records, start=1):
             row = updates[record["update"]][side]
@@ -83,42 +83,41 @@ def compare_metrics(right: list[dict], found: list[dict]) -> list[str]:
 
 
 def compare_runs(right: "Run", found: "Run") -> list[str]:
-    """What differs between two finished runs: the first differing update, and of each file the first tensor."""
+    """Differences between two finished runs: the first update that differs, and the first tensor in each file."""
     differing = [compare_metrics(read_metrics(right.metrics), read_metrics(found.metrics))]
     for name in ("weights", "best_weights", "checkpoint"):
         try:
             states = [with_tensors(read_state(getattr(run, name))) for run in (right, found)]
             states = [{key: s.get(key) for key in STATE} for s in states] if name == "checkpoint" else states
-            differing.append(differences(*states, name))
+            differing.append(differences(states[0], states[1], name))
         except UNREADABLE as error:
             differing.append([f"{name}: cannot be read ({reason(error)})"])
     return [f"{texts[0]} ({len(texts)} in all)" for texts in differing if texts]
 
 
 class Run:
-    """A run in a folder of its own: how to start it, and the files that it writes."""
+    """A run in its own folder: its command and the files that it writes."""
 
     def __init__(self, stage: str, ranks: int, use_moe: int, folder: Path, name: str, typed: list[str]):
-        script, defaults = STAGES[stage]
+        script = STAGES[stage]
         self.folder, self.launches = folder / name, 0
         data = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"}
         own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
-        own |= {"use_moe": use_moe, "from_resume": int(name == "broken")}
+        own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
         flags, own = ([part for k, v in f.items() for part in (f"--{k}", str(v))] for f in (data | SMALL, own))
-        parser = stage_parser(f"the flags of trainer/{script}", **defaults)
-        self.args = args = parser.parse_args([*flags, *typed, *own])
-        check_args(args)
+        self.args = args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed, *own])
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        self.command = [sys.executable, *torchrun, str(ROOT / "trainer" / script), *flags, *typed, *own]
+        self.command = [sys.executable, *torchrun, str(script.__file__), *flags, *typed, *own]
         self.weights = weight_path(args.save_dir, args.save_weight, args)
         self.best_weights = weight_path(args.save_dir, f"{args.save_weight}_best", args)
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.states = resume_path(args.checkpoint_dir, args.save_weight, args)
-        self.checkpoint = forms(self.states)[args.parallel == "fsdp" and ranks > 1]
-        self.first_weights = weight_path(parser.parse_args([*flags, *typed]).save_dir, args.from_weight, args)
+        self.checkpoint = state_paths(self.states)[args.parallel == "fsdp" and ranks > 1]
+        typed_args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed])
+        self.first_weights = weight_path(typed_args.save_dir, args.from_weight, args)
 
     def saved_update(self) -> int | None:
-        """The update that a resume must go on from; None if there is no checkpoint."""
+        """The update at which a resumed run must continue; None if there is no checkpoint."""
         for path in newest_first(self.states):
             with suppress(*UNREADABLE):
                 return read_state(path)["update"]
@@ -135,14 +134,14 @@ class Run:
 
 
 def stamp(path: Path) -> tuple | None:
-    """Another one whenever the file was written to or replaced; None if there is none."""
+    """A value that changes whenever the file is written or replaced; None if there is no file."""
     with suppress(OSError):
         return (status := path.stat()).st_ino, status.st_mtime_ns, status.st_size
     return None
 
 
 class Launch:
-    """One start of a run, in a session of its own, seen from outside."""
+    """One start of a run, in its own session, observed from outside."""
 
     def __init__(self, run: Run):
         run.launches += 1
@@ -151,40 +150,40 @@ class Launch:
         self.begin = time.monotonic()
         with open(self.log, "wb") as out:
             self.process = psutil.Popen(run.command, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True)
-        self.family: list[psutil.Process] = [self.process]
+        self.processes: list[psutil.Process] = [self.process]
 
     def training(self) -> bool:
         """Whether it has opened its metrics file, the last thing before the first update."""
         return stamp(self.run.metrics) != self.metrics
 
-    def wait(self, condition: Callable[[], bool] = lambda: False, seconds: float = inf) -> bool:
-        """Look until the condition holds or the time is up; False if the process ends first."""
+    def wait(self, condition: Callable[[], object] = lambda: False, seconds: float = inf) -> bool:
+        """Poll until the condition holds or the time is over; False if the process ends first."""
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             if self.process.poll() is not None:
                 return False
-            signs = (path.stat().st_mtime for path in (self.log, self.run.metrics) if path.exists())
-            if time.time() - max(signs) > PATIENCE:
-                sys.exit(f"FAIL: no sign of life for {PATIENCE:.0f} s; {self.told()}")
+            written = (path.stat().st_mtime for path in (self.log, self.run.metrics) if path.exists())
+            if time.time() - max(written) > TIMEOUT:
+                sys.exit(f"FAIL: no output for {TIMEOUT:.0f} s; {self.tail()}")
             time.sleep(POLL)
         return True
 
-    def look(self) -> None:
-        """Find its processes; done ahead of a kill, the kill is quicker."""
+    def find_processes(self) -> None:
+        """List its processes; done before a kill, this makes the kill faster."""
         with suppress(psutil.NoSuchProcess):
-            self.family = [self.process, *self.process.children(recursive=True)]
+            self.processes = [self.process, *self.process.children(recursive=True)]
 
     def close(self) -> None:
-        """SIGKILL to all its processes; returns when all are gone. torchrun's ranks have sessions of their own, and a
-        process may just be starting another one: so they are halted first, until no new one turns up."""
-        halted: list[psutil.Process] = []
-        while found := [process for process in self.family if process not in halted]:
+        """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own sessions,
+        and a process may be starting another one: so all are suspended first, until there are no new ones."""
+        suspended: list[psutil.Process] = []
+        while found := [process for process in self.processes if process not in suspended]:
             for process in found:
                 with suppress(psutil.NoSuchProcess):
                     process.suspend()
-            halted += found
-            self.look()
-        for process in halted:
+            suspended += found
+            self.find_processes()
+        for process in suspended:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
                 while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
@@ -192,18 +191,18 @@ class Launch:
         self.process.wait()
         self.seconds = time.monotonic() - self.begin
 
-    def told(self) -> str:
-        """The last lines that it printed, without what torchrun says about a rank that failed."""
+    def tail(self) -> str:
+        """The last lines that it printed, without torchrun's report on a failed rank."""
         lines = re.split(r".*torch/distributed/elastic", self.log.read_text("utf-8", "replace"))[0].splitlines()[-15:]
         return f"the last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def result(self, killed: bool) -> str:
-        """What it did. Fails if it ended otherwise, or did not go on at the checkpoint: a fresh start hides a loss."""
+        """A description of this launch. FAIL if it ended in another way, or did not resume from the checkpoint."""
         resumed = re.findall(r"^resuming .*\bupdate (\d+)", self.log.read_text("utf-8", "replace"), re.M)
         if self.process.returncode != (-signal.SIGKILL if killed else 0):
-            sys.exit(f"FAIL: a launch ended by itself with status {self.process.returncode}; {self.told()}")
+            sys.exit(f"FAIL: a launch ended by itself with status {self.process.returncode}; {self.tail()}")
         if self.training() and resumed != ([] if self.saved is None else [str(self.saved)]):
-            sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run went on from {resumed}; {self.told()}")
+            sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run resumed from {resumed}; {self.tail()}")
         where = f"at update {self.run.last_update()}" if self.training() else "before training"
         origin = "from the start" if self.saved is None else f"resumed from update {self.saved}"
         return f"{where} after {self.seconds:.1f} s, {origin}"
@@ -211,7 +210,7 @@ class Launch:
 
 def draw_kills(rng: random.Random, count: int, records: list[dict]) -> list[Kill]:
     """Kills spread over a run with these records: the i-th in the i-th part if possible, all kinds equally often, and
-    `cache` first, since a cache can only be hit before it is complete."""
+    `cache` first, since a cache is built at the beginning."""
     kinds = ["cache"] * (rng.randint(0, 1) if count < 3 else 1 + (count >= 10 and rng.randint(0, 1)))
     while len(kinds) < count:
         kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
@@ -221,7 +220,7 @@ def draw_kills(rng: random.Random, count: int, records: list[dict]) -> list[Kill
     for i, kind in enumerate(kinds[:count]):
         low = max(low, last * i // count)
         target = rng.choice(range(low, max(low + 1, last * (i + 1) // count)))
-        if kind == "evaluation":  # from the record before it on
+        if kind == "evaluation":  # the record before an evaluation
             target = next((number for number in evaluated if number >= target), target)
         kills.append((kind, min(target, last - 1), rng.random(), rng.random() < 0.5))
         low = target + (kind not in ("start", "cache"))
@@ -229,28 +228,28 @@ def draw_kills(rng: random.Random, count: int, records: list[dict]) -> list[Kill
 
 
 def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
-    """Let a launch run until the moment of a kill (`start`, `update`: seconds): the kind it became, "" if it ended."""
+    """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its final kind, "" if the run ended."""
     (kind, target, fraction, weights), run = kill, launch.run
     if kind == "start":
         return kind if launch.wait(launch.training, fraction * start) else ""
     if kind == "cache":
         if launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training()) and not launch.training():
-            return kind if launch.wait(seconds=fraction * MOMENT) else ""
+            return kind if launch.wait(seconds=fraction * MAX_DELAY) else ""
         kind = "update"  # too late: the caches are complete
     if not launch.wait(lambda: launch.training() and run.last_update() >= target):
         return ""
-    launch.look()
+    launch.find_processes()
     if kind == "update":
         return kind if launch.wait(seconds=fraction * update) else ""
     path = run.weights if weights and kind == "save" else run.checkpoint
     path = path.with_name(f".{path.name}.tmp") if kind == "save" else path
-    old = stamp(path)  # of the last save, or left by a kill
+    old = stamp(path)  # from the last save or an earlier kill
     seen = launch.wait(lambda: stamp(path) not in (None, old), update if kind == "evaluation" else inf)
-    return kind if seen and launch.wait(seconds=fraction * MOMENT) else ""
+    return kind if seen and launch.wait(seconds=fraction * MAX_DELAY) else ""
 
 
 def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> None:
-    """Write the built-in data, as many records as make enough updates for these kills."""
+    """Write the built-in data, with enough records for these kills."""
     per_update = args.batch_size * args.accumulation_steps * ranks
     per_epoch = ceil(max(UPDATES, UPDATES_PER_KILL * kills) / args.epochs) * per_update - per_update // 3
     per_row = max(1, args.max_seq_len // MEAN_LENGTH) if args.packing else 1
@@ -262,7 +261,7 @@ def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> N
 
 
 def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) -> tuple[Counter, float]:
-    """Train to the end, with these kills; returns how many of each kind came in time, and the last launch's seconds."""
+    """Train to the end with these kills; returns how many of each kind hit, and the seconds of the last launch."""
     run.weights.parent.mkdir(parents=True)
     if run.first_weights.is_file():
         shutil.copy(run.first_weights, run.weights.parent)
@@ -276,36 +275,36 @@ def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) 
             break
         done[kind] += 1
         print(f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}: {text}", flush=True)
-    print(f"  {run.folder.name}: ended {text}" + ", before its kill came" * (kill is not None), flush=True)
+    print(f"  {run.folder.name}: ended {text}" + ", before its kill" * (kill is not None), flush=True)
     return done, launch.seconds
 
 
-def check(whole: Run, broken: Run, control: Run, rng: random.Random, kills: int) -> Counter:
-    """Train without and with kills and compare; returns how many there were of each kind. FAIL ends the script."""
-    _, seconds = train(whole, [])
-    records = read_metrics(whole.metrics)
+def check(reference: Run, killed: Run, control: Run, rng: random.Random, kills: int) -> Counter:
+    """Train without and with kills and compare; returns the number of each kind. FAIL ends the script."""
+    _, seconds = train(reference, [])
+    records = read_metrics(reference.metrics)
     start, update = seconds - records[-1]["seconds"], records[-1]["seconds"] / records[-1]["update"]
-    done, _ = train(broken, draw_kills(rng, kills, records), start, update)
-    if differing := compare_runs(whole, broken):
+    done, _ = train(killed, draw_kills(rng, kills, records), start, update)
+    if differing := compare_runs(reference, killed):
         train(control, [])
-        if other := compare_runs(whole, control):
-            differing.append(f"but two runs that were not stopped differ, too, so nothing follows: {other[0]}")
+        if other := compare_runs(reference, control):
+            differing.append(f"inconclusive: two runs without kills differ as well: {other[0]}")
         sys.exit("FAIL: " + "\n      ".join(differing))
     if not done:
-        sys.exit("FAIL: nothing was checked, since each launch ended before its kill came; make the run longer")
+        sys.exit("FAIL: nothing was checked, since each launch ended before its kill; make the run longer")
     print(f"  0 differing bits in weights and checkpoint, and in {len(records)} records", flush=True)
     return done
 
 
 def parse_args() -> tuple[Any, list[str]]:
-    """The flags before `--`, and what stands after it."""
-    parser = Parser(description=__doc__.split("\n", 1)[0], epilog="What follows after -- goes to the stage script.")
+    """The flags before `--`, and the arguments after it."""
+    parser = Parser(description=__doc__.split("\n", 1)[0], epilog="Arguments after -- go to the stage script.")
     flag = parser.add_argument
     flag("--stage", choices=sorted(STAGES), default="sft", help="stage script to check")
-    flag("--kills", type=int, default=5, help="kills, over all combinations together")
+    flag("--kills", type=int, default=5, help="kills in all combinations together")
     flag("--ranks", type=lambda text: [int(n) for n in text.split(",")], default="1", help="processes, e.g. 1,2")
     flag("--use_moe", type=lambda text: [int(n) for n in text.split(",")], default="0", help="0 dense, 1 MoE, 0,1 both")
-    flag("--seed", type=int, help="of the kills; one is drawn and printed if not given")
+    flag("--seed", type=int, help="seed of the kills; drawn and printed if not given")
     flag("--work_dir", help="new folder for the runs; a temporary one if not given, deleted after PASS")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, typed = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
@@ -318,33 +317,34 @@ def parse_args() -> tuple[Any, list[str]]:
 
 
 def main() -> None:
-    """Deal the kills out over the combinations, check each, and tell the verdict."""
+    """Distribute the kills over the combinations, check each, and print the result."""
     args, typed = parse_args()
     combinations = sorted({*product(args.ranks, args.use_moe)})
     for ranks, use_moe in combinations:  # finds wrong flags before any work
-        Run(args.stage, ranks, use_moe, Path(), "whole", typed)
+        Run(args.stage, ranks, use_moe, Path(), "reference", typed)
     seed = random.randrange(10**6) if args.seed is None else args.seed
     work = Path(args.work_dir or tempfile.mkdtemp(prefix="verify_resume_")).resolve()
     try:
         work.mkdir(parents=True, exist_ok=not args.work_dir)
     except OSError as error:
-        raise UserError(f"--work_dir {work} cannot be made ({error.strerror}); name a new folder") from error
+        raise UserError(f"--work_dir {work} cannot be created ({error.strerror}); give a new folder") from error
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
     rng, begin, done = random.Random(seed), time.monotonic(), Counter()
     for i, (ranks, use_moe) in enumerate(combinations):
         kills = (args.kills + i) // len(combinations)
         print(f"{ranks} rank{'s' * (ranks > 1)}, {'MoE' if use_moe else 'dense'}: {kills} kills", flush=True)
         folder = work / f"ranks_{ranks}_moe_{use_moe}"
-        runs = [Run(args.stage, ranks, use_moe, folder, name, typed) for name in ("whole", "broken", "control")]
+        runs = [Run(args.stage, ranks, use_moe, folder, name, typed) for name in ("reference", "killed", "control")]
         write_data(args.stage, folder, runs[0].args, ranks, kills)
-        done += check(*runs, rng, kills)
+        done += check(runs[0], runs[1], runs[2], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
     kinds = ", ".join(f"{count} {kind}" for kind, count in done.items())
-    took = f"--seed {seed}, {time.monotonic() - begin:.0f} s"
-    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({kinds}; {took})")
+    seconds = time.monotonic() - begin
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({kinds}; --seed {seed}, {seconds:.0f} s)")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the runs, too
-    run_main(main)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also ends the runs
+    with one_line_errors():
+        main()

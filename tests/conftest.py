@@ -33,8 +33,9 @@ WORDS = [
     "走",
 ]
 
-# a suite that a shell started in the background ignores Ctrl-C, and so would the processes that tests send it to
+# a suite in the background ignores Ctrl-C, one under nohup SIGHUP; the processes that tests signal must not
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

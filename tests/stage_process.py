@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.stage_process", "llm.training.train", "trainer.stage"])
+context.set_forkserver_preload(["tests.stage_process", "llm.training.train", "trainer.train_full_sft"])
 
 
 @dataclass
@@ -39,16 +39,11 @@ class FaultyLoss:
     """A loss function with faults."""
 
     def __init__(self, faults: Faults, loss_fn):
-        self.faults, self.loss_fn, self.count, self.evaluated = faults, loss_fn, 0, False
+        self.faults, self.loss_fn, self.count = faults, loss_fn, 0
 
-    def __call__(self, model, batch):
+    def __call__(self, model, batch, args):
         faults = self.faults
-        loss, aux_loss = self.loss_fn(model, batch)
-        if not model.training:
-            if faults.eval_signal and not self.evaluated:
-                self.evaluated = True
-                os.kill(os.getpid(), faults.eval_signal)
-            return loss, aux_loss
+        loss, aux_loss = self.loss_fn(model, batch, args)
         self.count += 1
         if faults.record:
             with open(faults.record, "a") as file:
@@ -78,6 +73,8 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     if faults.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_limit, resource.RLIM_INFINITY))
     sys.argv = [f"train_{stage}.py", *argv]
+    if faults.eval_signal:
+        _signal_in_evaluation(faults.eval_signal)
     exec(faults.script, {"os": os, "sys": sys})
     if stage == "engine":
         _run_engine(faults)
@@ -85,30 +82,45 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
         _run_stage(stage, faults)
 
 
-def _run_stage(stage: str, faults: Faults) -> None:
-    from dataset.lm_dataset import PretrainDataset, SFTDataset
-    from trainer.stage import run_stage
-    from trainer.state import next_token_loss
-    from trainer.train_full_sft import FULL_SFT
-    from trainer.train_pretrain import PRETRAIN
+def _signal_in_evaluation(number: int) -> None:
+    """Send this process a signal at the first batch that it evaluates."""
+    from trainer import loop
 
-    defaults, dataset = {"pretrain": (PRETRAIN, PretrainDataset), "sft": (FULL_SFT, SFTDataset)}[stage]
-    run_stage("A run with faults.", defaults, dataset, FaultyLoss(faults, next_token_loss))
+    to_device = loop.to_device
+
+    def noted(batch, device):
+        if not torch.is_grad_enabled():
+            loop.to_device = to_device
+            os.kill(os.getpid(), number)
+        return to_device(batch, device)
+
+    loop.to_device = noted
+
+
+def _run_stage(stage: str, faults: Faults) -> None:
+    from trainer import train_full_sft, train_pretrain
+    from trainer.components.failures import training_errors
+
+    script = {"pretrain": train_pretrain, "sft": train_full_sft}[stage]
+    script.loss_fn = FaultyLoss(faults, script.loss_fn)
+    with training_errors():
+        script.main()
 
 
 def _run_engine(faults: Faults) -> None:
-    from dataset.errors import run_main
     from llm.training.core.engine import TrainingEngine
     from llm.training.train import main
+    from trainer.components.failures import training_errors
 
     inner = TrainingEngine._loss
     losses = {}
 
-    def loss(engine, model, batch):
-        return losses.setdefault(engine, FaultyLoss(faults, lambda m, b: inner(engine, m, b)))(model, batch)
+    def loss(engine, model, batch, args):
+        return losses.setdefault(engine, FaultyLoss(faults, lambda m, b, a: inner(engine, m, b, a)))(model, batch, args)
 
     TrainingEngine._loss = loss
-    run_main(main)
+    with training_errors():
+        main()
 
 
 class StageProcess:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import signal
 import sys
 import time
 import tracemalloc
@@ -14,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from common.command_line import STOP_SIGNALS
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from tests.conftest import ROOT, launch, write_jsonl
 from trainer import train_full_sft, train_pretrain
-from trainer.stage import run_stage
+from trainer.components.failures import training_errors
 from trainer.trainer_utils import load_tokenizer
 
 BOM = b"\xef\xbb\xbf"
@@ -26,10 +28,7 @@ CHAT = {"conversations": [USER, BOT]}
 SYSTEM = {"role": "system", "content": "s"}
 CALL = {"name": "weather", "arguments": {}}
 GOOD = {"pretrain": TEXT, "sft": CHAT}
-STAGES = {
-    "pretrain": (train_pretrain.__doc__, train_pretrain.PRETRAIN, PretrainDataset),
-    "sft": (train_full_sft.__doc__, train_full_sft.FULL_SFT, SFTDataset),
-}
+STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
 
 
 def line(record) -> bytes:
@@ -93,8 +92,8 @@ CASES = {
     "empty folder": Case(PRE, folder_of(), "{data} is a folder without data; it must hold files named", "x"),
     "folder without data": Case(SFT, folder_of("a.txt", ".b.jsonl"), "{data} is a folder without data", "x"),
     "folder named as a file": Case(SFT, folder_of(), "{data} is a folder without data"),
-    "empty file": Case(PRE, b"", "{data} is an empty file; take it out of --data_path or write it anew"),
-    "blank lines": Case(PRE, b"\n \n\t\r\n", "{data} holds no record; take it out of --data_path or write it anew"),
+    "empty file": Case(PRE, b"", "{data} is an empty file; remove it from --data_path or write it again"),
+    "blank lines": Case(PRE, b"\n \n\t\r\n", "{data} holds no record; remove it from --data_path or write it again"),
     "only a BOM": Case(SFT, BOM, "{data} holds no record"),
     "empty array": Case(SFT, b"[ ]", "{data} holds no record", "x.json"),
     "empty Parquet": Case(PRE, parquet({"text": pa.array([], "string")}), "{data} holds no record", "x.parquet"),
@@ -125,7 +124,7 @@ CASES = {
     "number": Case(PRE, b"17", ":1: a number instead of a JSON object"),
     "string": Case(PRE, b'"text"', ":1: text instead of a JSON object"),
     "null": Case(SFT, b"null", ":1: null instead of a JSON object"),
-    "duplicated key": Case(PRE, b'{"text": "a", "text": "b"}', ":1: the key 'text' stands twice in one object; keep"),
+    "duplicated key": Case(PRE, b'{"text": "a", "text": "b"}', ":1: the key 'text' occurs twice in one object; keep"),
     "deeply nested": Case(PRE, b'{"text": ' + b"[" * 50_000, ":1: lists and objects are nested more than 100 deep"),
     "nested, with a surrogate": Case(PRE, NESTED, ":1: lists and objects are nested more than 100 deep"),
     "thousands of digits": Case(
@@ -134,7 +133,7 @@ CASES = {
     "array cut off": Case(
         PRE, b'[\n{"text": "a"},\n{"text": "b"}\n', ":3: after this record a ',' or ']' is", "x.json"
     ),
-    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: from this line on no valid JSON array", "x.json"),
+    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: not a valid JSON array from this line on", "x.json"),
     "two arrays": Case(PRE, b'[{"text": "a"}]\n[{"text": "b"}]', ":2: the array has ended before this", "x.json"),
     # --- pretraining records
     "missing key": Case(PRE, {"content": "a"}, "no 'text' in this record (its keys: 'content'); write {"),
@@ -231,8 +230,8 @@ CASES = {
     "truncated .json.gz": Case(
         PRE, GZ[:-999], ".gz file is damaged or cut off (Compressed file ended before", "x.json.gz"
     ),
-    "not Parquet": Case(PRE, line(TEXT) * 9, ":1: from this row on no readable Parquet", "x.parquet"),
-    "truncated Parquet": Case(PRE, PARQUET[:-30], ":1: from this row on no readable Parquet", "x.parquet"),
+    "not Parquet": Case(PRE, line(TEXT) * 9, ":1: unreadable Parquet from this row on", "x.parquet"),
+    "truncated Parquet": Case(PRE, PARQUET[:-30], ":1: unreadable Parquet from this row on", "x.parquet"),
     "damaged Parquet": Case(PRE, PARQUET[:40] + b"\xff" * 300 + PARQUET[340:], "{data}", "x.parquet"),
     "wrong columns": Case(
         PRE, parquet({"content": ["a"]}), ":1: no 'text' in this record (its keys: 'content')", "x.parquet"
@@ -271,13 +270,12 @@ def stage(tmp_path, monkeypatch, capfd):
     """stage(kind, data_path, *options) runs a stage script up to the mistake, and gives its error line and stdout."""
 
     def run(kind: str, data_path: str, *options) -> tuple[str, str]:
-        doc, defaults, dataset_class = STAGES[kind]
         folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
         shape = ["--hidden_size", "32", "--num_hidden_layers", "1", "--from_weight", "none"]
         monkeypatch.setattr(sys, "argv", [kind, "--data_path", data_path, *folders, *shape, *map(str, options)])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run_stage(doc, defaults, dataset_class, train_pretrain.next_token_loss)
+        with pytest.raises(SystemExit) as ended, training_errors():
+            STAGES[kind].main()
         out, err = capfd.readouterr()
         assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
         assert "Traceback" not in out + err
@@ -286,7 +284,10 @@ def stage(tmp_path, monkeypatch, capfd):
         assert not list((tmp_path / "cache_dir").rglob("*.tmp*"))
         return err, out
 
-    return run
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}  # a stage leaves its own behind
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -316,7 +317,7 @@ def test_stop_tells_how_many_follow(stage, tmp_path):
     assert "follow" not in stage("pretrain", str(one))[0]
     two = write_jsonl(tmp_path / "two.jsonl", [TEXT, {"text": None}, *[TEXT] * 50, {"text": 1}])
     assert f"{two}:2: 'text' is null instead of text" in stage("pretrain", str(two))[0]
-    assert "; 1 more bad record follows (--on_bad_data skip" in stage("pretrain", str(two))[0]
+    assert "; 1 more bad record follows (with --on_bad_data skip" in stage("pretrain", str(two))[0]
     err, _ = stage("pretrain", f"{one},{two}")
     assert err.startswith(f"error: {one}:2: 'text' is a number") and "; 2 more bad records follow (" in err
 
@@ -330,7 +331,7 @@ def test_skip_lists_each_bad_record_and_stops_above_the_share(stage, tmp_path):
     listed = Path(err.split("all of them are listed in ")[1].split(";")[0])
     numbers = [i + 1 for i in range(0, 60, 4)]
     assert [entry.split(": ")[0] for entry in listed.read_text().splitlines()] == [f"{path}:{n}" for n in numbers]
-    assert [f"left out: {path}:{n}: " in out for n in numbers] == [True] * 15 and "bad 15 (25.0%)" in out
+    assert [f"skipped: {path}:{n}: " in out for n in numbers] == [True] * 15 and "bad 15 (25.0%)" in out
 
 
 # --- data that look odd and are fine -------------------------------------------------------------------------------

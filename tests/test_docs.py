@@ -21,15 +21,18 @@ import yaml
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
-from dataset.errors import UserError
+from common.errors import UserError
+from common.settings import Setting, parse_args, settings_of
 from dataset.formats import to_chat, to_text
 from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config
 from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.benchmark import BenchmarkArgs
 from tests.conftest import ROOT, launch
-from trainer.checkpoint import half_state_dict
-from trainer.state import Hooks, TrainState
+from trainer import train_full_sft, train_pretrain
+from trainer.components.checkpoint import half_state_dict
+from trainer.components.state import Hooks, TrainState
 
 FRONT = ("README.md", "README_zh.md")
 ENGLISH_ONLY = {"ARCHITECTURE.md", "BENCHMARKS.md", "CALLBACKS.md", "LOG.md"}
@@ -45,30 +48,34 @@ SECTIONS = {  # headings that the tests below look for: page, English, Chinese
     "metrics": ("files.md", "Metrics", "指标"),
 }
 LANGUAGES = ("docs", "docs/zh")
-ABSENT = {"-": None, "required": None, "必填": None, "off": False, "关": False}  # how a table writes such a default
-COMING = {"common/", "trainer/components/", "scripts/bench/"}  # in the folder tree, not there yet
 MADE = {"out/", "checkpoints/"}  # by the runs
-FOLDERS = r"\.ci|\.github|dataset|docs|llm|model|scripts|tests|trainer"  # whose files are looked for by name
+FOLDERS = r"\.ci|\.github|common|dataset|docs|llm|model|scripts|tests|trainer"  # whose files are looked for by name
 ENDINGS = "py|sh|md|json|jinja|yaml|yml|png"
 GENERATED = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")
+USERS_OWN = {"dataset/pretrain_hq.jsonl", "dataset/sft_mini_512.jsonl"}  # what --data_path names by default
 # Scripts with a command line of their own: path -> module to run with -m, if it must be started that way.
 SCRIPTS = {
     "trainer/train_pretrain.py": None,
     "trainer/train_full_sft.py": None,
     "scripts/chat.py": None,
     "scripts/benchmark.py": None,
-    "scripts/time_to_loss.py": None,
+    "scripts/bench/time_to_loss.py": None,
+    "scripts/convert_sharded.py": None,
     "scripts/demo_exam.py": None,
     "scripts/plot_metrics.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,
+    "scripts/write_flag_pages.py": None,
     "dataset/inspect.py": "dataset.inspect",
     "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
-    "trainer/sharded.py": "trainer.sharded",
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"
+STAGES = (train_pretrain.Args, train_full_sft.Args)
+# Scripts whose flags are settings: their values are converted and checked when the whole line has been read.
+ARGS = {"trainer/train_pretrain.py": STAGES[0], "trainer/train_full_sft.py": STAGES[1]}
+ARGS |= {"scripts/benchmark.py": BenchmarkArgs}
 
 
 def read(path: str) -> str:
@@ -80,9 +87,10 @@ def section(folder: str, name: str) -> str:
     page, *headings = SECTIONS[name]
     heading, path = headings[folder == "docs/zh"], f"{folder}/{page}"
     text = re.sub(r"```.*?```", lambda block: block[0].replace("\n#", "\n\0"), read(path), flags=re.S)
-    found = re.search(rf"^(#+) {re.escape(heading)}$\n(.*?)(?=^#{{1,3}} |\Z)", text, flags=re.M | re.S)
+    found = re.search(rf"^(#+) {re.escape(heading)}$\n", text, flags=re.M)
     assert found, f"{path} has no heading '{heading}'"
-    return found[2].replace("\n\0", "\n#")
+    below = re.split(rf"^#{{1,{len(found[1])}}} ", text[found.end() :], maxsplit=1, flags=re.M)[0]
+    return below.replace("\n\0", "\n#")
 
 
 def rows(text: str) -> list[list[str]]:
@@ -122,7 +130,7 @@ def folder_tree(page: str) -> dict[str, str]:
 @pytest.mark.parametrize("page", FRONT)
 def test_the_folder_tree_is_the_repository(page):
     tree = folder_tree(page)
-    missing = [name for name in tree if not (ROOT / name).exists() and name not in COMING | MADE]
+    missing = [name for name in tree if not (ROOT / name).exists() and name not in MADE]
     assert not missing, f"{page} lists what is not there: {missing}"
     for folder, said in tree.items():
         gone = [name for name in re.findall(r"[\w./]+\.(?:py|sh)", said) if not (ROOT / folder / name).is_file()]
@@ -181,60 +189,74 @@ def test_links_and_paths_in_the_text_exist(page):
         path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         assert not anchor or anchor in slugs(str(path.resolve().relative_to(ROOT))), f"{page} links to {target}"
-    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\.(?:{ENDINGS}))`", text)
+    present = re.sub(r"`[^`]+` is (?=`)", "", text) if page == "CHANGELOG.md" else text  # there: `old` is `new`
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\.(?:{ENDINGS}))`", present)
     gone = [name for name in named if not GENERATED.match(name) and not (ROOT / name).exists()]
+    gone = [name for name in gone if name not in USERS_OWN]
     assert not gone, f"{page} names {gone}"
 
 
 # --- flags ---------------------------------------------------------------------------------------------------------
 
 
-def written_default(cell: str, default) -> object:
-    """A default as the table writes it, in the type that the parser has."""
-    if cell in ABSENT:
-        return ABSENT[cell]
-    if isinstance(default, int | float) and not isinstance(default, bool):
-        return type(default)(float(cell))
-    return str(ROOT / cell) if cell.endswith("/") else cell
+def written_default(cell: str, setting: Setting) -> object:
+    """A default as the table writes it, in the type of the setting."""
+    if cell == "-":
+        return "" if setting.kind is str else None
+    if setting.kind in (bool, int, float):
+        return {bool: int, int: int, float: float}[setting.kind](cell)
+    return str(ROOT / cell) if "/" in cell else cell
+
+
+def check_row(where: str, cells: list[str], setting: Setting) -> None:
+    """What stands beside the defaults: the values, the unit and a meaning."""
+    values, unit, meaning = cells
+    if choices := setting.choices or ("01" if setting.kind is bool else ""):
+        assert values == ", ".join(f"`{choice}`" for choice in choices), where
+    else:
+        kind, *limits = values.replace(",", "").split()
+        assert kind == {int: "INT", float: "FLOAT"}.get(setting.kind, "TEXT"), where
+        names = {"≥": "ge", ">": "gt", "≤": "le", "<": "lt"}
+        told = {names[sign]: json.loads(limit) for sign, limit in zip(limits[::2], limits[1::2], strict=True)}
+        assert told == {name: limit for name, limit in setting.limits.items() if name != "multiple_of"}, where
+    assert bool(unit) == bool(setting.unit) and meaning, where
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)
-def test_the_flag_table_is_the_parser(folder):
-    parsers = [parser_of(f"trainer/{stage}.py")[0] for stage in ("train_pretrain", "train_full_sft")]
-    table = {row[0].strip("`"): row[1:] for row in rows(section(folder, "flags"))}
-    for column, parser in enumerate(parsers):
-        actions = {action.option_strings[-1]: action for action in parser._actions if action.dest != "help"}
-        assert sorted(table) == sorted(actions)
-        for name, action in actions.items():
-            cell = table[name][column]
-            default = parser.get_default(action.dest)
-            assert written_default(cell, default) == default, f"{folder}: {name} is {default}, not {cell}"
-            assert action.required == (cell in ("required", "必填")), name
-            choices = [c for c in action.choices or () if not re.search(rf"\b{c}\b", table[name][2])]
-            assert not choices, f"{folder}: {name} does not tell of {choices}"
-    assert all(len(cells) == 3 and cells[2] for cells in table.values())
+def test_the_flag_table_is_that_of_the_stages(folder):
+    table = {row[0].strip("`-"): row[1:] for row in rows(section(folder, "flags"))}
+    for column, args in enumerate(STAGES):
+        parser = parser_of(f"trainer/{args.__module__.split('.')[1]}.py")[0]
+        flags = {action.option_strings[-1] for action in parser._actions if action.dest != "help"}
+        assert {f"--{name}" for name in table} == flags
+        for name, setting in settings_of(args).items():
+            values, *defaults, unit, meaning = table[name]
+            assert written_default(defaults[column], setting) == setting.default, f"{folder}: {name}"
+            check_row(f"{folder}: {name}", [values, unit, meaning], setting)
+            assert folder != "docs" or meaning.replace("`", "") == setting.help
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)
 def test_the_engines_flag_table_is_its_settings(folder):
-    table = {row[0].strip("`").removeprefix("--"): row[1:] for row in rows(section(folder, "engine flags"))}
-    assert list(table) == ["config", "print_config", "set", *SETTINGS]
-    assert all(len(cells) == 2 and cells[1] for cells in table.values())
-    for name, setting in SETTINGS.items():
-        cell, default = table[name][0], setting.default
-        if isinstance(default, bool):
-            assert cell == str(default).lower(), name
-        else:
-            assert written_default(cell, default) == (default or (None if cell == "-" else default)), name
-        if folder == "docs":
-            assert table[name][1] == setting.help
+    """Its own ones, and those that have another default where neither task nor user gives one."""
+    table = {row[0].strip("`-"): row[1:] for row in rows(section(folder, "engine flags"))}
+    pretrain = settings_of(STAGES[0])
+    again = {name for name, setting in pretrain.items() if SETTINGS[name].default != setting.default} - {"save_weight"}
+    assert list(table)[:3] == ["config", "print_config", "set"]
+    assert list(table)[3:] == [name for name in SETTINGS if name not in pretrain or name in again]
+    for name, (in_section, values, default, unit, meaning) in list(table.items())[3:]:
+        setting = SETTINGS[name]
+        assert in_section == f"`{setting.section}`"
+        assert written_default(default, setting) == setting.default, f"{folder}: {name}"
+        check_row(f"{folder}: {name}", [values, unit, meaning], setting)
+        assert folder != "docs" or meaning.replace("`", "") == setting.help
+    assert all(table[name][-1] for name in ("config", "print_config", "set"))
 
 
 def test_the_chinese_help_texts_are_complete_and_those_of_the_tables():
-    texts = yaml.safe_load(read("docs/zh/flags.yaml"))
-    stages = [parser_of(f"trainer/{stage}.py")[0] for stage in ("train_pretrain", "train_full_sft")]
-    flags = {action.option_strings[-1] for parser in stages for action in parser._actions} - {"--help"}
-    flags |= {f"--{name}" for name in ("config", "print_config", "set", *SETTINGS)}
+    texts = yaml.safe_load(read("docs/zh/flags.yaml"))["meanings"]
+    parsers = [parser_of(script)[0] for script in ("trainer/train_pretrain.py", "trainer/train_full_sft.py", ENGINE)]
+    flags = {action.option_strings[-1] for parser in parsers for action in parser._actions} - {"--help"}
     assert {f"--{name}" for name in texts} == flags
     assert all(re.search("[一-鿿]", text) and "\n" not in text for text in texts.values())
     for name in ("flags", "engine flags"):
@@ -280,7 +302,9 @@ def test_help_tells_the_meaning_and_default_of_every_flag(script):
         name, told = (action.option_strings or [action.dest])[-1], action.help or ""
         assert name in flat and told.strip(), f"{script} {name} says nothing of its meaning"
         default = parser.get_default(action.dest)
-        if default is not None and not action.required:
+        if default is argparse.SUPPRESS:  # the settings' own default is told instead
+            default = (settings_of(ARGS[script]) if script in ARGS else SETTINGS)[action.dest].default
+        if default not in (None, "") and not action.required:
             by_formatter = isinstance(parser._get_formatter(), argparse.ArgumentDefaultsHelpFormatter)
             assert by_formatter or "default" in told, f"{script} {name} does not tell its default"
 
@@ -356,10 +380,13 @@ def check_python(folder: Path, variables: dict, words: list[str], where: str) ->
         try:
             if started == ENGINE:
                 check_engine(folder, variables, given, where)
+            elif started in ARGS:
+                parse_args(ARGS[started], None, given)
             else:
                 parser_of(started)[0].parse_args(given)
         except UserError as error:
-            pytest.fail(f"{where}: {' '.join(words)}\n{error}")
+            if f"error: {error}\n" not in read(where):  # the page shows that mistake
+                pytest.fail(f"{where}: {' '.join(words)}\n{error}")
 
 
 def check_bash(folder: Path, variables: dict, words: list[str], where: str) -> None:
@@ -445,7 +472,9 @@ def test_the_mistake_on_the_front_page_is_told_as_it_says():
 
 @pytest.mark.parametrize("folder", LANGUAGES)
 def test_the_metrics_fields_are_those_of_the_loop(folder):
-    code = "".join(read(f"trainer/{name}.py") for name in ("loop", "speed", "state", "expert_load"))
+    code = read("trainer/loop.py") + "".join(
+        read(f"trainer/components/{name}.py") for name in ("meter", "state", "expert_load")
+    )
     fields = [name for row in rows(section(folder, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
 
@@ -497,11 +526,12 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
 # --- imports -------------------------------------------------------------------------------------------------------
 
 MAY_IMPORT = {
-    "model": set(),
-    "dataset": set(),
-    "trainer": {"dataset", "model"},
-    "llm": {"trainer", "dataset", "model"},
-    "scripts": {"trainer", "dataset", "model", "llm"},
+    "common": set(),
+    "model": {"common"},
+    "dataset": {"common"},
+    "trainer": {"dataset", "model", "common"},
+    "llm": {"trainer", "dataset", "model", "common"},
+    "scripts": {"trainer", "dataset", "model", "common", "llm"},
 }
 
 

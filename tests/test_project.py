@@ -1,16 +1,21 @@
-"""Budgets of the source: a smoke alarm for files and functions that grow past what one sees at a glance."""
+"""The shape of the source: budgets, one implementation of each thing, imports that run one way."""
 
 import ast
-import difflib
 import subprocess
+from collections import defaultdict
 
 import pytest
 
 from tests.conftest import ROOT
 
 FILES = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-SOURCES = [f for f in FILES.split() if not f.startswith("tests/")]
+SOURCES = [f for f in FILES.split() if not f.startswith("tests/") and f != "setup.py" and (ROOT / f).exists()]
+TREES = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in SOURCES}
+STAGES = {path for path in SOURCES if path.startswith("trainer/train_")}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NESTING = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+LAYERS = {"common": 0, "model": 1, "dataset": 1, "trainer": 2, "llm": 3, "scripts": 4}
+BLOCK = 6  # lines of logic that may not stand in two places
 
 
 def depth(node: ast.AST, level: int = 0) -> int:
@@ -26,12 +31,11 @@ def depth(node: ast.AST, level: int = 0) -> int:
 
 @pytest.mark.parametrize("path", SOURCES)
 def test_budgets(path):
-    text = (ROOT / path).read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    text, tree = (ROOT / path).read_text(encoding="utf-8"), TREES[path]
     assert text.count("\n") <= 350
     assert not text.strip() or ast.get_docstring(tree), "a file opens with what it is for"
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, FUNCTIONS):
             assert node.end_lineno - node.lineno + 1 <= 60, node.name
             assert depth(node) <= 3, node.name
             public = not node.name.startswith("_") and node.name not in ("main", "forward")
@@ -39,9 +43,94 @@ def test_budgets(path):
             assert not (public and top) or ast.get_docstring(node), f"{node.name} has no docstring"
 
 
-def test_stage_scripts_own_only_what_differs():
-    """At most a quarter of one stage script's lines stand in another (stripped; no comments, no blank lines)."""
-    scripts = [(ROOT / f"trainer/{name}.py").read_text().splitlines() for name in ("train_pretrain", "train_full_sft")]
-    a, b = ([line.strip() for line in lines if line.strip() and not line.strip().startswith("#")] for lines in scripts)
-    same = sum(block.size for block in difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks())
-    assert same <= 0.25 * max(len(a), len(b)), f"{same} of {len(a)}/{len(b)}"
+def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return body[1:] if is_docstring else body
+
+
+def test_no_function_is_defined_twice():
+    """By name among the top-level functions of the packages (scripts may have their own), and by what it does."""
+    names, bodies = defaultdict(list), defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, FUNCTIONS):
+                continue
+            if node in tree.body and not path.startswith("scripts/") and node.name != "main":
+                names[node.name].append(path)
+            body = without_docstring(node.body)
+            if len(ast.unparse(ast.Module(body, []))) > 120 and not (path in STAGES and node.name == "main"):
+                bodies[ast.dump(ast.Module(body, []))].append(f"{path}:{node.lineno} {node.name}")
+    assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
+    assert [places for places in bodies.values() if len(places) > 1] == []
+
+
+def logic_lines(path: str) -> list[tuple[int, str]]:
+    """The lines of a file that do something, normalised: no comments, docstrings, imports, class fields or brackets."""
+    kept = {}
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, FUNCTIONS):
+            for statement in without_docstring(node.body):
+                for line in range(statement.lineno, statement.end_lineno + 1):
+                    kept[line] = True
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    found = ((number, lines[number - 1].split("  #")[0].strip()) for number in sorted(kept))
+    skipped = ("#", "import ", "from ", '"""', "@")
+    return [(n, text) for n, text in found if len(text) > 3 and not text.startswith(skipped)]
+
+
+def test_no_block_of_logic_stands_in_two_places():
+    """Wiring may repeat from stage script to stage script; what does work is written once."""
+    places = defaultdict(set)
+    for path in SOURCES:
+        lines = logic_lines(path)
+        for i in range(len(lines) - BLOCK + 1):
+            places[tuple(text for _, text in lines[i : i + BLOCK])].add((path, lines[i][0]))
+    twice = [sorted(found) for found in places.values() if len(found) > 1 and not {path for path, _ in found} <= STAGES]
+    assert twice == []
+
+
+def imported(path: str) -> set[str]:
+    """The project's own modules that a file imports, as paths; also inside functions."""
+    names = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {found for name in names if (found := name.replace(".", "/") + ".py") in TREES and found != path}
+
+
+def test_imports_run_one_way():
+    """common <- model, dataset <- trainer <- llm.training <- scripts, and components know nothing of what is above."""
+    for path in SOURCES:
+        if path == "scripts/bench/peers.py":  # runs beside another trainer's packages of the same names
+            continue
+        for found in imported(path):
+            own, other = path.split("/")[0], found.split("/")[0]
+            assert LAYERS[other] < LAYERS[own] or own == other, f"{path} imports {found}"
+            if path.startswith("trainer/components/"):
+                assert not found.startswith("trainer/") or found.startswith("trainer/components/"), f"{path}: {found}"
+
+
+def test_no_circles_between_files():
+    graph = {path: imported(path) for path in SOURCES if path != "scripts/bench/peers.py"}
+    done: set[str] = set()
+    while waiting := [path for path in graph if path not in done]:
+        ready = {path for path in waiting if graph[path] <= done}
+        assert ready, f"imports in a circle among {sorted(waiting)}"
+        done |= ready
+
+
+def test_the_imports_of_a_stage_are_shallow():
+    """Floors of trainer/: the longest chain of imports inside it, from a stage script down."""
+    graph = {path: {found for found in imported(path) if found.startswith("trainer/")} for path in SOURCES}
+    floors: dict[str, int] = {}
+
+    def floor(path: str) -> int:
+        if path not in floors:
+            floors[path] = 1 + max(map(floor, graph[path]), default=0)
+        return floors[path]
+
+    assert len(STAGES) >= 2
+    assert max(map(floor, STAGES)) <= 7, sorted(floors.items(), key=lambda item: item[1])

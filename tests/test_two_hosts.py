@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
 
 RANK_TIMEOUT = 4  # seconds
 ADDRESS = {"MASTER_ADDR": "10.77.0.1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "cable"}
@@ -57,7 +57,7 @@ def hosts():
 
 def start(hosts: list[str], argv: list[str], port: int, late: float = 0.0) -> list[StageProcess]:
     """A rank on each host, as torchrun starts them; the second one's process group `late` seconds after the first's."""
-    wait = "import time, trainer.stage as stage\nmeet = stage.init_distributed_mode\n"
+    wait = "import time, trainer.train_pretrain as stage\nmeet = stage.init_distributed_mode\n"
     wait += f"stage.init_distributed_mode = lambda *args: time.sleep({late}) or meet(*args)\n"
     scripts = [ENTER.format(host=hosts[0]), ENTER.format(host=hosts[1]) + wait]
     env = {**ADDRESS, "MASTER_PORT": str(port)}

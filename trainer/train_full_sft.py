@@ -1,30 +1,142 @@
-"""Supervised fine-tuning: a pretrained model learns to answer in chat, all its weights in motion.
+"""Supervised fine-tuning (SFT): a pretrained model learns to answer in chat; all weights are trained.
 
-    python train_full_sft.py --data_path ../dataset/sft.jsonl                                    a CPU, a Mac or one GPU
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py --data_path ...       two GPUs
-    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_full_sft.py ...  2 hosts
-    python train_full_sft.py --data_path ... --from_resume 1                                     after an interruption
+    python train_full_sft.py --data_path ../dataset/sft.jsonl                                       one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py --data_path ...          two GPUs
+    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_full_sft.py ...   two machines
+    python train_full_sft.py --data_path ... --from_resume 1                                        resume
 
-Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms in README.md). Only what the assistant
-says is a target, in every turn, with its end-of-turn token; the chat template marks it. Starts from
-out/pretrain_<hidden_size>[_moe].pth (--from_weight pretrain), writes out/full_sft_<hidden_size>[_moe].pth for chat.py.
-Open stage.py for the nine steps of the run, loop.py for its loop. The defaults below are MiniMind's, whose small
-learning rate suits weights that have seen billions of tokens; after a short pretraining 1e-4 to 1e-3 learns faster.
+Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms in docs/data.md). Only the
+assistant's tokens, with the end-of-turn token of each turn, contribute to the loss. Starts from
+out/pretrain_<hidden_size>[_moe].pth and writes out/full_sft_<hidden_size>[_moe].pth, which scripts/chat.py reads.
+
+To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `schedule` and `frozen`; anything else in
+`main`. The engine's task `full_sft` uses the same Args, loss_fn, schedule and frozen.
 """
 
-from dataset.lm_dataset import SFTDataset
-from trainer.stage import run_stage
-from trainer.state import next_token_loss
+from dataclasses import dataclass
 
-FULL_SFT = {
-    "save_weight": "full_sft",
-    "from_weight": "pretrain",
-    "epochs": 2,
-    "batch_size": 16,
-    "learning_rate": 1e-5,
-    "max_seq_len": 768,
-}
+from common.locks import lock_output
+from common.settings import ROOT, StageArgs, parse_args
+from dataset.lm_dataset import SFTDataset
+from trainer.components.bad_updates import BadUpdates
+from trainer.components.data import open_datasets
+from trainer.components.device import mixed_precision, prepare_device, select_device
+from trainer.components.failures import training_errors
+from trainer.components.flops import peak_rate
+from trainer.components.optimizer import build_optimizer
+from trainer.components.parallel import freeze, wrap_model
+from trainer.components.resume import (
+    check_resume,
+    code_hashes,
+    data_fingerprint,
+    keep_global_batch,
+    model_fingerprint,
+    run_fingerprint,
+)
+from trainer.components.run_files import run_name
+from trainer.components.saving import complete_files, open_metrics, save_final_weights
+from trainer.components.signals import StopRequest
+from trainer.components.state import TrainState
+from trainer.components.tracker import start_tracker
+from trainer.loop import finish_update, train_epoch
+from trainer.trainer_utils import (
+    Logger,
+    epoch_loader,
+    eval_loader,
+    init_distributed_mode,
+    init_model,
+    leave_process_group,
+    lm_checkpoint,
+    load_tokenizer,
+    model_config,
+    next_token_loss,
+    setup_seed,
+    steps_per_epoch,
+    warmup_cosine,
+)
+
+
+@dataclass(kw_only=True)
+class Args(StageArgs):
+    """The defaults of this stage (MiniMind's; after a short pretraining a learning rate of 1e-4 to 1e-3 is better).
+    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
+
+    data_path: str | None = str(ROOT / "dataset" / "sft_mini_512.jsonl")
+    save_weight: str = "full_sft"
+    from_weight: str = "pretrain"
+    epochs: int = 2
+    batch_size: int = 16
+    learning_rate: float = 1e-5
+    max_seq_len: int = 768
+
+
+loss_fn = next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
+schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
+frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
+
+
+def main() -> None:
+    """Run the stage, from its command line to its weights."""
+    # 1. Settings, device and precision; signals end the run at an update, and no other run may write its files.
+    args = parse_args(Args, __doc__)
+    device = select_device(args.device)
+    autocast, scaler = mixed_precision(args.dtype, device)
+    stop = StopRequest().install()
+    lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+
+    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    train_set, eval_set = open_datasets(SFTDataset, args, tokenizer)
+
+    # 3. Processes and seed.
+    init_distributed_mode(args.rank_timeout)
+    prepare_device(device)
+    setup_seed(args.seed)
+    if args.packing:
+        Logger(train_set.describe())
+
+    # 4. Model config, and the checkpoint to resume from.
+    lm_config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
+    checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
+    args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
+    run = run_fingerprint(args, model_fingerprint(lm_config), data_fingerprint(train_set.cache), len(train_set))
+    run = check_resume(args, run, checkpoint)  # refuses the checkpoint of another run
+
+    # 5. SwanLab (wandb, as in MiniMind).
+    wandb = start_tracker(args, run, checkpoint)
+
+    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    model, _ = init_model(lm_config, "none" if checkpoint else args.from_weight, args.tokenizer_path, args.save_dir)
+    freeze(model, frozen)
+    model = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+
+    # 7. The state of the run, restored from the checkpoint.
+    state = TrainState(args, lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop)
+    state.eval_loader = eval_loader(eval_set, args.batch_size) if eval_set else None
+    state.bad_updates = BadUpdates(args.max_bad_updates, train_set.cache.source)
+    state.peak_flops = peak_rate(autocast, device)  # for the MFU
+    state.code = code_hashes([__file__])  # resuming with other code is a warning
+    if checkpoint:
+        state.restore(checkpoint)
+    state.metrics = open_metrics(state, resumed=checkpoint is not None)
+
+    # 8. Train.
+    with complete_files(state, wandb):
+        if state.record:
+            finish_update(state, wandb)  # the checkpoint was written before its update was logged
+        iters = steps_per_epoch(len(train_set), args.batch_size)
+        for epoch in range(state.epoch, args.epochs):
+            start_step = state.step if epoch == state.epoch else 0
+            loader = epoch_loader(train_set, args.batch_size, args.seed, epoch, start_step, args.num_workers)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
+        save_final_weights(state)
+
+    # 9. Clean up: DDP is freed before the process group.
+    del model, state
+    leave_process_group()
 
 
 if __name__ == "__main__":
-    run_stage(__doc__, FULL_SFT, SFTDataset, next_token_loss)
+    with training_errors():
+        main()

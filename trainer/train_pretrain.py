@@ -1,30 +1,143 @@
 """Pretraining: a model with random weights learns to predict the next token of raw text.
 
-    python train_pretrain.py --data_path ../dataset/pretrain.jsonl                               a CPU, a Mac or one GPU
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_pretrain.py --data_path ...       two GPUs
-    torchrun --nnodes 2 --nproc_per_node 8 --node_rank N --master_addr HOST \\
-        train_pretrain.py --data_path ...                                                        on each of two machines
+    python train_pretrain.py --data_path ../dataset/pretrain.jsonl                                  one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_pretrain.py --data_path ...          two GPUs
+    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_pretrain.py ...   two machines
+    python train_pretrain.py --data_path ... --from_resume 1                                        resume
 
-Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len becomes
-several samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, which train_full_sft.py starts from.
-The run itself is nine numbered steps in stage.py, its loop is loop.py. The defaults below are MiniMind's; on a corpus
-of some megabytes --accumulation_steps 1 learns far more, since it makes eight times as many updates.
+Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len becomes several
+samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which train_full_sft.py starts.
+
+To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `schedule` and `frozen`; anything else in
+`main`. The engine's task `pretrain` uses the same Args, loss_fn, schedule and frozen.
 """
 
-from dataset.lm_dataset import PretrainDataset
-from trainer.stage import run_stage
-from trainer.state import next_token_loss
+from dataclasses import dataclass
 
-PRETRAIN = {
-    "save_weight": "pretrain",
-    "from_weight": "none",
-    "epochs": 2,
-    "batch_size": 32,
-    "accumulation_steps": 8,
-    "learning_rate": 5e-4,
-    "max_seq_len": 340,
-}
+from common.locks import lock_output
+from common.settings import ROOT, StageArgs, parse_args
+from dataset.lm_dataset import PretrainDataset
+from trainer.components.bad_updates import BadUpdates
+from trainer.components.data import open_datasets
+from trainer.components.device import mixed_precision, prepare_device, select_device
+from trainer.components.failures import training_errors
+from trainer.components.flops import peak_rate
+from trainer.components.optimizer import build_optimizer
+from trainer.components.parallel import freeze, wrap_model
+from trainer.components.resume import (
+    check_resume,
+    code_hashes,
+    data_fingerprint,
+    keep_global_batch,
+    model_fingerprint,
+    run_fingerprint,
+)
+from trainer.components.run_files import run_name
+from trainer.components.saving import complete_files, open_metrics, save_final_weights
+from trainer.components.signals import StopRequest
+from trainer.components.state import TrainState
+from trainer.components.tracker import start_tracker
+from trainer.loop import finish_update, train_epoch
+from trainer.trainer_utils import (
+    Logger,
+    epoch_loader,
+    eval_loader,
+    init_distributed_mode,
+    init_model,
+    leave_process_group,
+    lm_checkpoint,
+    load_tokenizer,
+    model_config,
+    next_token_loss,
+    setup_seed,
+    steps_per_epoch,
+    warmup_cosine,
+)
+
+
+@dataclass(kw_only=True)
+class Args(StageArgs):
+    """The defaults of this stage (MiniMind's; on some megabytes of text --accumulation_steps 1 learns far more, by
+    eight times as many updates). A field added here is a flag of this stage: `my_flag: float = 0.0`, or
+    `= setting(0.0, "help", ge=0)` of common/settings.py."""
+
+    data_path: str | None = str(ROOT / "dataset" / "pretrain_hq.jsonl")
+    save_weight: str = "pretrain"
+    from_weight: str = "none"
+    epochs: int = 2
+    batch_size: int = 32
+    accumulation_steps: int = 8
+    learning_rate: float = 5e-4
+    max_seq_len: int = 340
+
+
+loss_fn = next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
+schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
+frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
+
+
+def main() -> None:
+    """Run the stage, from its command line to its weights."""
+    # 1. Settings, device and precision; signals end the run at an update, and no other run may write its files.
+    args = parse_args(Args, __doc__)
+    device = select_device(args.device)
+    autocast, scaler = mixed_precision(args.dtype, device)
+    stop = StopRequest().install()
+    lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+
+    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    train_set, eval_set = open_datasets(PretrainDataset, args, tokenizer)
+
+    # 3. Processes and seed.
+    init_distributed_mode(args.rank_timeout)
+    prepare_device(device)
+    setup_seed(args.seed)
+    if args.packing:
+        Logger(train_set.describe())
+
+    # 4. Model config, and the checkpoint to resume from.
+    lm_config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
+    checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
+    args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
+    run = run_fingerprint(args, model_fingerprint(lm_config), data_fingerprint(train_set.cache), len(train_set))
+    run = check_resume(args, run, checkpoint)  # refuses the checkpoint of another run
+
+    # 5. SwanLab (wandb, as in MiniMind).
+    wandb = start_tracker(args, run, checkpoint)
+
+    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    model, _ = init_model(lm_config, "none" if checkpoint else args.from_weight, args.tokenizer_path, args.save_dir)
+    freeze(model, frozen)
+    model = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+
+    # 7. The state of the run, restored from the checkpoint.
+    state = TrainState(args, lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop)
+    state.eval_loader = eval_loader(eval_set, args.batch_size) if eval_set else None
+    state.bad_updates = BadUpdates(args.max_bad_updates, train_set.cache.source)
+    state.peak_flops = peak_rate(autocast, device)  # for the MFU
+    state.code = code_hashes([__file__])  # resuming with other code is a warning
+    if checkpoint:
+        state.restore(checkpoint)
+    state.metrics = open_metrics(state, resumed=checkpoint is not None)
+
+    # 8. Train.
+    with complete_files(state, wandb):
+        if state.record:
+            finish_update(state, wandb)  # the checkpoint was written before its update was logged
+        iters = steps_per_epoch(len(train_set), args.batch_size)
+        for epoch in range(state.epoch, args.epochs):
+            start_step = state.step if epoch == state.epoch else 0
+            loader = epoch_loader(train_set, args.batch_size, args.seed, epoch, start_step, args.num_workers)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
+        save_final_weights(state)
+
+    # 9. Clean up: DDP is freed before the process group.
+    del model, state
+    leave_process_group()
 
 
 if __name__ == "__main__":
-    run_stage(__doc__, PRETRAIN, PretrainDataset, next_token_loss)
+    with training_errors():
+        main()

@@ -1,11 +1,11 @@
-"""Start the engine: python -m llm.training.train --task regression
+"""Train a task with the engine: python -m llm.training.train --task regression
 
     python -m llm.training.train --task full_sft --data_path data/sft.jsonl --from_weight pretrain
     python -m llm.training.train --task full_sft --config llm/training/configs/full_sft.yaml --batch_size 8
     python -m llm.training.train --task my_tasks:TextClassifier --set classes=4      a task in a file of your own
     torchrun --nproc_per_node 2 -m llm.training.train --task pretrain --data_path data/pretrain.jsonl
 
-Without torchrun, --world_size 2 starts two processes here. --print_config shows each setting and where it came from.
+Without torchrun, --world_size 2 starts two processes. --print_config shows each setting and its source.
 """
 
 import importlib
@@ -16,31 +16,29 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from dataset.errors import UserError, reason, run_main
+from common.errors import UserError, reason
+from common.locks import lock_output
 from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
-from llm.training.core.utils import DistributedManager, Logger
+from llm.training.core.utils import DistributedManager
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFTTask, PretrainTask
 from llm.training.tasks.regression_task import RegressionTask
-from trainer.checkpoint import run_name
-from trainer.interrupt import StopRequest, explained
-from trainer.resume import sole_writer
+from trainer.components.device import mixed_precision, select_device
+from trainer.components.failures import training_errors
+from trainer.components.run_files import run_name
+from trainer.components.signals import StopRequest
 
-AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
-    "regression": RegressionTask,
-    "pretrain": PretrainTask,
-    "full_sft": FullSFTTask,
-}
+AVAILABLE_TASKS = {"regression": RegressionTask, "pretrain": PretrainTask, "full_sft": FullSFTTask}
 
 
 def find_task(name: str) -> type[TrainingTask]:
-    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, importable from where you stand.
+    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current folder.
 
     Raises:
-        UserError: there is none, or it does not implement all that a task must.
+        UserError: there is no such class, or it lacks methods that a task must implement.
     """
     task = AVAILABLE_TASKS.get(name)
     if task is None:
@@ -49,23 +47,20 @@ def find_task(name: str) -> type[TrainingTask]:
             known = ", ".join(AVAILABLE_TASKS)
             raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
         if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a spawned process and torchrun look for modules elsewhere
+            sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
         task = _imported(name, module, class_name)
     if not (isinstance(task, type) and issubclass(task, TrainingTask)):
         raise UserError(f"--task {name} is not a subclass of TrainingTask (llm/training/tasks/base_task.py)")
-    missing = sorted(getattr(task, "__abstractmethods__", ()))
-    if task.build_data is TrainingTask.build_data:
-        missing.append("build_data")
-    if missing:
-        raise UserError(f"--task {name} does not implement {', '.join(missing)}")
+    if task.__abstractmethods__:
+        raise UserError(f"--task {name} does not implement {', '.join(sorted(task.__abstractmethods__))}")
     return task
 
 
 def _imported(name: str, module: str, class_name: str) -> Any:
-    """An attribute of a module; what fails inside the module is its author's to see, with its traceback."""
+    """An attribute of a module. An exception raised inside the module keeps its traceback."""
     try:
         found = importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError, TypeError) as error:  # no such module; "" and ".relative" are no names
+    except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
         raise UserError(f"--task {name} cannot be imported ({reason(error)}); start from its folder") from error
@@ -77,7 +72,7 @@ def _imported(name: str, module: str, class_name: str) -> Any:
 
 
 def default_callbacks(config: Config) -> list[Callback]:
-    """The callbacks that the settings ask for."""
+    """The callbacks that the settings enable."""
     training, logging = config.training, config.logging
     callbacks: list[Callback] = [MetricsLogger()]
     if training.patience:
@@ -91,25 +86,26 @@ def default_callbacks(config: Config) -> list[Callback]:
 
 
 def train_worker(rank: int, world_size: int, config: Config, address: dict[str, str] | None = None) -> None:
-    """One process of a run. `address`: where spawned processes meet; None under torchrun or alone."""
+    """One process of a run. `address`: where spawned processes meet; None under torchrun or for a single process."""
     if address is None:
         _train(config, prepared=False)
         return
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update(address | {name: str(value) for name, value in ranks.items()})
-    run_main(lambda: _train(config, prepared=True))
+    with training_errors():
+        _train(config, prepared=True)
 
 
 def _train(config: Config, prepared: bool) -> None:
-    distributed, logger = DistributedManager(config), Logger(config.logging.log_file)
-    with StopRequest() as stop, sole_writer(config.to_args()), explained():
+    distributed, args = DistributedManager(config), config.to_args()
+    with StopRequest() as stop:
+        lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
         task, data = _task_and_data(config)
         if not prepared:
             distributed.once(data.prepare_data)
-        local_rank = distributed.setup()
+        distributed.setup()
         data.setup()
-        callbacks = default_callbacks(config) + task.callbacks()
-        engine = TrainingEngine(config, task, data, callbacks, distributed, logger, local_rank, stop)
+        engine = TrainingEngine(config, task, data, default_callbacks(config) + task.callbacks(), stop)
         engine.run()
         distributed.cleanup(engine.state)
 
@@ -118,45 +114,48 @@ def _task_and_data(config: Config) -> tuple[TrainingTask, DataModule]:
     task = find_task(config.training.task)(config)
     data = task.build_data()
     if not isinstance(data, DataModule):
-        raise UserError(f"{type(task).__name__}.build_data returns a {type(data).__name__}, which is no DataModule")
+        raise UserError(f"{type(task).__name__}.build_data returns a {type(data).__name__}, not a DataModule")
     return task, data
 
 
 def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
-    """Prepare the data, start the processes and wait for them. A signal is passed on; the first process that fails ends
-    all, and its exit status is this one's. A user's mistake and a signal were told by the process itself; another
-    exception's traceback is shown here, once."""
-    _task_and_data(config)[1].prepare_data()  # once, before there are several
+    """Prepare the data once, start the processes and wait for them. Signals are passed on. The first process that fails
+    ends the others and sets the exit status. It reports a UserError itself; other tracebacks are printed here, once."""
+    _task_and_data(config)[1].prepare_data()
     context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
+    assert context is not None  # join=False
     try:
         with StopRequest() as stop:
-            stop.patient = True
+            stop.defer = True
             while not context.join(timeout=0.2) and not stop.signal:
                 pass
-            _pass_on(stop.signal, context)
+            if stop.signal:
+                _forward(stop.signal, context)
             while not context.join():
                 pass
-    except mp.ProcessExitedException as error:  # it has said why
+    except mp.ProcessExitedException as error:  # it has reported why
         sys.exit(error.exit_code if error.exit_code > 0 else 1)
     except mp.ProcessRaisedException as error:
         print(str(error), file=sys.stderr)
         sys.exit(1)
 
 
-def _pass_on(number: int, context: mp.ProcessContext) -> None:
-    """Tell the processes of a signal, and give them the time to save: joining the context would end them."""
-    for process in context.processes if number else ():
+def _forward(number: int, context: mp.ProcessContext) -> None:
+    """Send a signal to the processes and give them time to save; `context.join` would terminate the slower ones."""
+    for process in context.processes:
         if process.is_alive():
             os.kill(process.pid, number)
-    for process in context.processes if number else ():
+    for process in context.processes:
         process.join(60)
 
 
 def main() -> None:
-    """Read the settings, find out how many processes there are, and train."""
+    """Read the settings, start the processes if there are several, and train."""
     config = Config.from_args_and_env(task_defaults=lambda name: find_task(name).defaults)
     config.validate()
-    find_task(config.training.task)
+    device = select_device(config.distributed.device)  # refuse what the machine lacks before the data are prepared
+    if config.to_args().dtype == "float16":
+        mixed_precision("float16", device)
     distributed = DistributedManager(config)
     world_size = distributed.get_world_size()
     if world_size > 1 and not distributed.launched:
@@ -166,4 +165,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    with training_errors():
+        main()

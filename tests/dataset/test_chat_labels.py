@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import Block
-from dataset.errors import UserError
-from dataset.formats import BadRecord, Chat, to_chat
+from dataset.formats import Chat, to_chat
+from dataset.json_records import BadRecord
 from dataset.tokenizing import BlockTokenizer, TokenizerSpec
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -79,10 +80,7 @@ GOLDEN = {
         [
             (False, None),  # the tools' description is the template's own affair
             (True, '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call><|im_end|>'),
-            (
-                False,
-                "\n<|im_start|>tool\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-            ),
+            (False, "\n<|im_start|>tool\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
             (True, "It is sunny.<|im_end|>"),
             (False, "\n"),
         ],
@@ -122,7 +120,7 @@ def test_golden_labels_of_the_shipped_template(name, tokenizer):
     messages, tools, expected = GOLDEN[name]
     record = {"messages": messages, "tools": tools} if tools else {"messages": messages}
     samples = samples_of(tokenizer, record)
-    found = segments(tokenizer, samples.tokens, samples.trained)
+    found = segments(tokenizer, samples.tokens, samples.loss_mask)
     assert len(found) == len(expected)
     for (trained, text), (is_trained, golden) in zip(found, expected, strict=True):
         assert trained == is_trained and golden in (None, text)
@@ -135,7 +133,7 @@ def test_every_token_of_a_golden_turn(tokenizer):
     answer = tokenizer.encode("北", add_special_tokens=False)
     prompt = tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     assert samples.tokens.tolist() == [*prompt, *answer, 2, *tokenizer.encode("\n", add_special_tokens=False)]
-    assert samples.trained.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1) + [False]
+    assert samples.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1) + [False]
     assert samples.target_bytes.tolist() == [3]  # the character; its end-of-turn token spells nothing
 
 
@@ -154,7 +152,7 @@ def test_labels_equal_transformers_own_mask(tokenizer, other_tokenizer, turns, w
     mine = samples_of(tok, {"messages": messages})
     theirs = tok.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     assert mine.tokens.tolist() == theirs["input_ids"]
-    assert mine.trained.tolist() == [bool(x) for x in theirs["assistant_masks"]]
+    assert mine.loss_mask.tolist() == [bool(x) for x in theirs["assistant_masks"]]
 
 
 def without_marks(template):

@@ -5,10 +5,9 @@ import json
 
 import pytest
 
+from common.errors import UserError
 from dataset import data_files
-from dataset.data_files import expand_paths, iter_blocks
-from dataset.errors import UserError
-from dataset.formats import parse_block
+from dataset.data_files import expand_paths, iter_blocks, parse_block
 
 
 def records_of(*paths):
@@ -115,7 +114,7 @@ def test_parquet_without_a_known_column_shows_its_columns(tmp_path):
     ("names", "values", "message"),
     [
         (["text", "text"], [["a"], ["b"]], r"two columns have the same name \(text, text\)"),
-        (["when"], [[2**62]], r"x.parquet:1: from this row on no readable Parquet"),  # no date of Python's
+        (["when"], [[2**62]], r"x.parquet:1: unreadable Parquet from this row on"),  # no date of Python's
     ],
 )
 def test_parquet_that_python_cannot_hold(names, values, message, tmp_path):
@@ -132,7 +131,7 @@ def test_parquet_that_python_cannot_hold(names, values, message, tmp_path):
 @pytest.mark.parametrize("content", [b"\n \r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n\n"])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
 def test_a_file_without_a_record(name, content, write):
-    with pytest.raises(UserError, match=f"{name} holds no record; take it out of --data_path or write it anew"):
+    with pytest.raises(UserError, match=f"{name} holds no record; remove it from --data_path or write it again"):
         records_of(write(name, content))
 
 
@@ -150,17 +149,17 @@ def test_a_json_file_may_hold_one_array(write):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[\n{"a": 1},\n{"a": }\n]', "x.json:3: from this line on no valid JSON array"),
+        (b'[\n{"a": 1},\n{"a": }\n]', "x.json:3: not a valid JSON array from this line on"),
         (b'[\n{"a": 1},\n{"a": 2}\n', "x.json:3: after this record a ',' or ']' is missing; the array looks cut off"),
         (b'[\n{"a": 1}\n{"a": 2}]', "x.json:2: after this record a ',' or ']' is missing"),
-        (b'[\n{"a": 1, "a": 2}]', "x.json:2: from this line on no valid JSON array .the key 'a' stands twice"),
+        (b'[\n{"a": 1, "a": 2}]', "x.json:2: not a valid JSON array from this line on .the key 'a' occurs twice"),
         (b'[\n"\\ud800"]', "x.json:2: .*lone surrogate"),
         (b'[\n"\xff"]', "x.json:2: not UTF-8 .byte 0xff"),
         (b"[]", "x.json holds no record"),
         (b'[{"a": 1}]\n[{"a": 2}]', "x.json:2: the array has ended before this"),
         (b'[{"a": 1}], {"a": 2}', "x.json:1: the array has ended before this"),
         (b'[\n{"a": ' + b"[" * 100 + b"]" * 100 + b"}]", "x.json:2: .*nested more than 100 deep"),
-        (b"[" * 100_000, "x.json:1: from this line on no valid JSON array"),
+        (b"[" * 100_000, "x.json:1: not a valid JSON array from this line on"),
     ],
 )
 def test_damaged_arrays(write, content, message):

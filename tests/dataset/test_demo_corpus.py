@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from dataset.demo_corpus import (
     ATTRIBUTES,
     GROUPS,
@@ -21,7 +22,6 @@ from dataset.demo_corpus import (
     tell,
     write_corpus,
 )
-from dataset.errors import UserError
 from scripts.demo_exam import is_right
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.data_files import Block, iter_blocks
-from dataset.errors import UserError
-from dataset.formats import BadRecord, Chat, parse_block, to_chat, to_text
+from common.errors import UserError
+from dataset.data_files import Block, iter_blocks, parse_block
+from dataset.formats import Chat, to_chat, to_text
+from dataset.json_records import BadRecord
 from dataset.token_cache import build_token_cache
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -111,7 +112,7 @@ BAD_LINES = [
     ("pretrain", b'{"text": true}', "'text' is true/false instead of text"),
     ("pretrain", b'{"text": ["a"]}', "'text' is a list instead of text"),
     ("pretrain", b'{"text": {"a": "b"}}', "'text' is an object instead of text"),
-    ("pretrain", b'{"text": "a", "text": "b"}', "the key 'text' stands twice in one object; keep one of them"),
+    ("pretrain", b'{"text": "a", "text": "b"}', "the key 'text' occurs twice in one object; keep one of them"),
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
@@ -174,7 +175,7 @@ BAD_LINES = [
     ("sft", {"instruction": "q", "output": "a", "history": "h"}, "'history' is text instead of a list of"),
     ("sft", {"instruction": "q", "output": "a", "history": [["q"]]}, "turn 1 of 'history' is not [question, answer]"),
     ("sft", b'{"conversations": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate \\ud800"),
-    ("sft", b'{"conversations": [{"role": "user", "role": "user", "content": "a"}]}', "the key 'role' stands twice"),
+    ("sft", b'{"conversations": [{"role": "user", "role": "user", "content": "a"}]}', "the key 'role' occurs twice"),
 ]
 
 

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.errors import UserError
+from common.errors import UserError
 from dataset.token_cache import build_token_cache
 
 LENGTH = 24
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # building waits for the disk several times
 KINDS = st.sampled_from(["pretrain", "sft"])
-ARRAYS = ("tokens", "offsets", "target_bytes", "num_targets", "trained")
+ARRAYS = ("tokens", "offsets", "target_bytes", "num_targets", "loss_mask")
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -164,7 +164,7 @@ def outcome(small_tokenizer):
         assert len(cache) == len(lengths) == report["samples"] > 0
         assert lengths.min() >= 2 and lengths.max() <= LENGTH  # a token to predict, and one to predict it from
         assert cache.tokens.max() < len(tokenizer)
-        trained = np.ones(len(cache.tokens), bool) if cache.trained is None else np.array(cache.trained)
+        trained = np.ones(len(cache.tokens), bool) if cache.loss_mask is None else np.array(cache.loss_mask)
         if kind == "pretrain":
             trained[cache.offsets[:-1]] = False
         assert not trained[cache.offsets[:-1]].any()

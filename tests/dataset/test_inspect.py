@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dataset.errors import run_main
+from common.command_line import one_line_errors
 from dataset.inspect import main, show
 from dataset.lm_dataset import SFTDataset
 
@@ -21,7 +21,8 @@ def inspect(monkeypatch, capsys):
 
     def run(*options):
         monkeypatch.setattr(sys, "argv", ["inspect", *map(str, options)])
-        run_main(main)
+        with one_line_errors():
+            main()
         captured = capsys.readouterr()
         assert captured.err == ""
         return captured.out
@@ -34,12 +35,12 @@ def test_tokens_and_report(write, cache_dir, tokenizer, inspect):
     common = ("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--max_seq_len", 64)
     out = inspect(*common, "--samples", 1)
     lines = out.splitlines()
-    table = [line.split(maxsplit=3) for line in lines if len(line.split()) > 2 and line.split()[2] in ("trained", ".")]
+    table = [line.split(maxsplit=3) for line in lines if len(line.split()) > 2 and line.split()[2] in ("target", ".")]
     ids = [int(row[1]) for row in table]
-    trained = [row[2] == "trained" for row in table]
+    trained = [row[2] == "target" for row in table]
     text = tokenizer.apply_chat_template(CHATS[0]["messages"], return_assistant_tokens_mask=True, return_dict=True)
     assert ids == text["input_ids"] and trained == [bool(x) for x in text["assistant_masks"]]
-    assert any(line.startswith(f"sample 0 from {path}:1: {len(ids)} tokens, {sum(trained)} trained") for line in lines)
+    assert any(line.startswith(f"sample 0 from {path}:1: {len(ids)} tokens, {sum(trained)} targets") for line in lines)
     assert "<|im_end|>" in table[-2][3] and "\\n" in table[-1][3] and "\033" not in out
     assert "5 records in 1 files" in out
     packed = inspect(*common, "--samples", 1, "--packing", 1)
@@ -49,8 +50,8 @@ def test_tokens_and_report(write, cache_dir, tokenizer, inspect):
 
 def test_a_negative_number_of_samples(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inspect", "--kind", "sft", "--data_path", "x", "--samples", "-1"])
-    with pytest.raises(SystemExit):
-        run_main(main)
+    with pytest.raises(SystemExit), one_line_errors():
+        main()
     assert capsys.readouterr().err.startswith("error: --samples -1 is negative")
 
 
@@ -60,11 +61,11 @@ def test_colours_on_a_terminal(write, cache_dir, tokenizer, capsys):
     show(ds, tokenizer, 1, colour=True)
     lines = capsys.readouterr().out.splitlines()
     for line in lines[1 : 1 + len(ds[0][0]["input_ids"])]:
-        assert line.startswith("\033[32m" if "trained" in line else "\033[90m") and line.endswith("\033[0m")
+        assert line.startswith("\033[32m" if "target" in line else "\033[90m") and line.endswith("\033[0m")
 
 
 def test_a_reader_who_has_seen_enough(write, cache_dir):
     path = write("a.jsonl", [{"text": "the river 🙂 " * 50}] * 50)
     start = f"{sys.executable} -m dataset.inspect --kind pretrain --data_path {path} --cache_dir {cache_dir}"
     done = subprocess.run(f"{start} --samples 50 | head -n 12", shell=True, capture_output=True, text=True)
-    assert done.stderr == "" and done.stdout.count("trained") >= 1
+    assert done.stderr == "" and done.stdout.count("target") >= 1

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from dataset.errors import UserError
+from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
@@ -27,7 +27,7 @@ def naive_batch(rows):
     input_ids, position_ids, cu, index, targets, sample_ids = [], [], [0], [], [], []
     for row in rows:
         for sample in row:
-            tokens, trained = sample["input_ids"].tolist(), sample["trained"].tolist()
+            tokens, trained = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
             for position, token in enumerate(tokens):
                 if position + 1 < len(tokens) and trained[position + 1]:
                     index.append(len(input_ids))
@@ -70,7 +70,7 @@ SAMPLE = st.integers(0, 6).flatmap(
     lambda n: st.builds(
         lambda ids, trained, number, size: {
             "input_ids": np.array(ids, dtype=np.uint16),
-            "trained": np.array(trained, dtype=bool),
+            "loss_mask": np.array(trained, dtype=bool),
             "sample_id": number,
             "target_bytes": size,
         },
@@ -89,7 +89,7 @@ def test_collate_equals_the_definition(rows):
     assert_same_batch(collate_flat(rows), naive_batch(rows))
     for row, old in zip(rows, before, strict=True):
         for sample, old_sample in zip(row, old, strict=True):
-            assert np.array_equal(sample["trained"], old_sample["trained"])  # nothing is changed in place
+            assert np.array_equal(sample["loss_mask"], old_sample["loss_mask"])  # nothing is changed in place
 
 
 def test_an_empty_micro_batch():
@@ -105,9 +105,9 @@ def test_items_and_targets_of_sft(sft, tokenizer):
     for i, answer in enumerate(ANSWERS):
         (sample,) = ds[i]
         assert sample["sample_id"] == i and type(sample["sample_id"]) is int and type(sample["target_bytes"]) is int
-        assert tokenizer.decode(sample["input_ids"][sample["trained"]].tolist()) == answer + "<|im_end|>"
+        assert tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist()) == answer + "<|im_end|>"
         assert sample["target_bytes"] == len(answer.encode())
-        assert ds.num_tokens[i] == len(sample["input_ids"]) and ds.num_targets[i] == sample["trained"].sum()
+        assert ds.num_tokens[i] == len(sample["input_ids"]) and ds.num_targets[i] == sample["loss_mask"].sum()
         batch = collate_flat([[sample]])
         assert tokenizer.decode(batch["targets"].tolist()) == answer + "<|im_end|>"
         assert torch.equal(batch["targets"], batch["input_ids"][batch["target_index"] + 1])
@@ -123,7 +123,7 @@ def test_packed_rows_hold_the_same_samples(sft):
     for r in range(len(packed)):
         row = packed[r]
         assert sum(len(sample["input_ids"]) for sample in row) == packed.num_tokens[r] <= 64
-        assert sum(int(sample["trained"].sum()) for sample in row) == packed.num_targets[r]
+        assert sum(int(sample["loss_mask"].sum()) for sample in row) == packed.num_targets[r]
         seen.update({sample["sample_id"]: sample for sample in row})
     assert sorted(seen) == list(range(60))
     for i, sample in seen.items():
@@ -174,7 +174,7 @@ def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cach
     assert len(batch["targets"]) == len(batch["input_ids"]) - len(batch["sample_ids"]) == ds.num_targets.sum()
     total = sum(len(tokenizer.encode(t, add_special_tokens=False)) + 1 for t in texts)
     assert len(batch["targets"]) == total
-    assert ds.cache.trained is None
+    assert ds.cache.loss_mask is None
 
 
 def test_real_conversations_pack_well(tokenizer, shared, cache_dir):
@@ -187,7 +187,7 @@ def test_real_conversations_pack_well(tokenizer, shared, cache_dir):
     checked = 0
     for r in range(0, len(ds), 25):
         for sample in ds[r]:
-            text = tokenizer.decode(sample["input_ids"][sample["trained"]].tolist())
+            text = tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist())
             answer = answers[ds.cache.sources[sample["sample_id"], 1] - 1]
             checked += text == answer + "<|im_end|>"
             assert text == answer + "<|im_end|>" or len(sample["input_ids"]) == 768

@@ -13,8 +13,8 @@ from dataset.packing import pack
 
 
 def rows_of(lengths, max_length):
-    members, borders = pack(np.array(lengths, dtype=np.int64), max_length)
-    return [members[a:b].tolist() for a, b in itertools.pairwise(borders)]
+    row_samples, row_offsets = pack(np.array(lengths, dtype=np.int64), max_length)
+    return [row_samples[a:b].tolist() for a, b in itertools.pairwise(row_offsets)]
 
 
 def best_fit_decreasing(lengths, max_length):
@@ -44,16 +44,16 @@ def test_rows_are_those_of_best_fit_decreasing(case):
 def test_large_ragged_data_fill_rows_to_98_percent():
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(4.5, 0.8, 200_000).astype(np.int64), 8, 768)
-    members, borders = pack(lengths, 768)
-    assert len(members) == len(lengths)
-    assert lengths.sum() / (768 * (len(borders) - 1)) > 0.98
+    row_samples, row_offsets = pack(lengths, 768)
+    assert len(row_samples) == len(lengths)
+    assert lengths.sum() / (768 * (len(row_offsets) - 1)) > 0.98
 
 
 def test_the_report_tells_how_full_the_rows_are(tmp_path):
     def packed(lengths):
-        members, borders = pack(np.array(lengths), 100)
+        row_samples, row_offsets = pack(np.array(lengths), 100)
         offsets = np.cumsum([0, *lengths])
-        cache = MagicMock(offsets=offsets, meta={"max_length": 100}, members=members, borders=borders)
+        cache = MagicMock(offsets=offsets, meta={"max_length": 100}, row_samples=row_samples, row_offsets=row_offsets)
         cache.__len__.return_value = len(lengths)
         return TokenDataset(cache, packing=True).describe()
 

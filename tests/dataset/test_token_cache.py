@@ -19,10 +19,12 @@ import numpy as np
 import psutil
 import pytest
 
+from common.command_line import one_line_errors
+from common.errors import Interrupted, UserError
+from common.settings import ROOT
 from dataset import cache_build, data_files, token_cache
 from dataset.cache_build import ArrayFile, Progress
-from dataset.errors import Interrupted, UserError, run_main
-from dataset.token_cache import REPOSITORY, build_token_cache, file_hash
+from dataset.token_cache import build_token_cache, file_hash
 from dataset.tokenizing import BlockTokenizer
 from dataset.worker_pool import stoppable
 
@@ -55,12 +57,12 @@ PRELUDE = f"""
 import os, time
 from types import SimpleNamespace
 from tokenizers import Tokenizer
-from dataset import cache_build, data_files, durable, token_cache, worker_pool
-from dataset.errors import run_main
+from common.command_line import one_line_errors
+from dataset import cache_build, data_files, token_cache, worker_pool
 from dataset.token_cache import build_token_cache
 
 tokenizer = SimpleNamespace(
-    backend_tokenizer=Tokenizer.from_file({str(REPOSITORY / "model" / "tokenizer.json")!r}),
+    backend_tokenizer=Tokenizer.from_file({str(ROOT / "model" / "tokenizer.json")!r}),
     chat_template=None, special_tokens_map={{}}, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )
 """
@@ -79,7 +81,7 @@ def run(code, **options):
 def build_code(path, cache_dir, processes=1):
     """Code that builds as `python -m dataset.token_cache` does, without torch."""
     build = f"build_token_cache('pretrain', {str(path)!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})"
-    return f"def main():\n    with worker_pool.stoppable():\n        {build}\n\nrun_main(main)\n"
+    return f"def main():\n    with worker_pool.stoppable():\n        {build}\n\nwith one_line_errors():\n    main()\n"
 
 
 def test_a_growing_array_is_an_ordinary_npy_file(tmp_path):
@@ -114,9 +116,9 @@ def test_what_a_cache_holds(write, tokenizer, cache_dir):
 
 def test_targets_per_sample_of_sft(write, tokenizer, cache_dir):
     cache = build_token_cache("sft", write("a.jsonl", chats(50)), tokenizer, 24, cache_dir)
-    per_sample = [cache.trained[a:b] for a, b in zip(cache.offsets[:-1], cache.offsets[1:], strict=True)]
+    per_sample = [cache.loss_mask[a:b] for a, b in zip(cache.offsets[:-1], cache.offsets[1:], strict=True)]
     assert cache.num_targets.tolist() == [int(trained.sum()) for trained in per_sample]
-    assert not any(trained[0] for trained in per_sample) and cache.trained.dtype == bool
+    assert not any(trained[0] for trained in per_sample) and cache.loss_mask.dtype == bool
     assert cache.report["cut_inside_turn"] > 0
 
 
@@ -203,8 +205,9 @@ def test_two_processes_at_once_build_one_cache(write, cache_dir):
 
 def test_two_processes_at_once_meet_the_same_mistake(write, cache_dir):
     path = write("a.jsonl", [*TEXTS, {"text": 1}])
-    build = f"run_main(lambda: build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 1))"
-    both = [start("cache_build.Progress.close = lambda _: time.sleep(1)\n" + build) for _ in range(2)]
+    build = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 1)"
+    code = f"cache_build.Progress.close = lambda _: time.sleep(1)\nwith one_line_errors():\n    {build}"
+    both = [start(code) for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [2, 2]
     message = f"error: {path}:401: 'text' is a number instead of text"
@@ -274,7 +277,7 @@ def test_a_signal_ends_a_build_at_once(number, group, processes, moment, long_fi
     workers = psutil.Process(building.pid).children(recursive=True)
     (os.killpg if group else os.kill)(building.pid, number)
     out, err = building.communicate(timeout=20)
-    assert err == f"stopped: by {number.name}; the token cache is begun anew the next time\n"
+    assert err == f"stopped: by {number.name}; the next run builds the token cache from the start\n"
     assert building.returncode == 128 + number and "built" not in out
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 5)
@@ -331,7 +334,7 @@ def test_a_worker_that_is_killed_ends_in_one_line(long_file, cache_dir):
     workers[0].kill()  # as the system does where memory runs out
     _, err = building.communicate(timeout=20)
     assert building.returncode == 2 and err.count("\n") == 1
-    assert err.startswith("error: a process of the token cache died, perhaps for want of memory")
+    assert err.startswith("error: a process of the token cache died, perhaps out of memory")
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
 
 
@@ -356,7 +359,8 @@ def test_leftovers_of_other_caches_go_unless_somebody_builds_them(write, tokeniz
 
 def test_two_processes_at_once_on_a_file_system_without_locks(write, cache_dir):
     path = write("a.jsonl", TEXTS)
-    code = "durable.fcntl = token_cache.fcntl = None\ncache_build.Progress.close = lambda _: time.sleep(1)\n"
+    code = "import fcntl\ndef refuse(*_): raise OSError('no locks available')\nfcntl.flock = refuse\n"
+    code += "cache_build.Progress.close = lambda _: time.sleep(1)\n"
     both = [start(code + build_code(path, cache_dir) + "print('ready')") for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in both]
     assert all(out.endswith("ready\n") and err == "" for out, err in outputs), outputs
@@ -432,7 +436,7 @@ def test_missing_rights(which):
         done = run(nobody + build_code(path, cache_dir))
     expected = {
         "cache": f"the token cache in {cache_dir} cannot be written or read (Permission denied); make room or",
-        "data": f"{path} cannot be read (Permission denied); check the file and its rights\n",
+        "data": f"{path} cannot be read (Permission denied); check the file and its permissions\n",
     }
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {expected[which]}")
@@ -459,10 +463,10 @@ def test_any_name_of_a_file_and_any_encoding_of_the_console(tmp_path, cache_dir)
     build = f"build_token_cache('pretrain', os.fsdecode({name!r}), tokenizer, 64, {str(cache_dir)!r}, 1, ON)"
     skip = run(build.replace("ON", "'skip'"), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert skip.returncode == 0 and skip.stderr == ""
-    assert "left out: " in skip.stdout and "'\\u952e\\U0001f642'" in skip.stdout and "1 of 21 records" in skip.stdout
+    assert "skipped: " in skip.stdout and "'\\u952e\\U0001f642'" in skip.stdout and "1 of 21 records" in skip.stdout
     (cache,) = cache_dir.glob("*/meta.json")
     shutil.rmtree(cache.parent)
-    stop = run(f"run_main(lambda: {build})".replace("ON", "'stop'"))
+    stop = run(f"with one_line_errors():\n    {build}".replace("ON", "'stop'"))
     assert stop.returncode == 2 and stop.stderr.startswith("error: ") and stop.stderr.count("\n") == 1
     assert r"\udcff.jsonl:21: no 'text' in this record (its keys: '键🙂')" in stop.stderr
 
@@ -547,9 +551,9 @@ def test_lines_of_progress_on_a_pipe(capsys):
         (["--data_path", "missing.jsonl"], "error: missing.jsonl: no such file; check --data_path"),
         (["--tokenizer_path", "nowhere"], "error: --tokenizer_path nowhere: no such folder"),
         (["--tokenizer_path", "."], "error: --tokenizer_path . holds no tokenizer that transformers can load"),
-        (["--max_seq_len", "1"], "error: --max_seq_len 1 leaves no token to predict"),
+        (["--max_seq_len", "1"], "error: argument --max_seq_len: must be 8 or more, not '1'"),
         (["--kind", "sft"], "error: {path}:1: no 'conversations'"),
-        (["--on_bad_data", "skip", "--max_bad_share", "2"], "error: --max_bad_share 2.0 is no share of the records"),
+        (["--max_bad_share", "2"], "error: argument --max_bad_share: must be 1 or less, not '2'"),
     ],
 )
 def test_mistakes_on_the_command_line_end_in_one_line(
@@ -558,8 +562,8 @@ def test_mistakes_on_the_command_line_end_in_one_line(
     path = write("a.jsonl", TEXTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["token_cache", *arguments("pretrain", path, cache_dir), *options])
-    with pytest.raises(SystemExit) as ended:
-        run_main(token_cache.main)
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        token_cache.main()
     captured = capsys.readouterr()
     assert ended.value.code == 2 and captured.err.startswith(message.format(path=path))
     assert captured.err.count("\n") == 1 and captured.out == ""
@@ -591,9 +595,9 @@ def test_skipped_records_are_listed(write, tokenizer, cache_dir, capsys):
     path = write("a.jsonl", [*TEXTS, *[{"txt": i} for i in range(30)]])
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir, on_bad_data="skip")
     out = capsys.readouterr().out
-    assert out.count("  left out: ") == 20 and f"{path}:401: no 'text'" in out and "bad 30" in out
+    assert out.count("  skipped: ") == 20 and f"{path}:401: no 'text'" in out and "bad 30" in out
     listed = cache.path / "bad_records.txt"
-    summary = f"bad records are left out: 30 of 430 records (7.0%); all of them are listed in {listed}\n"
+    summary = f"bad records are skipped: 30 of 430 records (7.0%); all of them are listed in {listed}\n"
     assert len(listed.read_text().splitlines()) == 30 and out.endswith(summary)
     build_token_cache("pretrain", path, tokenizer, 64, cache_dir, on_bad_data="skip")
     assert capsys.readouterr().out == summary  # a later run says it, too
@@ -610,7 +614,7 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
     text, (folder,) = str(caught.value), cache_dir.glob("*/meta.json")
     assert "a.jsonl:6: no 'text' in this record (its keys: 'txt')" in text and "\n" not in text
     assert "10 of 80 records (12.5%) are bad, more than --max_bad_share 0.1 allows" in text
-    assert f"all of them are listed in {folder.parent / 'bad_records.txt'}; mend them or raise --max_bad_share" in text
+    assert f"all of them are listed in {folder.parent / 'bad_records.txt'}; fix them or raise --max_bad_share" in text
     listed = (folder.parent / "bad_records.txt").read_text().splitlines()
     assert [int(line.split(": ")[0].rsplit(":", 1)[1]) for line in listed] == list(range(6, 80, 8))
     assert "built in" in capsys.readouterr().out
@@ -621,7 +625,7 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
             build(share)
     assert len(build(0, write("good.jsonl", TEXTS))) > 0
     for share in (-0.1, 1.1, float("nan"), 10):
-        with pytest.raises(UserError, match=f"--max_bad_share {share} is no share of the records; give a number from"):
+        with pytest.raises(UserError, match=f"--max_bad_share {share} is not a share of the records; give a number"):
             build(share)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from dataset.data_files import Block
-from dataset.errors import UserError
 from dataset.tokenizing import BlockTokenizer, TokenizerSpec, bytes_before, encode_batch, encode_long
 
 RELAXED = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,7 +43,7 @@ def split(samples, array):
 def test_every_token_of_a_document_is_a_target_once(tokenizer, other_tokenizer, texts, max_length, shipped):
     tok = tokenizer if shipped else other_tokenizer
     samples = samples_of(tok, "pretrain", [{"text": text} for text in texts], max_length)
-    pieces, trained = split(samples, samples.tokens), split(samples, samples.trained)
+    pieces, trained = split(samples, samples.tokens), split(samples, samples.loss_mask)
     assert samples.lengths.max() <= max_length
     for line, text in enumerate(texts, 1):
         mine = [i for i in range(len(pieces)) if samples.lines[i] == line]
@@ -105,7 +105,7 @@ def test_windows_are_exact_on_real_text(tokenizer, shared):
 def test_a_document_of_200_000_tokens(tokenizer):
     text = "The quick brown fox, 敏捷的狐狸, jumps. " * 12_000
     samples = samples_of(tokenizer, "pretrain", [{"text": text}], 512)
-    assert samples.trained.sum() > 200_000
+    assert samples.loss_mask.sum() > 200_000
     assert samples.target_bytes.sum() == len(text.encode())
     assert samples.counts["documents_split"] == 1
 
@@ -152,19 +152,19 @@ def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
         fits = len(whole.tokens) <= max_length
         kept = len(whole.tokens) if fits else ends[ends <= max_length][-1]
         assert samples.tokens.tolist() == whole.tokens[:kept].tolist()
-        assert samples.trained.tolist() == whole.trained[:kept].tolist()
+        assert samples.loss_mask.tolist() == whole.loss_mask[:kept].tolist()
         assert samples.counts["cut_at_turn"] == (not fits) and samples.counts["cut_inside_turn"] == 0
 
 
 def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer):
     record = conversation("question", "an answer of several words")
     whole = samples_of(tokenizer, "sft", [record], 1000)
-    first, end = np.flatnonzero(whole.trained)[[0, -1]]
+    first, end = np.flatnonzero(whole.loss_mask)[[0, -1]]
     for max_length in range(2, end + 1):
         samples = samples_of(tokenizer, "sft", [record], max_length)
         if max_length > first:
             assert samples.tokens.tolist() == whole.tokens[:max_length].tolist()
-            assert samples.trained.sum() == max_length - first
+            assert samples.loss_mask.sum() == max_length - first
             assert samples.counts["cut_inside_turn"] == 1
         else:
             assert len(samples.tokens) == 0
@@ -176,7 +176,7 @@ def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer
 def test_whatever_is_cut_each_sample_has_labels_and_whole_turns(tokenizer, conversations, max_length):
     samples = samples_of(tokenizer, "sft", [conversation(*turns) for turns in conversations], max_length)
     inside = 0
-    for tokens, trained in zip(split(samples, samples.tokens), split(samples, samples.trained), strict=True):
+    for tokens, trained in zip(split(samples, samples.tokens), split(samples, samples.loss_mask), strict=True):
         if len(tokens) == 0:
             continue
         assert len(tokens) <= max_length and trained.any() and not trained[0]
@@ -196,7 +196,7 @@ def test_a_conversation_that_begins_with_the_assistant_never_trains_its_first_to
     tok = small_tokenizer(eos_token="<|im_end|>")
     tok.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     samples = samples_of(tok, "sft", [{"messages": [{"role": "assistant", "content": "the river"}]}], 64)
-    assert samples.trained.tolist() == [False] + [True] * (len(samples.tokens) - 1)
+    assert samples.loss_mask.tolist() == [False] + [True] * (len(samples.tokens) - 1)
 
 
 # --- the tokenizer -------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dataset.lm_dataset import SFTDataset, collate_flat
-from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, summed_cross_entropy
 from tests.conftest import ROOT
+from trainer.trainer_utils import load_tokenizer
 
 VOCAB = 300
 SHAPES = {
@@ -188,7 +188,7 @@ def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(co
     flat = gradients(model)
     for sample in samples:
         ids = torch.from_numpy(sample["input_ids"].astype("int64"))
-        labels = ids.masked_fill(~torch.from_numpy(sample["trained"]), -100)[1:]
+        labels = ids.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)[1:]
         logits = reference(ids[None]).logits[0, :-1]
         (F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(batch["targets"])).backward()
     for name, parameter in reference.named_parameters():

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dataset.errors import UserError
+from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
-from scripts.benchmark_pairs import first_samples, flat_batch, minimind_chat, records_of, tokens_of
+from scripts.bench.pairs import first_samples, flat_batch, minimind_chat, records_of, tokens_of
 from tests.conftest import ROOT, launch
 from tests.scripts.fake_minimind import make_checkout
-from trainer.speed import training_flops
-from trainer.trainer_utils import epoch_loader, load_tokenizer
+from trainer.components.flops import training_flops
+from trainer.components.sampler import epoch_loader
+from trainer.trainer_utils import load_tokenizer
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
 
@@ -67,7 +68,7 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
     data = ["--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1]
     with pytest.raises(UserError, match="needs --peer_path"):
         run_benchmark(monkeypatch, *data, "--peer", "minimind")
-    with pytest.raises(UserError, match=r"no checkout of minimind: it has no trainer/train_full_sft\.py"):
+    with pytest.raises(UserError, match=r"not a checkout of minimind: it has no trainer/train_full_sft\.py"):
         run_benchmark(monkeypatch, *data, "--peer", "minimind", "--peer_path", tmp_path)
     with pytest.raises(UserError, match="--peer trl is for --stage sft"):
         run_benchmark(monkeypatch, *data, "--stage", "pretrain", "--peer", "trl")
@@ -129,21 +130,21 @@ def test_a_peers_micro_batch_is_a_flat_batch():
 def test_presets(preset, monkeypatch):
     """Explicit flags go before; the largest is Qwen3-0.6B's shape with this vocabulary."""
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--data_path", "x", "--preset", preset])
-    args = benchmark.parse_args()
+    args = benchmark.read_args()
     shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers, "use_moe": args.use_moe}
     with torch.device("meta"):
         model = MiniMindForCausalLM(MiniMindConfig(**shape | benchmark.SHAPES.get(preset, {})))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     assert millions == pytest.approx({"30m": 30.0, "64m": 63.9, "moe": 90.9, "0.6b": 447.0}[preset], rel=0.02)
     sys.argv += ["--num_hidden_layers", "3"]
-    assert benchmark.parse_args().num_hidden_layers == 3
+    assert benchmark.read_args().num_hidden_layers == 3
 
 
 def test_the_chart(tmp_path, monkeypatch):
     figures = {"tokens_per_second": 1000.0, "mfu": 0.5, "peer": "minimind", "peer_tokens_per_second": 200.0}
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UserError, match=r"--png needs matplotlib: pip install -e '\.\[bench\]'"):
+        with pytest.raises(UserError, match=r"plotting needs matplotlib: pip install -e '\.\[bench\]'"):
             run_benchmark(without, "--data_path", "x", "--png", "a.png")
     pytest.importorskip("matplotlib")
     benchmark.draw(figures, str(tmp_path / "a.png"), "title")

@@ -8,7 +8,8 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, launch
-from trainer.checkpoint import save_weights, weight_path
+from trainer.components.checkpoint import save_weights
+from trainer.components.run_files import weight_path
 
 CHAT = ROOT / "scripts" / "chat.py"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UserError
 from dataset.demo_corpus import make_corpus, write_corpus
-from dataset.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.demo_exam import ask, is_right, merge_report, names_value, read_exam, run_costs
 from trainer.trainer_utils import load_tokenizer
@@ -117,7 +117,7 @@ def test_bad_exam_line_is_named(tmp_path, line):
     path = tmp_path / "exam.jsonl"
     good = {"question": "q", "accepted": ["a"], "rejected": [], "attribute": "x", "language": "en"}
     path.write_text(json.dumps(good) + "\n" + line + "\n")
-    with pytest.raises(UserError, match=r"exam\.jsonl:2 is no exam question"):
+    with pytest.raises(UserError, match=r"exam\.jsonl:2 is not an exam question"):
         read_exam(path)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dataset.errors import UserError
+from common.errors import UserError
 from scripts import plot_metrics
 from tests.conftest import launch, write_jsonl
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from dataset.errors import UserError
+from common.errors import UserError
 from scripts.train_tokenizer import balanced, language_of, read_records
 
 REPOSITORY = Path(__file__).resolve().parents[2]

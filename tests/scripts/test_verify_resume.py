@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from dataset.errors import run_main
+from common.command_line import one_line_errors
 from scripts import verify_resume
 from scripts.verify_resume import Launch, Run, compare_runs, differences, draw_kills, train
 from tests.conftest import ROOT, launch
@@ -176,8 +176,8 @@ def test_kills_are_spread_over_the_run(count):
 @pytest.fixture
 def run(tmp_path):
     """A run whose command a test replaces."""
-    (tmp_path / "broken").mkdir()
-    return Run("sft", 1, 0, tmp_path, "broken", [])
+    (tmp_path / "killed").mkdir()
+    return Run("sft", 1, 0, tmp_path, "killed", [])
 
 
 FAMILY = """
@@ -206,10 +206,10 @@ def test_a_kill_leaves_no_process(run, tmp_path):
 
 
 def test_a_hung_run_ends(run, monkeypatch):
-    monkeypatch.setattr(verify_resume, "PATIENCE", 0.5)
+    monkeypatch.setattr(verify_resume, "TIMEOUT", 0.5)
     run.command = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"]
     begin = time.monotonic()
-    with pytest.raises(SystemExit, match=r"FAIL: no sign of life for(.|\n)*so far"):
+    with pytest.raises(SystemExit, match=r"FAIL: no output for(.|\n)*so far"):
         train(run, [])
     assert time.monotonic() - begin < 30 and run.launches == 1
     time.sleep(0.1)
@@ -242,7 +242,7 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     assert run.last_update() == 13
     shutil.rmtree(run.weights.parent)
     run.command[-1] = "WARNING: starting afresh"
-    with pytest.raises(SystemExit, match="FAIL: checkpoint of update 12, but the run went on from"):
+    with pytest.raises(SystemExit, match="FAIL: checkpoint of update 12, but the run resumed from"):
         train(run, [])
 
 
@@ -250,7 +250,7 @@ def test_weights_to_start_from_are_taken_along(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/pretrain_64_moe.pth").write_bytes(b"weights")
     typed = ["--from_weight", "pretrain", "--save_dir", str(tmp_path / "mine"), "--epochs", "7"]
-    run = Run("sft", 2, 1, tmp_path, "whole", typed)
+    run = Run("sft", 2, 1, tmp_path, "reference", typed)
     assert run.args.epochs == 7 and run.args.from_resume == 0 and "--nproc_per_node" in run.command
     run.folder.mkdir()
     run.command = [sys.executable, "-c", ""]
@@ -265,7 +265,8 @@ def test_weights_to_start_from_are_taken_along(tmp_path):
 def call(monkeypatch, *flags) -> None:
     """The script in this process."""
     monkeypatch.setattr(sys, "argv", ["verify_resume.py", *map(str, flags)])
-    run_main(verify_resume.main)
+    with one_line_errors():
+        verify_resume.main()
 
 
 MISTAKES = {
@@ -273,9 +274,12 @@ MISTAKES = {
     "no rank": (["--ranks", 0], "--ranks must be 1 or more"),
     "no number": (["--ranks", "one"], "argument --ranks"),
     "a stage's own flag": (["--", "--bath_size", 4], "--bath_size"),
-    "impossible settings": (["--", "--epochs", 0, "--hidden_size", 17], "--epochs 0 must be 1 or more; --hidden_size"),
+    "impossible settings": (
+        ["--", "--epochs", 0, "--hidden_size", 17],
+        "--hidden_size must be divisible by 16, not '17'; --epochs must be 1 or more, not '0'",
+    ),
     "a flag of this script": (["--", "--use_moe", 1], "--use_moe goes before the --"),
-    "a folder that is there": (["--work_dir", ROOT], "name a new folder"),
+    "a folder that is there": (["--work_dir", ROOT], "give a new folder"),
 }
 
 

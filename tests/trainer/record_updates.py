@@ -4,23 +4,24 @@ python record_updates.py DATA CACHE OUT BATCH_SIZE ACCUMULATION USE_MOE PACKING
 """
 
 import sys
-from argparse import Namespace
 from contextlib import nullcontext
 
 import torch
 
+from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.loop import leave_group, make_record, train_update, update_size
-from trainer.parallel import wrap_model
-from trainer.state import TrainState, next_token_loss
+from trainer.components.distributed import this_rank
+from trainer.components.parallel import unwrap, wrap_model
+from trainer.components.state import TrainState
+from trainer.loop import make_record, train_update, update_size
 
 
 def main() -> None:
     data, cache, out, batch_size, accumulation, use_moe, packing = sys.argv[1:]
     batch_size, accumulation = int(batch_size), int(accumulation)
-    tokenizer = utils.load_tokenizer(utils.ROOT / "model")
+    tokenizer = utils.load_tokenizer(ROOT / "model")
     dataset = SFTDataset(data, tokenizer, max_length=64, packing=packing == "1", cache_dir=cache)
     utils.init_distributed_mode()
     utils.setup_seed(0)
@@ -28,13 +29,11 @@ def main() -> None:
     config.num_key_value_heads = 2
     model = MiniMindForCausalLM(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the same weights for every update compared
-    args = Namespace(seed=0, grad_clip=0.0, accumulation_steps=accumulation, batch_size=batch_size)
-    plain = Namespace(parallel="ddp", use_compile=0, activation_checkpointing=0)
-    wrapped = wrap_model(model, torch.device("cpu"), plain)
-    args.epochs, args.save_interval = 1, 0
+    args = StageArgs(seed=0, grad_clip=0.0, accumulation_steps=accumulation, batch_size=batch_size, epochs=1)
     state = TrainState(
-        args, config, wrapped, optimizer, torch.amp.GradScaler("cpu", enabled=False),
-        nullcontext(), torch.device("cpu"), next_token_loss, 1, {"samples": len(dataset)},
+        args, config, wrap_model(model, torch.device("cpu")), optimizer, torch.amp.GradScaler("cpu", enabled=False),
+        nullcontext(), torch.device("cpu"), utils.next_token_loss, lambda update, total, args: 0.0,
+        {"samples": len(dataset), "global_batch": 1, "epochs": 1},
     )  # fmt: skip
     gradients, records, ids = [], [], []
     flat = lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())  # noqa: E731
@@ -46,11 +45,12 @@ def main() -> None:
     for begin in range(0, iters, accumulation):
         window = batches[begin : begin + accumulation]
         targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
-        means, norm = train_update(state, window, 0.0, targets, tokens)
-        records.append(make_record(state, iters, means, norm, False))
+        means, norm = train_update(state, window, targets, tokens)
+        records.append(make_record(state, means, norm, False))
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
-    rank = utils.this_rank()
-    leave_group(state)
+    rank = this_rank()
+    state.model = unwrap(state.model)
+    utils.leave_process_group()
     torch.save({"gradients": gradients, "records": records, "ids": ids}, f"{out}.{rank}")
 
 

@@ -1,13 +1,11 @@
 """torch.compile on flat batches: each layer is compiled once, for all layers and sizes of batches."""
 
-from argparse import Namespace
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.parallel import blocks, wrap_model
+from trainer.components.parallel import transformer_layers, wrap_model
 
 LARGE, MIDDLE, SMALL = 1300, 800, 300  # tokens; inductor has kernels of their own for up to 512 and 1,024 rows
 
@@ -62,7 +60,7 @@ def nothing_compiled():
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_graphs_are_captured_once(use_moe):
     compiled = model_of(use_moe)
-    for block in blocks(compiled):
+    for block in transformer_layers(compiled):
         block.compile(dynamic=True, backend="eager")  # torch writes no kernels
     check(compiled, model_of(use_moe), [LARGE])
 
@@ -70,15 +68,14 @@ def test_graphs_are_captured_once(use_moe):
 @pytest.mark.slow
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_kernels_are_compiled_once(use_moe):
-    plain = Namespace(parallel="ddp", use_compile=1, activation_checkpointing=0)
-    compiled = wrap_model(model_of(use_moe, layers=8), torch.device("cpu"), plain)
+    compiled = wrap_model(model_of(use_moe, layers=8), torch.device("cpu"), use_compile=True)
     check(compiled, model_of(use_moe, layers=8), [LARGE, MIDDLE, SMALL])
     assert counters["stats"]["unique_graphs"] < 10  # eight layers share them
 
 
 def test_experts_in_float32_compile_around_what_does_not():
     compiled, plain = model_of(use_moe=True), model_of(use_moe=True)
-    for block in blocks(compiled):
+    for block in transformer_layers(compiled):
         block.compile(dynamic=True, backend="eager")
     batch = flat_batch(200, 3)
     losses = []

@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
 
 
 def only_line(process) -> str:

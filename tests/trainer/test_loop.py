@@ -58,7 +58,7 @@ def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
     total = count = 0
     for sample in (dataset[i][0] for i in ids):
         tokens = torch.from_numpy(sample["input_ids"].astype("int64"))
-        labels = tokens.masked_fill(~torch.from_numpy(sample["trained"]), -100)
+        labels = tokens.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)
         logits = model(tokens[None]).logits[0]
         total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
         count += int((labels[1:] != -100).sum())

@@ -10,11 +10,11 @@ import pytest
 
 from dataset import token_cache
 from dataset.lm_dataset import PretrainDataset
-from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
+from trainer.trainer_utils import load_tokenizer
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -48,8 +48,8 @@ def test_what_was_read_of_a_large_cache_does_not_count(corpus, monkeypatch):
 
 PAGES = """
 import resource, torch
-from trainer.trainer_utils import pick_device
-pick_device("cpu", 0)
+from trainer.components.device import prepare_device
+prepare_device(torch.device("cpu"))
 for _ in range(2):  # the first round asks the system for the pages
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):

@@ -18,18 +18,18 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from dataset.lm_dataset import PretrainDataset, SFTDataset
-from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.model.test_model_minimind import stock
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, saved_state
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
+from trainer.trainer_utils import load_tokenizer
 
 SEED, RATE, DECAY, WARMUP, BATCH, ACCUMULATION = 7, 1e-2, 0.2, 4, 4, 2
 # a CPU without float16 arithmetic refuses it; emulated, the measurement of its peak rate would take minutes
-ALLOW_FLOAT16 = "import trainer.arguments as a; a.native_float16 = lambda device: True"
-ALLOW_FLOAT16 += "; import trainer.stage as s; s.measured_peak = lambda *_: 1.0"
+ALLOW_FLOAT16 = "import trainer.components.device as a; a.native_float16 = lambda device: True"
+ALLOW_FLOAT16 += "; import trainer.components.flops as f; f.matrix_rate = lambda *_: 1.0"
 
 
 def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
     for row, sample in enumerate(samples):
         tokens = torch.from_numpy(sample["input_ids"].astype(np.int64))
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        labels[row, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(sample["trained"]), -100)
+        labels[row, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)
     labels[:, 0] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 

@@ -1,54 +1,67 @@
 """Impossible settings: one line that names each of them and the way out, exit status 2, before anything is built."""
 
+import os
+
 import pytest
 import torch
 
+from common import locks
+from common.locks import lock_output
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
 from tests.stage_process import run, start_ranks
 from tests.trainer.stage_flags import flags
-from trainer.checkpoint import save_weights
+from trainer.components.checkpoint import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {
-    ("epochs", 0): "--epochs 0 must be 1 or more",
-    ("epochs", -3): "--epochs -3 must be 1 or more",
-    ("epochs", "two"): "argument --epochs: invalid int value: 'two'; see --help",
-    ("batch_size", 0): "--batch_size 0 must be 1 or more",
-    ("accumulation_steps", 0): "--accumulation_steps 0 must be 1 or more",
-    ("accumulation_steps", -1): "--accumulation_steps -1 must be 1 or more",
-    ("learning_rate", -0.1): "--learning_rate -0.1 must be positive and finite",
-    ("learning_rate", 0): "--learning_rate 0.0 must be positive and finite",
-    ("learning_rate", "nan"): "--learning_rate nan must be positive and finite",
-    ("learning_rate", "inf"): "--learning_rate inf must be positive and finite",
-    ("max_seq_len", 7): "--max_seq_len 7 must be 8 or more",
-    ("max_seq_len", 40_000): "--max_seq_len 40000 must be 32768 or less",
-    ("hidden_size", 100): "--hidden_size 100 must be divisible by 16",
-    ("hidden_size", 0): "--hidden_size 0 must be 16 or more",
-    ("num_hidden_layers", 0): "--num_hidden_layers 0 must be 1 or more",
-    ("use_moe", 2): "argument --use_moe: invalid choice: 2",
-    ("dropout", 1.0): "--dropout 1.0 must be from 0 to below 1",
-    ("dropout", -0.5): "--dropout -0.5 must be from 0 to below 1",
-    ("dropout", "nan"): "--dropout nan must be from 0 to below 1",
-    ("weight_decay", -1): "--weight_decay -1.0 must be 0 or more",
-    ("weight_decay", "nan"): "--weight_decay nan must be 0 or more",
-    ("grad_clip", -1): "--grad_clip -1.0 must be 0 or more",
-    ("warmup_updates", -1): "--warmup_updates -1 must be 0 or more",
-    ("log_interval", 0): "--log_interval 0 must be 1 or more",
-    ("save_interval", 0): "--save_interval 0 must be 1 or more",
-    ("eval_interval", -1): "--eval_interval -1 must be 0 or more",
-    ("num_workers", -1): "--num_workers -1 must be 0 or more",
-    ("seed", -1): "--seed -1 must be 0 or more",
-    ("max_bad_updates", 0): "--max_bad_updates 0 must be 1 or more",
-    ("max_bad_share", 1.5): "--max_bad_share 1.5 must be from 0 to 1",
-    ("on_bad_data", "ignore"): "argument --on_bad_data: invalid choice: 'ignore'",
-    ("dtype", "int8"): "argument --dtype: invalid choice: 'int8'",
-    ("dtype", "float16"): "--dtype float16: this cpu has no arithmetic for it",
-    ("device", "tpu9"): "--device tpu9 cannot be used",
-    ("device", "cuda:7"): "--device cuda:7 cannot be used",
-    ("swanlab_mode", "nowhere"): "argument --swanlab_mode: invalid choice: 'nowhere'",
-    ("save_weight", "a/b"): "--save_weight 'a/b' must be a plain name",
-    ("from_weight", "../x"): "--from_weight '../x' must be a plain name",
+    ("epochs", 0): "--epochs must be 1 or more, not '0'",
+    ("epochs", -3): "--epochs must be 1 or more, not '-3'",
+    ("epochs", "two"): "--epochs must be a whole number, not 'two'",
+    ("epochs", 1.5): "--epochs must be a whole number, not '1.5'",
+    ("batch_size", 0): "--batch_size must be 1 or more, not '0'",
+    ("accumulation_steps", 0): "--accumulation_steps must be 1 or more, not '0'",
+    ("accumulation_steps", -1): "--accumulation_steps must be 1 or more, not '-1'",
+    ("learning_rate", -0.1): "--learning_rate must be above 0, not '-0.1'",
+    ("learning_rate", 0): "--learning_rate must be above 0, not '0'",
+    ("learning_rate", "nan"): "--learning_rate must be a finite number, not 'nan'",
+    ("learning_rate", "inf"): "--learning_rate must be a finite number, not 'inf'",
+    ("max_seq_len", 7): "--max_seq_len must be 8 or more, not '7'",
+    ("max_seq_len", 40_000): "--max_seq_len must be 32768 or less, not '40000'",
+    ("hidden_size", 100): "--hidden_size must be divisible by 16, not '100'",
+    ("hidden_size", 0): "--hidden_size must be 16 or more, not '0'",
+    ("num_hidden_layers", 0): "--num_hidden_layers must be 1 or more, not '0'",
+    ("use_moe", 2): "--use_moe must be 0 or 1, not '2'",
+    ("dropout", 1.0): "--dropout must be below 1, not '1.0'",
+    ("dropout", -0.5): "--dropout must be 0 or more, not '-0.5'",
+    ("dropout", "nan"): "--dropout must be a finite number, not 'nan'",
+    ("weight_decay", -1): "--weight_decay must be 0 or more, not '-1'",
+    ("weight_decay", 1.5): "--weight_decay must be 1 or less, not '1.5'",
+    ("weight_decay", "nan"): "--weight_decay must be a finite number, not 'nan'",
+    ("grad_clip", -1): "--grad_clip must be 0 or more, not '-1'",
+    ("warmup_updates", -1): "--warmup_updates must be 0 or more, not '-1'",
+    ("log_interval", 0): "--log_interval must be 1 or more, not '0'",
+    ("save_interval", 0): "--save_interval must be 1 or more, not '0'",
+    ("eval_interval", -1): "--eval_interval must be 0 or more, not '-1'",
+    ("num_workers", -1): "--num_workers must be 0 or more, not '-1'",
+    ("seed", -1): "--seed must be 0 or more, not '-1'",
+    ("max_bad_updates", 0): "--max_bad_updates must be 1 or more, not '0'",
+    ("max_bad_share", 1.5): "--max_bad_share must be 1 or less, not '1.5'",
+    ("max_bad_share", -0.5): "--max_bad_share must be 0 or more, not '-0.5'",
+    ("rank_timeout", 0): "--rank_timeout must be 1 or more, not '0'",
+    ("on_bad_data", "ignore"): "--on_bad_data must be 'stop' or 'skip', not 'ignore'",
+    ("dtype", "int8"): "--dtype must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int8'",
+    ("dtype", "float16"): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
+    ("device", "tpu9"): "--device tpu9 is unknown; use auto, cpu, cuda, cuda:N or mps",
+    ("device", "cuda:7"): "--device cuda:7 cannot be used (torch sees ",
+    ("swanlab_mode", "nowhere"): (
+        "--swanlab_mode must be 'cloud', 'disabled', 'local', 'offline' or 'online', not 'nowhere'"
+    ),
+    ("save_weight", "a/b"): "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
+    ("save_weight", ""): "--save_weight must not be empty",
+    ("from_weight", "../x"): "--from_weight '../x' must be a plain name; the folder is --save_dir",
     ("tokenizer_path", "nowhere"): "--tokenizer_path nowhere: no such folder",
+    ("data_path", "none"): "--data_path is missing: give a file, a folder or a pattern",
     ("bath_size", 3): "unrecognized arguments: --bath_size 3; see --help",
 }
 
@@ -63,15 +76,43 @@ def test_an_impossible_setting(corpus, tmp_path, case):
     device = {} if name == "device" else {"device": "cpu"}
     process = run("pretrain", flags(corpus, tmp_path, "pretrain", **device, **{name: value}), status=2)
     assert len(process.error_lines) == 1 and process.error_lines[0].startswith("error: ")
-    assert IMPOSSIBLE[case] in process.error_lines[0]
+    assert process.error_lines[0].startswith(f"error: {IMPOSSIBLE[case]}")
     assert process.out == "" and not list(tmp_path.rglob("*.pth"))
 
 
 def test_all_of_them_are_told_at_once(corpus, tmp_path):
-    wrong = {"epochs": 0, "learning_rate": -1, "hidden_size": 100, "dropout": 2, "device": "tpu9", "max_bad_share": 7}
+    wrong = {"epochs": 0, "learning_rate": -1, "hidden_size": 100, "dropout": 2, "dtype": "int8", "max_bad_share": 7}
+    wrong |= {"batch_size": "two", "use_moe": 2}
     process = run("pretrain", flags(corpus, tmp_path, "pretrain", **wrong), status=2)
     assert len(process.error_lines) == 1
     assert all(f"--{key} " in process.error_lines[0] for key in wrong)
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_the_default_data_that_are_not_there(corpus, tmp_path, stage):
+    data = {"pretrain": "pretrain_hq.jsonl", "sft": "sft_mini_512.jsonl"}[stage]
+    if (ROOT / "dataset" / data).exists():
+        pytest.skip("they are there")
+    argv = flags(corpus, tmp_path, stage)
+    process = run(stage, [*argv[: argv.index("--data_path")], *argv[argv.index("--data_path") + 2 :]], status=2)
+    assert process.error_lines == [
+        f"error: {ROOT}/dataset/{data}: no such file; put your data there, or give --data_path "
+        f"(python -m dataset.demo_corpus writes {ROOT}/dataset/demo to try)"
+    ]
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "engine"])
+def test_a_second_run_of_the_same_name(corpus, tmp_path, stage):
+    argv = flags(corpus, tmp_path, "pretrain", device="cpu", epochs=1)
+    argv += ["--task", "pretrain"] if stage == "engine" else []
+    lock_output("pretrain_32", checkpoint_dir=str(tmp_path / "checkpoints"))
+    try:
+        process = run(stage, argv, status=2)
+    finally:
+        locks._held.pop().close()
+    (line,) = process.error_lines
+    assert line.startswith(f"error: process {os.getpid()} on ") and f" writes to {tmp_path}/checkpoints; wait" in line
+    run(stage, argv)
 
 
 def test_more_ranks_than_samples(corpus, tmp_path):

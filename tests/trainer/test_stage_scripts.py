@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ROOT, launch
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, records
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
 
 PRETRAIN, SFT = ROOT / "trainer" / "train_pretrain.py", ROOT / "trainer" / "train_full_sft.py"
 

@@ -9,9 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataset.errors import UserError
+from common.errors import UserError
+from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
+from trainer.components import device as device_module
+from trainer.components.device import mixed_precision, native_bfloat16
+from trainer.components.sampler import epoch_order, rank_share
 from trainer.loop import train_epoch
 
 
@@ -59,9 +63,9 @@ def test_skipping_leaves_out_exactly_the_batches_done(count, batch_size, skip):
 
 @given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 5), st.integers(0, 5))
 def test_the_ranks_share_one_order(count, batch_size, ranks, epoch):
-    order = utils.epoch_order(count, 42, epoch)
+    order = epoch_order(count, 42, epoch)
     assert sorted(order.tolist()) == list(range(count))
-    shares = [utils.rank_share(order, batch_size, rank, ranks) for rank in range(ranks)]
+    shares = [rank_share(order, batch_size, rank, ranks) for rank in range(ranks)]
     steps = math.ceil(count / (batch_size * ranks))
     batches = [list(utils.SkipBatchSampler(share, batch_size, 0, steps)) for share in shares]
     for k in range(steps):  # global micro-batch k is slice k of the order
@@ -70,9 +74,15 @@ def test_the_ranks_share_one_order(count, batch_size, ranks, epoch):
 
 
 def test_the_order_depends_on_seed_and_epoch_only():
-    assert np.array_equal(utils.epoch_order(50, 1, 2), utils.epoch_order(50, 1, 2))
-    assert not np.array_equal(utils.epoch_order(50, 1, 2), utils.epoch_order(50, 1, 3))
-    assert not np.array_equal(utils.epoch_order(50, 1, 2), utils.epoch_order(50, 2, 2))
+    assert np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 1, 2))
+    assert not np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 1, 3))
+    assert not np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 2, 2))
+
+
+def test_warm_up_is_linear_and_multiplies_the_cosine():
+    args = StageArgs(learning_rate=1e-2, warmup_updates=4)
+    rates = [utils.warmup_cosine(update, 10, args) for update in range(1, 11)]
+    assert rates == [min(1.0, update / 4) * utils.get_lr(update, 10, 1e-2) for update in range(1, 11)]
 
 
 def test_skipping_a_million_batches_reads_nothing():
@@ -105,15 +115,19 @@ def test_a_tokenizer_too_large_for_the_model_is_refused():
         utils.init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100), "none")
 
 
-def test_mixed_precision():
+def test_mixed_precision(monkeypatch):
     cpu = torch.device("cpu")
+    monkeypatch.setattr(device_module, "native_float16", lambda device: False)
+    with pytest.raises(UserError, match="--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32"):
+        mixed_precision("float16", cpu)
+    monkeypatch.setattr(device_module, "native_float16", lambda device: True)
     for dtype, scaled in (("float32", False), ("bfloat16", False), ("float16", True)):
-        autocast, scaler = utils.mixed_precision(dtype, cpu)
+        autocast, scaler = mixed_precision(dtype, cpu)
         assert scaler.is_enabled() == scaled
         with autocast:
             product = torch.ones(2, 2) @ torch.ones(2, 2)
         assert product.dtype == getattr(torch, dtype)
-    autocast, _ = utils.mixed_precision("auto", cpu)
+    autocast, _ = mixed_precision("auto", cpu)
     with autocast:
         product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype == (torch.bfloat16 if utils.native_bfloat16(cpu) else torch.float32)
+    assert product.dtype == (torch.bfloat16 if native_bfloat16(cpu) else torch.float32)

@@ -1,4 +1,4 @@
-"""What can be hung into a run without touching the engine: the callback interface, and the callbacks that are shipped.
+"""Callbacks extend a run without changing the engine: the interface, and the callbacks that are included.
 
 docs/CALLBACKS.md shows when each method is called.
 """
@@ -8,90 +8,88 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dataset.errors import UserError, reason, warn
-from trainer.checkpoint import metrics_path
-from trainer.console import MetricsLog, headline
-from trainer.tracker import MODES, Tracker, drawable
-
-if TYPE_CHECKING:
-    from llm.training.core.engine import TrainingEngine
+from common.errors import UserError, reason, warn
+from llm.training.core.interface import Engine
+from trainer.components.metrics import MetricsLog, headline
+from trainer.components.run_files import metrics_path
+from trainer.components.tracker import MODES, Tracker, drawable
 
 State = dict[str, Any]
 PLAIN = (type(None), bool, int, float, str)
 
 
 class Callback:
-    """Does nothing; a subclass overrides what it wants to take part in. Every method is called on every rank."""
+    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank."""
 
-    def on_train_start(self, engine: "TrainingEngine") -> None:
-        """Everything is set up and restored; no update has been made by this process."""
+    def on_train_start(self, engine: Engine) -> None:
+        """Everything is set up and restored; this process has not made an update yet."""
 
-    def on_train_end(self, engine: "TrainingEngine") -> None:
-        """Training came to its end, or was stopped by `engine.stop`. Not called after an exception."""
+    def on_train_end(self, engine: Engine) -> None:
+        """Training is finished, or was stopped by `engine.stop`. Not called after an exception."""
 
-    def on_epoch_start(self, engine: "TrainingEngine", epoch: int) -> None:
-        """Before the first update of an epoch (from 0), or the first one since a resume."""
+    def on_epoch_start(self, engine: Engine, epoch: int) -> None:
+        """Before the first update of an epoch (from 0), or the first after a resume."""
 
-    def on_epoch_end(self, engine: "TrainingEngine", epoch: int) -> None:
-        """After the last update of an epoch and all that belongs to it."""
+    def on_epoch_end(self, engine: Engine, epoch: int) -> None:
+        """After the last update of an epoch, its validation and its checkpoint."""
 
-    def on_batch_start(self, engine: "TrainingEngine", update: int) -> None:
-        """Before an optimizer update; `update` is the number that it will have, from 1."""
+    def on_batch_start(self, engine: Engine, update: int) -> None:
+        """Before an optimizer update; `update` is its number, from 1."""
 
-    def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
-        """After an optimizer update; `record` is its finished log record at a log point, else None."""
+    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
+        """After an optimizer update; `record` is its complete log record at a log point, else None."""
 
-    def on_validation_start(self, engine: "TrainingEngine") -> None:
+    def on_validation_start(self, engine: Engine) -> None:
         """Before a validation."""
 
-    def on_validation_end(self, engine: "TrainingEngine", metrics: dict[str, float | None]) -> None:
+    def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
-    def on_checkpoint_saved(self, engine: "TrainingEngine", path: Path) -> None:
-        """The state of the last update has been handed to the writer; the file may not be complete yet."""
+    def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
+        """The checkpoint of the last update is being written in the background; it may not be complete yet."""
 
-    def on_exception(self, engine: "TrainingEngine", error: BaseException) -> None:
-        """Training ends by this exception (`Interrupted`: by a signal), which goes on afterwards."""
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
 
     def state_dict(self) -> State:
-        """What the checkpoint keeps of this callback: numbers, strings, tensors, and lists and dicts of them."""
+        """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Take over what `state_dict` gave; called before `on_train_start` of a resumed run."""
+        """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackError(RuntimeError):
-    """A callback raised; the message names it and the method, the cause is what it raised."""
+    """A callback raised an exception, which is the cause; the message names the callback and the method."""
 
 
 class CallbackList:
-    """The callbacks of a run, called in their order; a UserError for one that would never be called."""
+    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called."""
 
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks: dict[str, Callback] = {}
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise UserError(f"{callback!r} is not a callback; give an object of a subclass of Callback")
+                raise UserError(f"{callback!r} is not a callback, an instance of a subclass of Callback")
             name = type(callback).__name__
             for key in dir(callback):
                 if key.startswith("on_") and key not in HOOKS:
-                    raise UserError(f"callback {name}: {key} would never be called; there are {', '.join(HOOKS)}")
+                    raise UserError(f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}")
             same = sum(type(one).__name__ == name for one in self.callbacks.values())
             self.callbacks[f"{name}#{same + 1}" if same else name] = callback
 
-    def dispatch(self, name: str, engine: "TrainingEngine", *args: Any) -> None:
-        """Call a method of each callback. CallbackError: one failed; in `on_exception`, where another error is on its
-        way and the others have files to close, that is a warning."""
+    def dispatch(self, name: str, engine: Engine, *args: Any) -> None:
+        """Call a method of each callback. In `on_exception` a failure is only a warning, because the other callbacks
+        still have to close their files; elsewhere it raises CallbackError."""
         for key, callback in self.callbacks.items():
             try:
                 _call(key, callback, name, engine, *args)
@@ -101,26 +99,26 @@ class CallbackList:
                 warn(str(error))
 
     def state_dict(self) -> dict[str, State]:
-        """The states that are not empty, by class name (`EarlyStopping#2` for the second of a class). CallbackError:
-        one failed, or holds what could not be read back from a checkpoint."""
+        """The non-empty states by class name (`EarlyStopping#2` for the second of a class). Raises CallbackError if one
+        fails, or contains a type that a checkpoint cannot hold."""
         states = {key: _call(key, callback, "state_dict") for key, callback in self.callbacks.items()}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, State] | None) -> None:
-        """Give each callback its state; those that came or went since are named in one warning."""
+        """Restore the state of each callback; warn about callbacks that were added or removed."""
         states = states or {}
         keeping = [key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict]
-        new = [f"{key} starts without a saved state" for key in keeping if key not in states]
-        gone = [f"the state of {key} is dropped" for key in states if key not in self.callbacks]
-        if new or gone:
-            warn(f"other callbacks than in the checkpoint: {'; '.join(new + gone)}")
+        changes = [f"{key} has no saved state" for key in keeping if key not in states]
+        changes += [f"the saved state of {key} is ignored" for key in states if key not in self.callbacks]
+        if changes:
+            warn(f"the callbacks are not those of the checkpoint: {'; '.join(changes)}")
         for key, callback in self.callbacks.items():
             if key in states:
                 _call(key, callback, "load_state_dict", states[key])
 
 
 def _call(key: str, callback: Callback, method: str, *args: Any) -> Any:
-    """Call one method; whatever fails there is named. A user's mistake and a signal pass through as they are."""
+    """Call one method and turn an exception into a CallbackError. A UserError and a signal are passed on unchanged."""
     try:
         result = getattr(callback, method)(*args)
         return _plain(result, "the state") if method == "state_dict" else result
@@ -131,7 +129,7 @@ def _call(key: str, callback: Callback, method: str, *args: Any) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value in types that `torch.load(weights_only=True)` reads: one wrong item would make the file unreadable."""
+    """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file unreadable."""
     if isinstance(value, dict):
         return {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -143,21 +141,24 @@ def _plain(value: Any, where: str) -> Any:
 
 
 class _RecordLog(Callback):
-    """What takes log records, on rank 0 only, and is closed however training ends."""
+    """Base class of callbacks that write log records, on rank 0 only. The log is closed even after an exception."""
 
     log: Any = None
 
-    def on_train_start(self, engine: "TrainingEngine") -> None:
+    def on_train_start(self, engine: Engine) -> None:
         if engine.is_main_process:
             self.log = self._open(engine)
 
-    def on_train_end(self, engine: "TrainingEngine") -> None:
-        self._close(patience=None)
+    def on_train_end(self, engine: Engine) -> None:
+        self._close(timeout=None)
 
-    def on_exception(self, engine: "TrainingEngine", error: BaseException) -> None:
-        self._close(patience=10.0)  # seconds for a network: a run that was stopped is waited for
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        self._close(timeout=10.0)  # seconds for the network: a stopped run should exit soon
 
-    def _close(self, patience: float | None) -> None:
+    def _open(self, engine: Engine) -> Any:
+        raise NotImplementedError
+
+    def _close(self, timeout: float | None) -> None:
         if self.log is not None:
             self.log.close()
         self.log = None
@@ -165,13 +166,13 @@ class _RecordLog(Callback):
 
 class MetricsLogger(_RecordLog):
     """Writes each log record to `<save_dir>/<run_name>_metrics.jsonl` and to the console, as the stage scripts do. A
-    resumed run keeps the records that it stands on and writes the later ones again."""
+    resumed run keeps the records up to its checkpoint and writes the later ones again."""
 
-    def _open(self, engine: "TrainingEngine") -> MetricsLog:
+    def _open(self, engine: Engine) -> MetricsLog:
         path = metrics_path(engine.state.args.save_dir, engine.run_name)
         return MetricsLog(path, engine.state.total_updates, engine.resumed_update)
 
-    def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
+    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.log is None:
             return
         self.log.tick(update)
@@ -183,21 +184,21 @@ class EarlyStopping(Callback):
     """Ends training when a validation metric no longer improves.
 
     Args:
-        monitor: name of the metric; a UserError in the run if validation gives no such metric.
-        mode: `min` if less is better, `max` if more is.
-        patience: validations in a row without an improvement that end training.
-        min_delta: an improvement is a change of more than this.
+        monitor: name of the metric; UserError during the run if validation does not report it.
+        mode: `min` if lower is better, `max` if higher is better.
+        patience: stop after this many validations in a row without an improvement.
+        min_delta: a change counts as an improvement if it is larger than this.
     """
 
     def __init__(self, monitor: str = "eval_loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0):
         if mode not in ("min", "max") or patience < 1 or not 0 <= min_delta < math.inf:
             given = f"mode {mode!r}, patience {patience}, min_delta {min_delta}"
-            raise UserError(f"EarlyStopping: mode is min or max, patience 1 or more, min_delta 0 or more; not {given}")
+            raise UserError(f"EarlyStopping: mode must be min or max, patience >= 1, min_delta >= 0; not {given}")
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
         self.best: float | None = None
         self.waited = 0  # validations since the best
 
-    def on_validation_end(self, engine: "TrainingEngine", metrics: dict[str, float | None]) -> None:
+    def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
         if self.monitor not in metrics:
             there = ", ".join(sorted(metrics)) or "nothing"
             raise UserError(f"EarlyStopping: validation gives no {self.monitor!r} to monitor; it gives {there}")
@@ -219,38 +220,38 @@ class EarlyStopping(Callback):
 
 
 class TensorBoardLogger(_RecordLog):
-    """Draws the finite numbers of each log record in TensorBoard, by update, under the names of the metrics file.
+    """Logs the finite numbers of each log record to TensorBoard, by update, under the names of the metrics file.
 
-    Each process writes an event file of its own, which declares void what earlier files of the folder hold of its
-    updates: a resumed run's curves have each update once.
+    Each process writes its own event file, which purges the points of its updates from earlier files in the folder: the
+    curves of a resumed run contain each update once.
 
     Args:
-        log_dir: folder of this run's event files; a UserError in the run if it cannot be written, or TensorBoard is
+        log_dir: folder of this run's event files; UserError during the run if it cannot be written, or TensorBoard is
             not installed.
     """
 
     def __init__(self, log_dir: str | Path):
         self.log_dir = Path(log_dir)
 
-    def _open(self, engine: "TrainingEngine") -> Any:
+    def _open(self, engine: Engine) -> Any:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(f"TensorBoardLogger: {reason(error)}; pip install tensorboard") from error
         first = 0 if engine.resumed_update is None else engine.resumed_update + 1
         with self._writing():
-            # event files are read in the order of their names, which begin with the second that they were made in
+            # event files are read in the order of their names, which start with the second of their creation
             seconds = [path.name.split(".")[3] for path in self.log_dir.glob("events.out.tfevents.[0-9]*.*")]
             time.sleep(min(max(0.0, int(max(seconds, default=0)) + 1 - time.time()), 1.0))
             return SummaryWriter(str(self.log_dir), purge_step=first)
 
-    def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
+    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.log is None or record is None:
             return
         with self._writing():
             for name, value in drawable(record, leave_out=("update",)).items():
                 self.log.add_scalar(name, value, update)
-            self.log.flush()  # a kill loses no point of an update that a resume goes on from
+            self.log.flush()  # so that a kill loses no point of an update that a resume continues from
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -262,12 +263,12 @@ class TensorBoardLogger(_RecordLog):
 
 
 class SwanLabLogger(_RecordLog):
-    """Draws the finite numbers of each log record in SwanLab; a resumed run goes on in its curves (mode cloud).
+    """Logs the finite numbers of each log record to SwanLab; a resumed run continues its curves (mode cloud).
 
     Args:
         project: SwanLab project.
-        mode: where SwanLab keeps the run: cloud (or online), local, offline, disabled.
-        name: of the run; by default the engine's `run_name`.
+        mode: where SwanLab stores the run: cloud (or online), local, offline, disabled.
+        name: name of the run; by default the engine's `run_name`.
     """
 
     def __init__(self, project: str = "MiniMind-Trainer", mode: str = "cloud", name: str | None = None):
@@ -276,17 +277,17 @@ class SwanLabLogger(_RecordLog):
         self.project, self.mode, self.name = project, mode, name
         self.run_id: str | None = None
 
-    def _open(self, engine: "TrainingEngine") -> Tracker:
+    def _open(self, engine: Engine) -> Tracker:
         name, settings = self.name or engine.run_name, vars(engine.config.to_args())
         return Tracker(self.project, name, self.mode, settings, self.run_id, engine.resumed_update or 0)
 
-    def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
+    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.log is not None and record is not None:
             self.log.log(drawable(record, leave_out=("update", "seconds")), update)
 
-    def _close(self, patience: float | None) -> None:
+    def _close(self, timeout: float | None) -> None:
         if self.log is not None:
-            self.log.finish(patience)
+            self.log.finish(timeout)
             self.run_id, self.log = self.log.id, None
 
     def state_dict(self) -> State:
@@ -300,7 +301,7 @@ class LRSchedulerCallback(Callback):
     """Steps a `torch.optim.lr_scheduler` at the end of each update or epoch.
 
     Args:
-        scheduler: the scheduler, or a function that makes it from the optimizer when training starts.
+        scheduler: the scheduler, or a function that creates it from the optimizer when training starts.
         interval: `update` or `epoch`.
     """
 
@@ -308,31 +309,33 @@ class LRSchedulerCallback(Callback):
         if interval not in ("update", "epoch"):
             raise UserError(f"LRSchedulerCallback: interval {interval!r} must be update or epoch")
         self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
-        self.make, self.interval = scheduler, interval
-        self.done = 0  # updates or epochs; a resumed run may come by the last of them again
+        self.make = None if isinstance(scheduler, LRScheduler) else scheduler
+        self.interval = interval
+        self.done = 0  # updates or epochs; a resumed run may report the last one again
         self.saved: State | None = None
 
-    def on_train_start(self, engine: "TrainingEngine") -> None:
+    def on_train_start(self, engine: Engine) -> None:
         optimizer = engine.state.optimizer
         groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-        if self.scheduler is None:
+        if self.make is not None:
             self.scheduler = self.make(optimizer)
+        assert self.scheduler is not None
         if self.scheduler.optimizer is not optimizer:
             raise UserError("LRSchedulerCallback: the scheduler belongs to another optimizer than the engine's")
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
             for group, restored in zip(optimizer.param_groups, groups, strict=True):
-                group.update(restored)  # making a scheduler sets the rate of its beginning
-            optimizer._opt_called = True  # as the scheduler notes it: the optimizer stepped before the resume
+                group.update(restored)  # creating a scheduler sets its initial rate
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # it stepped before the resume: no warning
 
-    def on_batch_end(self, engine: "TrainingEngine", update: int, record: State | None) -> None:
+    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         self._step("update", update)
 
-    def on_epoch_end(self, engine: "TrainingEngine", epoch: int) -> None:
+    def on_epoch_end(self, engine: Engine, epoch: int) -> None:
         self._step("epoch", epoch + 1)
 
     def _step(self, interval: str, count: int) -> None:
-        if interval == self.interval and count > self.done:
+        if self.scheduler is not None and interval == self.interval and count > self.done:
             self.scheduler.step()
             self.done = count
 

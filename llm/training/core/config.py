@@ -1,211 +1,121 @@
-"""The engine's settings: dataclasses whose field docstrings are the help texts, and what fills them.
+"""The engine's settings: those of the stage scripts (common/settings.py) and its own, in sections.
 
-Each source overrides those before it: the defaults below < the task's own defaults < a YAML file (--config) < the
-environment (MINIMIND_BATCH_SIZE=8) < the command line (--batch_size 8). Names are those of the stage scripts' flags.
-config_sources.py reads them.
+Later sources override earlier ones: the defaults below, the task's own defaults, a YAML file (--config), the
+environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8). config_sources.py reads them.
 """
 
-import ast
-import inspect
 import os
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from dataset.errors import UserError
+from common import settings
+from common.errors import UserError
+from common.settings import StageArgs, parse_values, setting, settings_of
 from llm.training.core.config_sources import (
     OPTIONS,
     Given,
-    Setting,
-    parse_value,
-    python_value,
     read_command_line,
     read_environment,
     read_task_defaults,
     read_yaml,
     to_yaml,
 )
-from trainer.arguments import check_args
-from trainer.trainer_utils import ROOT
 
 
-@dataclass
-class ModelConfig:
-    """Which model it is."""
+@dataclass(kw_only=True)
+class ModelConfig(settings.ModelConfig):
+    """The shape of the model."""
 
-    hidden_size: int = 512
-    """width, divisible by 16"""
-    num_hidden_layers: int = 8
-    """depth, in layers"""
-    use_moe: bool = False
-    """mixture of experts instead of dense"""
-    num_experts: int = 4
-    """experts per layer, with --use_moe"""
-    top_k: int = 1
-    """experts that each token goes through"""
-    dropout: float = 0.0
-    """probability, at the embedding and after each attention"""
-    tokenizer_path: str = str(ROOT / "model")
-    """folder of a Hugging Face tokenizer"""
+    num_experts: int = setting(4, "experts per layer, with --use_moe", ge=1)
+    top_k: int = setting(1, "experts per token (top-k routing)", ge=1)
 
 
-@dataclass
-class DataConfig:
-    """What it is trained on."""
+@dataclass(kw_only=True)
+class DataConfig(settings.DataConfig):
+    """What the model is trained on."""
 
-    data_path: str | None = None
-    """training data: file, folder or glob, several with commas (.jsonl .gz .parquet)"""
-    eval_data_path: str | None = None
-    """held-out data, the same forms; gives eval_loss, eval_bpb and the best checkpoint"""
-    cache_dir: str = str(ROOT / "dataset" / "cache")
-    """folder of the token cache"""
-    max_seq_len: int = 512
-    """longest sample, in tokens"""
-    packing: bool = False
-    """fill rows of --max_seq_len with whole samples"""
-    on_bad_data: Literal["stop", "skip"] = "stop"
-    """at a record that cannot be used: stop there, or skip and list all of them"""
-    max_bad_share: float = 0.1
-    """share of bad records above which skipping stops"""
-    num_workers: int = 0
-    """loader processes per rank"""
-    num_samples: int = 2048
-    """samples of the synthetic data, training and validation together"""
-    noise: float = 0.0
-    """standard deviation of the noise on the synthetic targets"""
-    validation_share: float = 0.2
-    """share of the synthetic samples that is held out"""
+    num_samples: int = setting(2048, "size of the synthetic data, training and validation", "samples", ge=2)
+    noise: float = setting(0.0, "standard deviation of the noise on the synthetic targets", ge=0)
+    validation_share: float = setting(0.2, "share of the synthetic samples that is held out", gt=0, lt=1)
 
 
-@dataclass
-class TrainingConfig:
-    """How it is trained."""
+@dataclass(kw_only=True)
+class TrainingConfig(settings.TrainingConfig):
+    """How the model is trained."""
 
-    task: str = ""
-    """name of a task, or package.module:ClassName for one of your own"""
-    epochs: int = 2
-    """passes over the data"""
-    batch_size: int = 32
-    """samples (packed: rows) per rank per micro-batch"""
-    accumulation_steps: int = 1
-    """micro-batches per update"""
-    learning_rate: float = 5e-4
-    """peak; follows a cosine down to a tenth"""
-    warmup_updates: int = 0
-    """updates of linear warm-up"""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the layers' matrices"""
-    weight_decay: float = 0.01
-    """the optimizer's, on matrices only"""
-    grad_clip: float = 1.0
-    """largest norm of the gradient; 0: no clipping"""
-    seed: int = 42
-    """of weights, order of samples and dropout"""
-    max_bad_updates: int = 5
-    """updates in a row without a finite gradient that end the run"""
-    patience: int = 0
-    """early stopping: evaluations without improvement that end the run; 0: off"""
-    min_delta: float = 0.0
-    """a smaller change than this is no improvement, in units of --monitor"""
-    monitor: str = "eval_loss"
-    """metric of early stopping and of the best checkpoint"""
-    mode: Literal["min", "max"] = "min"
-    """whether a smaller or a larger --monitor is better"""
+    task: str = setting("", "name of a task, or package.module:ClassName for one of your own")
+    patience: int = setting(0, "early stopping: evaluations without improvement before it stops; 0: off", ge=0)
+    min_delta: float = setting(0.0, "a change of --monitor counts as an improvement if it is larger than this", ge=0)
+    monitor: str = setting("eval_loss", "metric for early stopping and for the best checkpoint")
+    mode: Literal["min", "max"] = setting("min", "whether a smaller or a larger --monitor is better")
 
 
-@dataclass
-class DistributedConfig:
-    """Where it runs. Under torchrun the number of processes and their address are torchrun's."""
+@dataclass(kw_only=True)
+class DistributedConfig(settings.DistributedConfig):
+    """Devices and processes. Under torchrun, torchrun sets the number of processes and their address."""
 
-    world_size: int = 0
-    """processes to start; 0: one per visible GPU, or 1"""
-    master_addr: str = "127.0.0.1"
-    """address at which the processes meet"""
-    master_port: int = 0
-    """port at which they meet; 0: a free one"""
-    rank_timeout: int = 600
-    """seconds without a sign of another rank until it counts as lost"""
-    device: str = "auto"
-    """auto, cuda, cuda:N, mps or cpu"""
+    world_size: int = setting(0, "processes to start; 0: one per visible GPU, or 1", ge=0)
+    master_addr: str = setting("127.0.0.1", "rendezvous address of the processes")
+    master_port: int = setting(0, "rendezvous port; 0: a free one", ge=0, le=65535)
 
 
-@dataclass
-class OptimizationConfig:
-    """How it is computed."""
+@dataclass(kw_only=True)
+class OptimizationConfig(settings.OptimizationConfig):
+    """Precision, compilation and memory."""
 
-    use_compile: bool = False
-    """torch.compile"""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """several ranks: a copy of the model each, or shards"""
-    activation_checkpointing: bool = False
-    """less memory, a third more work"""
-    use_amp: bool = True
-    """mixed precision in --dtype; 0: all in float32, whatever --dtype says"""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """autocast; weights stay float32"""
+    use_amp: bool = setting(True, "mixed precision in --dtype; 0: float32, ignoring --dtype")
 
 
-@dataclass
-class CheckpointConfig:
-    """What is kept, and what it starts from."""
+@dataclass(kw_only=True)
+class CheckpointConfig(settings.CheckpointConfig):
+    """What is saved, and what the run starts from."""
 
-    save_dir: str = str(ROOT / "out")
-    """folder of weights for use and metrics"""
-    save_weight: str = "model"
-    """name of the weights that this run writes; by default the task's"""
-    checkpoint_dir: str = str(ROOT / "checkpoints")
-    """folder of the state to resume from"""
-    from_weight: str = "none"
-    """name of the weights in --save_dir to start from; 'none' for random weights"""
-    from_resume: bool = False
-    """go on from the checkpoint, if there is one"""
-    extend_epochs: bool = False
-    """a resumed run may have more --epochs"""
-    save_interval: int = 1000
-    """micro-batches between checkpoints; each epoch ends with one"""
-    keep_every: int = 0
-    """updates between numbered checkpoints; 0: none"""
-    keep_last: int = 3
-    """numbered checkpoints that are kept, besides the best"""
+    keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
+    keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
 
-@dataclass
-class LoggingConfig:
-    """What it tells, and where."""
+@dataclass(kw_only=True)
+class LoggingConfig(settings.LoggingConfig):
+    """What is reported, and where."""
 
-    log_interval: int = 100
-    """micro-batches between log points"""
-    eval_interval: int = 0
-    """micro-batches between evaluations; 0: at the end of each epoch"""
-    log_file: str | None = None
-    """file for the lines of the console"""
-    use_wandb: bool = False
-    """log to SwanLab"""
-    wandb_project: str = "MiniMind-Trainer"
-    """SwanLab project"""
-    swanlab_mode: Literal["cloud", "disabled", "local", "offline", "online"] = "cloud"
-    """where SwanLab keeps the run"""
-    tensorboard_dir: str | None = None
-    """folder of TensorBoard's event files"""
+    log_file: str | None = setting(None, "file to which the engine's messages are appended")
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard event files")
 
 
-def read_settings(section: str, cls: type) -> dict[str, Setting]:
-    """The fields of a section by name; the string literal below a field is its help."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body
-    texts = {a.target.id: b.value.value for a, b in zip(body, body[1:], strict=False) if isinstance(a, ast.AnnAssign)}
-    return {f.name: Setting(section, f.type, f.default, " ".join(texts[f.name].split())) for f in fields(cls)}
+@dataclass(kw_only=True)
+class EngineArgs(
+    DataConfig,
+    ModelConfig,
+    TrainingConfig,
+    OptimizationConfig,
+    DistributedConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    StageArgs,
+):
+    """All settings, flat, as the functions of `trainer/` take them."""
+
+    section: ClassVar[str] = "engine"
+
+    def contradictions(self) -> list[str]:
+        """Values that do not go together."""
+        wrong = super().contradictions()
+        if self.top_k > self.num_experts:
+            wrong.append(f"--top_k {self.top_k} must be --num_experts {self.num_experts} or less")
+        if not self.task:
+            wrong.append("--task is missing: give the name of a task, or package.module:ClassName for one of your own")
+        return wrong
 
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "distributed": DistributedConfig}
 SECTIONS |= {"optimization": OptimizationConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig}
-SETTINGS = {name: s for section, cls in SECTIONS.items() for name, s in read_settings(section, cls).items()}
-INT_FLAGS = ("use_moe", "packing", "use_compile", "activation_checkpointing", "from_resume", "extend_epochs")  # 0 or 1
+SETTINGS = settings_of(EngineArgs)
 
 
 @dataclass
 class Config:
-    """All settings of a run. `extra`: those of a user's own task. `sources`: where each setting was given."""
+    """All settings of a run. `extra`: options of a user's own task. `sources`: where each value comes from."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -224,20 +134,20 @@ class Config:
         environ: Mapping[str, str] | None = None,
         task_defaults: Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None = None,
     ) -> "Config":
-        """The settings of a run from all its sources. What they add up to is checked by `validate`.
+        """Read the settings from all sources. `validate` checks how they go together.
 
         Args:
-            argv: the command line without the program; sys.argv's by default.
+            argv: the command line without the program; sys.argv by default.
             environ: the environment; os.environ by default.
-            task_defaults: the task's own defaults, or a function of the task's name that gives them (not called where
-                no task is named). A task's weights are named like the task unless they say otherwise.
+            task_defaults: the task's own defaults, or a function that returns them for the name of the task (called
+                only if a task is given). `save_weight` defaults to the name of the task.
 
         Raises:
-            UserError: one line with all unknown and ill-typed settings of a source.
-            SystemExit: `--help` and `--print_config`.
+            UserError: one line with all unknown names and invalid values of a source.
+            SystemExit: after `--help` and `--print_config`.
         """
         environ = os.environ if environ is None else environ
-        options, from_flags = read_command_line(SETTINGS, argv)
+        options, from_flags = read_command_line(SETTINGS, EngineArgs, argv)
         from_file = read_yaml(SETTINGS, options.config) if options.config is not None else {}
         given = from_file | read_environment(SETTINGS, environ) | from_flags
         task, _ = given.get("task", ("", ""))
@@ -245,9 +155,9 @@ class Config:
             task_defaults = task_defaults(task) if task else None
         named = {"save_weight": task.rpartition(":")[2]} if task else {}
         config = cls._of(read_task_defaults(SETTINGS, task, named | dict(task_defaults or {})) | given)
-        if options.print_config and environ.get("RANK", "0") == "0":
-            print(config.describe(), end="", flush=True)
         if options.print_config:
+            if environ.get("RANK", "0") == "0":
+                print(config.describe(), end="", flush=True)
             raise SystemExit(0)
         return config
 
@@ -263,17 +173,16 @@ class Config:
         return config
 
     def values(self) -> dict[str, Any]:
-        """All fields of all sections by name."""
+        """All settings by name."""
         return {name: getattr(getattr(self, setting.section), name) for name, setting in SETTINGS.items()}
 
-    def to_args(self) -> Namespace:
-        """All fields, flat, as the stage scripts' command line gives them to trainer/."""
+    def to_args(self) -> EngineArgs:
+        """All settings, flat."""
         values = self.values()
-        values |= {name: int(values[name]) for name in INT_FLAGS}
-        return Namespace(**values if self.optimization.use_amp else values | {"dtype": "float32"})
+        return EngineArgs(**values if self.optimization.use_amp else values | {"dtype": "float32"})
 
     def describe(self) -> str:
-        """Every field, its value and its source, as YAML that `--config` reads back as the same settings."""
+        """Every setting with its value and source, as YAML that `--config` can read."""
         values, rows = self.values(), []
         for section in SECTIONS:
             names = [name for name, setting in SETTINGS.items() if setting.section == section]
@@ -288,37 +197,12 @@ class Config:
         return "".join(c if c.isprintable() else "?" for c in self.sources.get(name, "default"))
 
     def validate(self) -> None:
-        """Find every impossible setting before anything is built, on this machine.
+        """Convert and check all values, which may have been set in code, and check how they go together.
 
         Raises:
-            UserError: one line naming all of them.
+            UserError: one line with all mistakes.
         """
-        wrong = []
-        for name, value in self.values().items():  # a Config made by hand
-            try:
-                parse_value(SETTINGS[name].kind, *python_value(value))
-            except ValueError as error:
-                wrong.append(f"--{name} {error}")
-        if not wrong:
-            wrong = self._mistakes()
-        if wrong:
+        for name, value in parse_values(SETTINGS, {k: (v, f"--{k}") for k, v in self.values().items()}).items():
+            setattr(getattr(self, SETTINGS[name].section), name, value)
+        if wrong := self.to_args().contradictions():
             raise UserError("; ".join(wrong))
-
-    def _mistakes(self) -> list[str]:
-        given, wrong = self.values(), []
-        try:
-            check_args(self.to_args())
-        except UserError as error:
-            wrong.append(str(error))
-        at_least = {"num_experts": 1, "top_k": 1, "num_samples": 2, "noise": 0, "patience": 0, "min_delta": 0}
-        at_least |= {"world_size": 0, "master_port": 0, "keep_every": 0, "keep_last": 0}
-        wrong += [f"--{k} {given[k]} must be {low} or more" for k, low in at_least.items() if given[k] < low]
-        if given["top_k"] > given["num_experts"]:
-            wrong.append(f"--top_k {given['top_k']} must be --num_experts {given['num_experts']} or less")
-        if given["master_port"] > 65535:
-            wrong.append(f"--master_port {given['master_port']} must be 65535 or less")
-        if not 0 < given["validation_share"] < 1:
-            wrong.append(f"--validation_share {given['validation_share']} must be between 0 and 1")
-        if not given["task"]:
-            wrong.append("--task is missing: give the name of a task, or package.module:ClassName for one of your own")
-        return wrong + [f"--{k} must not be empty" for k, value in given.items() if value == "" and k != "task"]

@@ -1,4 +1,4 @@
-"""TrainingEngine: a task, a data module and callbacks around the one loop (trainer/loop.py); no loop of its own."""
+"""TrainingEngine: runs a task with its data and callbacks in the training loop of trainer/loop.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,129 +9,115 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from dataset.errors import UserError
+from common.errors import UserError
+from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
 from llm.training.core.config import Config
-from llm.training.core.utils import CheckpointManager, DistributedManager, Logger, PerformanceMonitor
+from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer.bad_updates import BadUpdates
-from trainer.checkpoint import run_name
-from trainer.interrupt import StopRequest
+from trainer.components.bad_updates import BadUpdates
+from trainer.components.device import mixed_precision, prepare_device, select_device
+from trainer.components.flops import peak_rate
+from trainer.components.parallel import wrap_model
+from trainer.components.resume import check_resume, code_hashes, keep_global_batch, run_fingerprint, total_updates
+from trainer.components.run_files import run_name
+from trainer.components.saving import complete_files, save_final_weights
+from trainer.components.signals import StopRequest
+from trainer.components.state import Batch, Hooks, Schedule, TrainState
 from trainer.loop import finish_update, train_epoch
-from trainer.parallel import wrap_model
-from trainer.resume import describe_run, total_updates
-from trainer.stage import finished_files, measured_peak, save_last_weights
-from trainer.state import Batch, Hooks, TrainState
-from trainer.trainer_utils import is_main_process, mixed_precision, pick_device, setup_seed
+from trainer.trainer_utils import is_main_process, setup_seed, steps_per_epoch
 
 
 class TrainingEngine(Hooks):
-    """One run of a task. Made on every rank, after the process group.
+    """One run of a task. Created on every rank, after the process group.
 
     Args:
-        config: the settings, validated.
-        task, data: what is trained, on what; `data.setup()` is done.
-        callbacks: called at the points that docs/CALLBACKS.md lists.
-        distributed, logger: see core/utils.py.
-        local_rank: of this process.
-        stop: tells whether a signal came.
+        config: the validated settings.
+        task, data: what to train, and on what; `data.setup()` has been called.
+        callbacks: called at the points listed in docs/CALLBACKS.md.
+        stop: reports whether a signal asked the run to stop.
     """
 
     def __init__(
-        self,
-        config: Config,
-        task: TrainingTask,
-        data: DataModule,
-        callbacks: list[Callback],
-        distributed: DistributedManager,
-        logger: Logger,
-        local_rank: int = 0,
-        stop: StopRequest | None = None,
+        self, config: Config, task: TrainingTask, data: DataModule, callbacks: list[Callback], stop: StopRequest
     ):
-        self.config, self.task, self.data, self.distributed, self.logger = config, task, data, distributed, logger
+        self.config, self.task, self.data, self.logger = config, task, data, Logger(config.logging.log_file)
         self.args = config.to_args()
+        self.is_main_process = is_main_process()
         self.run_name = run_name(self.args.save_weight, self.args)
         self.checkpoint_manager = CheckpointManager(config, self.run_name)
         self.performance_monitor = PerformanceMonitor()
         self.callbacks = CallbackList(callbacks)
-        self.resumed_update: int | None = None  # the last update whose record the metrics file holds; None: a new run
-        self._setup_components(local_rank, stop or StopRequest())
+        self.resumed_update: int | None = None  # the last update reported before the resume
+        self._setup_components(stop)
 
-    def _setup_components(self, local_rank: int, stop: StopRequest) -> None:
+    def _setup_components(self, stop: StopRequest) -> None:
         args, task = self.args, self.task
+        device = select_device(args.device)
+        autocast, scaler = mixed_precision(args.dtype, device)
+        prepare_device(device)
         setup_seed(args.seed)
         samples, held_out = self.data.num_samples(), self.data.val_dataloader()
         if held_out is None and args.patience:
-            raise UserError(f"--patience {args.patience} stops early by held-out data, but there are none")
+            raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
         if text := self.data.describe():
             self.logger.info(text)
-        run = describe_run(args, task.contract(), self.data.fingerprint(), samples)
-        saved = self.checkpoint_manager.load_checkpoint(args, run)
-        if saved is not None:  # it replaces the weights to start from
+        checkpoint = self.checkpoint_manager.load_checkpoint(args)
+        self.args = args = keep_global_batch(args, checkpoint)
+        run = run_fingerprint(args, task.fingerprint(), self.data.fingerprint(), samples)
+        run = check_resume(args, run, checkpoint)
+        if checkpoint is not None:  # its weights replace --from_weight
             task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight="none"))
-        device = pick_device(args.device, local_rank)
-        autocast, scaler = mixed_precision(args.dtype, device)
         model = task.build_model()
-        wrapped = wrap_model(model, device, args)
+        wrapped = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
         optimizer = task.build_optimizer(model)
-        updates = total_updates(run)
-        self.scheduler = task.build_scheduler(optimizer, updates)
+        self.scheduler = task.build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()
-        parts = (wrapped, optimizer, scaler, autocast, device, self._loss, updates, run)
-        self.state = TrainState(
-            args,
-            args,
-            *parts,
-            eval_loader=held_out,
-            eval_fn=task.validation_step,
-            size_fn=task.size,
-            schedule=self._schedule(),
-            hooks=self,
-            monitor=(args.monitor, args.mode),
-            peak_flops=measured_peak(autocast, device),
-            stop=stop,
-            bad_updates=BadUpdates(args.max_bad_updates, self.data.source),
-        )
-        self.state.iters = self.data.steps_per_epoch()
-        if saved is not None:
-            self.state.restore(saved)
-            self.resumed_update = self.state.reported_update
-            where = f"epoch {self.state.epoch + 1}, update {self.state.update} of {updates}"
-            self.logger.info(f"resuming {args.save_weight} at {where}")
+        parts = (scaler, autocast, device, self._loss, self._schedule(), run, stop)
+        self.state = state = TrainState(args, args, wrapped, optimizer, *parts, size_fn=task.size, hooks=self)
+        state.eval_loader, state.eval_fn = held_out, task.validation_step
+        state.monitor = (args.monitor, args.mode)
+        state.bad_updates = BadUpdates(args.max_bad_updates, self.data.source)
+        state.peak_flops = peak_rate(autocast, device)
+        state.code = code_hashes(task.code_files())
+        state.iters = steps_per_epoch(samples, args.batch_size)
+        if checkpoint is not None:
+            state.restore(checkpoint)
+            self.resumed_update = state.reported_update
 
-    def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Tensor, Tensor]:
         loss = self.task.train_step(model, batch)
         if isinstance(loss, Tensor):
             return loss, torch.zeros_like(loss)
         if isinstance(loss, tuple) and len(loss) == 2:
             return loss
-        kind = type(loss).__name__
-        raise UserError(
-            f"{type(self.task).__name__}.train_step returns a {kind}; a tensor, the sum of losses, is wanted"
-        )
+        task, kind = type(self.task).__name__, type(loss).__name__
+        raise UserError(f"{task}.train_step returns a {kind}; it must return a tensor, the sum of the losses")
 
-    def _schedule(self) -> Callable[[int], float | None]:
-        if not isinstance(self.scheduler, LRScheduler):
-            return self.scheduler
-        has_one = any(isinstance(callback, LRSchedulerCallback) for callback in self.callbacks.callbacks.values())
-        if not has_one:
-            self.callbacks.callbacks["LRSchedulerCallback"] = LRSchedulerCallback(self.scheduler)
-        return lambda update: None  # LRSchedulerCallback sets it
-
-    # --- running
+    def _schedule(self) -> Schedule:
+        scheduler, callbacks = self.scheduler, self.callbacks.callbacks
+        if not isinstance(scheduler, LRScheduler):
+            return lambda update, total_updates, args: scheduler(update)
+        if not any(isinstance(callback, LRSchedulerCallback) for callback in callbacks.values()):
+            callbacks["LRSchedulerCallback"] = LRSchedulerCallback(scheduler)
+        return lambda update, total_updates, args: None  # LRSchedulerCallback sets the rate
 
     def run(self) -> None:
-        """Train to the end.
+        """Train until the last epoch, or until a callback calls `stop`.
 
         Raises:
-            UserError, Interrupted: as the loop. CallbackError: a callback failed; it is named.
+            UserError, Interrupted: see `train_epoch`.
+            CallbackError: a callback failed.
         """
         try:
             self.dispatch("on_train_start")
-            with finished_files(self.state, None):
-                self._run_epochs()
-                save_last_weights(self.state)
+            with complete_files(self.state):
+                if self.state.record is not None:
+                    finish_update(self.state)  # the run was stopped between saving and reporting
+                for epoch in range(self.state.epoch, self.args.epochs):
+                    self._run_epoch(epoch)
+                save_final_weights(self.state)
             self.dispatch("on_train_end")
         except BaseException as error:
             self.dispatch("on_exception", error)
@@ -141,41 +127,29 @@ class TrainingEngine(Hooks):
             text = f"{speed['batch_time']:.3f} s per update, {speed['tokens_per_second']:,.0f} tokens/s"
             self.logger.info(f"{text}, mfu {speed['mfu']:.0%}, {speed['memory_mb']:,.0f} MB")
 
-    def _run_epochs(self) -> None:
-        if self.state.record is not None:
-            finish_update(self.state)  # the run was stopped between saving and reporting
-        for epoch in range(self.state.epoch, self.args.epochs):
-            if self.state.finished:
-                break
-            self._run_epoch(epoch)
-
     def _run_epoch(self, epoch: int) -> None:
         state = self.state
+        if state.finished:
+            return
         start = state.step if epoch == state.epoch else 0
         self.dispatch("on_epoch_start", epoch)
-        loader = self.data.train_dataloader(epoch, start)
-        train_epoch(state, epoch, loader, self.data.steps_per_epoch(), start)
+        train_epoch(state, epoch, self.data.train_dataloader(epoch, start), state.iters, start)
         self.dispatch("on_epoch_end", epoch)
 
     def _run_validation_epoch(self, evaluate: Callable) -> dict[str, float] | None:
         return evaluate(self.state, self.state.eval_loader)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training after this update; to be called on all ranks alike."""
+        """End training after this update. Must be called on all ranks, at the same update."""
         if not self.state.finished:
             self.logger.info(f"stopping: {reason}")
         self.state.finished = True
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank 0."""
-        return is_main_process()
 
     def dispatch(self, name: str, *args: Any) -> None:
         """Call a method of every callback."""
         self.callbacks.dispatch(name, self, *args)
 
-    # --- what the loop calls (trainer.state.Hooks)
+    # --- called by the loop (trainer.components.state.Hooks)
 
     def batch_start(self, state: TrainState) -> None:
         self.dispatch("on_batch_start", state.update + 1)

@@ -1,5 +1,6 @@
-"""What the engine needs around the loop: processes, lines for people, speed over time, which checkpoints are kept."""
+"""What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -12,24 +13,25 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
-from dataset.durable import fcntl
-from dataset.errors import UserError
+from common.durable_files import remove
+from common.errors import UserError
+from common.settings import StageArgs
 from llm.training.core.config import Config
-from trainer.checkpoint import resume_path
-from trainer.files import forms, remove
-from trainer.loop import leave_group
-from trainer.resume import Contract, find_checkpoint
-from trainer.state import TrainState
-from trainer.trainer_utils import init_distributed_mode, is_main_process, reduce_sum, world_size
+from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.distributed import reduce_sum, world_size
+from trainer.components.parallel import unwrap
+from trainer.components.run_files import resume_path
+from trainer.components.state import TrainState
+from trainer.components.state_files import state_paths
+from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
 
 
 class DistributedManager:
-    """The processes of a run: those that torchrun started, or those that the engine spawns.
+    """The processes of a run, started by torchrun or spawned by `train.py`.
 
     Args:
-        config: its `distributed` section says how many processes are wanted and where they meet.
+        config: its `distributed` section says how many processes to start and where they meet.
     """
 
     def __init__(self, config: Config):
@@ -37,7 +39,7 @@ class DistributedManager:
         self.launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
 
     def get_world_size(self) -> int:
-        """Processes of the run: torchrun's, the wanted number, or one per visible GPU, or 1."""
+        """Number of processes: that of torchrun, or --world_size, or one per visible GPU, or 1."""
         if self.launched:
             return int(os.environ["WORLD_SIZE"])
         on_gpu = self.config.device in ("auto", "cuda")
@@ -45,17 +47,17 @@ class DistributedManager:
 
     def address(self) -> dict[str, str]:
         """Where spawned processes meet, as the environment variables that torch reads."""
-        port = self.config.master_port
+        host, port = self.config.master_addr, self.config.master_port
         if port == 0:
             with socket.socket() as probe:
-                probe.bind((self.config.master_addr, 0))
+                probe.bind((host, 0))
                 port = probe.getsockname()[1]
-        return {"MASTER_ADDR": self.config.master_addr, "MASTER_PORT": str(port)}
+        return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
     def once(self, work: Callable[[], None]) -> None:
-        """Run `work` in one process of this machine while the others wait, for as long as it takes: there is no process
-        group yet whose collectives could time out. Fails in all of them if it fails."""
-        if not self.launched or fcntl is None:
+        """Run `work` in one process per machine while the others wait for it, without a timeout: there is no process
+        group yet. If it fails, the next process tries again."""
+        if not self.launched:
             work()
             return
         parent = psutil.Process(os.getppid())  # torchrun, or whatever started the ranks
@@ -68,41 +70,28 @@ class DistributedManager:
                 file.write("done")
 
     def setup(self) -> int:
-        """Join the process group that the environment describes; returns the local rank."""
+        """Join the process group described by the environment; returns the local rank."""
         return init_distributed_mode(self.config.rank_timeout)
 
     def cleanup(self, state: TrainState | None = None) -> None:
-        """Leave the group, all ranks together."""
+        """Destroy the process group, on all ranks together. DDP must be freed before it, so the model is unwrapped."""
         if state is not None:
-            leave_group(state)
+            state.model = unwrap(state.model)
+        leave_process_group()
 
     def reduce_mean(self, value: float) -> float:
-        """Mean over all ranks."""
+        """Mean of a number over all ranks."""
         return float(reduce_sum(torch.tensor(value, dtype=torch.float64)) / world_size())
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier()
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank 0."""
-        return is_main_process()
 
 
 class Logger:
-    """Lines for people, on rank 0: on the console and, if wanted, in a file.
-
-    Args:
-        path: the file, to which lines are added.
-    """
+    """Prints lines on rank 0, and appends them to a file if `path` is given."""
 
     def __init__(self, path: str | None = None):
         self.path = Path(path) if path else None
 
     def info(self, text: str) -> None:
-        """One line.
+        """Log one line.
 
         Raises:
             UserError: the file cannot be written.
@@ -121,19 +110,19 @@ class Logger:
 
 
 class PerformanceMonitor:
-    """Speed of this process's part of a run, from the log records: seconds per update, tokens/s, MFU, memory."""
+    """Speed and memory of this process's part of a run, from the log records."""
 
     def __init__(self):
         self.records: list[dict[str, Any]] = []
 
     def update(self, record: dict[str, Any]) -> None:
-        """Take in a record; the first ones, in which a machine warms up, count less as more follow."""
-        self.records.append(
-            {key: record[key] for key in ("update", "tokens_per_second", "mfu", "memory_mb", "seconds")}
-        )
+        """Add a record."""
+        names = ("update", "tokens_per_second", "mfu", "memory_mb", "seconds")
+        self.records.append({name: record[name] for name in names})
 
     def summary(self) -> dict[str, float]:
-        """Seconds per update (saving and evaluating included), means of tokens/s and MFU, largest memory in MB."""
+        """Seconds per update (with saving and evaluating), mean tokens/s and MFU, peak memory in MB; empty if there are
+        no records."""
         if not self.records:
             return {}
         first, last = self.records[0], self.records[-1]
@@ -144,10 +133,10 @@ class PerformanceMonitor:
 
 
 class CheckpointManager:
-    """Which states of a run are kept, beside the one to resume from: every N updates the last K, and the best.
+    """The checkpoints that are kept besides the latest: every N updates the last K, and the best.
 
-    Files: `<run>_update_<number>.pth` and `<run>_best_resume.pth` in --checkpoint_dir, each the very file that was
-    written to resume from (a second name for it, not a second format). Copied over `<run>_resume.pth` it is resumed.
+    Files: `<run>_update_<number>.pth` and `<run>_best_resume.pth` in --checkpoint_dir, hard links to the file that was
+    written to resume from. Copied over `<run>_resume.pth`, each can be resumed.
     """
 
     def __init__(self, config: Config, run_name: str):
@@ -155,64 +144,58 @@ class CheckpointManager:
         self.folder, self.run_name = Path(config.checkpoint.checkpoint_dir), run_name
         self.best_update: int | None = None
 
-    def load_checkpoint(self, args: Any, run: Contract) -> dict[str, Any] | None:
-        """The state that --from_resume 1 goes on from (trainer/resume.py)."""
-        return find_checkpoint(args, args, run)
+    def load_checkpoint(self, args: StageArgs) -> dict[str, Any] | None:
+        """The checkpoint to continue from, if --from_resume is set and there is one."""
+        return lm_checkpoint(args, args.save_weight, save_dir=self.folder) if args.from_resume else None
 
     def is_due(self, update: int) -> bool:
-        """Whether this update's state is one of those to keep."""
+        """Whether to keep the state of this update."""
         return self.keep_every > 0 and update % self.keep_every == 0
 
     def saved(self, state: TrainState) -> None:
-        """Keep the state that was just handed to the writer, if it is due, and prune."""
+        """The state was just handed to the writer: keep it if due, and delete old ones."""
         if self.is_due(state.update) and is_main_process():
             self._keep(state, f"update_{state.update:08d}")
             state.writer.submit(self.prune)
 
     def best(self, state: TrainState) -> None:
-        """The state of this update is the best so far: keep it under a name of its own."""
+        """Keep the state of this update as the best so far."""
         self.best_update = state.update
         if is_main_process():
             self._keep(state, "best_resume")
 
     def _keep(self, state: TrainState, name: str) -> None:
         source = resume_path(self.folder, state.args.save_weight, state.lm_config)
-        state.writer.submit(lambda: _second_name(source, self.folder / f"{self.run_name}_{name}.pth"))
-
-    def numbered(self) -> dict[int, Path]:
-        """The numbered checkpoints by update, files or folders."""
-        pattern = re.compile(re.escape(self.run_name) + r"_update_(\d+)(\.pth)?")
-        found = ((pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{self.run_name}_update_*"))
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        state.writer.submit(lambda: _link_state(source, self.folder / f"{self.run_name}_{name}.pth"))
 
     def prune(self) -> None:
-        """Delete numbered checkpoints but the last K, the newest and that of the best update."""
-        numbered = self.numbered()
-        kept = set(list(numbered)[-max(1, self.keep_last) :]) | {self.best_update}
-        for update, path in numbered.items():
-            if update not in kept:
-                remove(path)
+        """Delete the numbered checkpoints, files or folders, except for the last K (at least one) and the best."""
+        pattern = re.compile(re.escape(self.run_name) + r"_update_(\d+)(\.pth)?")
+        found = ((pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{self.run_name}_update_*"))
+        numbered = dict(sorted((int(match[1]), path) for match, path in found if match))
+        kept = {*list(numbered)[-max(1, self.keep_last) :], self.best_update}
+        for update in numbered.keys() - kept:
+            remove(numbered[update])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the checkpoint saves of it."""
+        """The update of the best state."""
         return {"best_update": self.best_update}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on, after a resume: later states belong to a future that is trained anew."""
+        """Restore the result of `state_dict`."""
         self.best_update = saved.get("best_update")
 
 
-def _second_name(source: Path, name: Path) -> None:
-    """A hard link to a checkpoint that appears whole (for a folder, to each of its files); a copy where the file system
-    has none."""
-    for form, wanted in zip(forms(source), forms(name), strict=True):
+def _link_state(source: Path, name: Path) -> None:
+    """Hard-link a checkpoint (each file, if it is a folder) under another name, atomically; copy where links fail."""
+    for form, wanted in zip(state_paths(source), state_paths(name), strict=True):
         temp = wanted.with_name(f".{wanted.name}.tmp")
         remove(temp)
         if form.is_file():
             _link(form, temp)
         elif form.is_dir():
             shutil.copytree(form, temp, copy_function=_link)
-        if not form.is_file():  # a folder is renamed to a free name only; the other form is of the past
+        if not form.is_file():  # a folder can only be renamed to a free name; the other form is outdated
             remove(wanted)
         if form.exists():
             os.replace(temp, wanted)

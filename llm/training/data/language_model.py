@@ -1,48 +1,44 @@
-"""The stages' own datasets as data modules: the token cache is built once, every rank opens it as memory maps."""
+"""The stages' own datasets as a data module: the token cache is built once, and each rank opens it as memory maps."""
 
-from typing import Any, ClassVar
+from typing import Any
 
-from dataset.errors import UserError
-from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+from dataset.lm_dataset import StageDataset, collate_flat
+from llm.training.core.config import Config
 from llm.training.data.base import DataModule
-from trainer.resume import data_of
-from trainer.stage import load_data
+from trainer.components.data import open_datasets
+from trainer.components.resume import data_fingerprint
+from trainer.trainer_utils import load_tokenizer
 
 
 class LanguageModelDataModule(DataModule):
-    """Samples of a token cache, laid end to end in flat batches."""
+    """Samples of a token cache, concatenated into flat batches.
 
-    dataset_class: ClassVar[type[PretrainDataset | SFTDataset]]
+    Args:
+        config: the settings.
+        dataset_class: PretrainDataset or SFTDataset.
+    """
+
     collate_fn = staticmethod(collate_flat)
 
+    def __init__(self, config: Config, dataset_class: type[StageDataset]):
+        super().__init__(config)
+        self.dataset_class = dataset_class
+
     def prepare_data(self) -> None:
-        if self.config.data.data_path is None:
-            raise UserError("--data_path is missing: give a file, a folder or a pattern")
-        self.setup()  # builds the cache, under a lock, unless it is there
+        self.setup()  # builds the cache, under a lock, if there is none
 
     def setup(self) -> None:
-        if "train_dataset" in vars(self):
+        if hasattr(self, "samples"):
             return  # this process prepared the data
-        data = load_data(self.dataset_class, self.config.to_args())
-        self.train_dataset, self.val_dataset = data.train, data.held_out
+        tokenizer = load_tokenizer(self.config.model.tokenizer_path)
+        self.samples, self.val_dataset = open_datasets(self.dataset_class, self.config.to_args(), tokenizer)
+        self.train_dataset = self.samples
 
     def fingerprint(self) -> dict[str, Any]:
-        return data_of(self.train_dataset.cache)
+        return data_fingerprint(self.samples.cache)
 
     def describe(self) -> str:
-        return self.train_dataset.describe()
+        return self.samples.describe()
 
     def source(self, sample_id: int) -> str:
-        return self.train_dataset.cache.source(sample_id)
-
-
-class PretrainDataModule(LanguageModelDataModule):
-    """Documents."""
-
-    dataset_class = PretrainDataset
-
-
-class SFTDataModule(LanguageModelDataModule):
-    """Conversations."""
-
-    dataset_class = SFTDataset
+        return self.samples.cache.source(sample_id)

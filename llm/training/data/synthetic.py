@@ -1,9 +1,9 @@
-"""Data of a known rule, made from the seed: y = w . x + b + noise."""
+"""Synthetic data of a known linear function, generated from the seed: y = w . x + b + noise."""
 
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from llm.training.data.base import DataModule
 
@@ -30,7 +30,7 @@ class SyntheticDataModule(DataModule):
         x = torch.randn(data.num_samples, self.features, generator=generator)
         y = x @ weight + bias + data.noise * torch.randn(data.num_samples, 1, generator=generator)
         held_out = max(1, round(data.num_samples * data.validation_share))
-        self.train_dataset: Dataset = TensorDataset(x[held_out:], y[held_out:])
+        self.train_dataset = TensorDataset(x[held_out:], y[held_out:])
         self.val_dataset = TensorDataset(x[:held_out], y[:held_out])
 
     def fingerprint(self) -> dict[str, Any]:

@@ -1,69 +1,84 @@
-"""MiniMind's own stages as tasks: pretraining and supervised fine-tuning, dense or mixture of experts by config."""
+"""MiniMind's own stages as tasks: pretraining and supervised fine-tuning, dense or mixture of experts by config.
+
+Defaults, loss, schedule and frozen parameters are read from the stage scripts, so that a change there applies here too.
+"""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from common.settings import own_defaults, own_flags, settings_of
+from dataset.lm_dataset import PretrainDataset, SFTDataset, StageDataset
 from llm.training.core.config import Config
-from llm.training.data.language_model import LanguageModelDataModule, PretrainDataModule, SFTDataModule
+from llm.training.data.language_model import LanguageModelDataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer.arguments import model_config
-from trainer.resume import lm_shape
-from trainer.state import Batch, Size, flat_size, next_token_loss
-from trainer.train_full_sft import FULL_SFT
-from trainer.train_pretrain import PRETRAIN
-from trainer.trainer_utils import init_model, load_tokenizer
+from trainer import train_full_sft, train_pretrain
+from trainer.components.language_model import flat_size, held_out_loss
+from trainer.components.meter import Size
+from trainer.components.parallel import freeze
+from trainer.components.resume import model_fingerprint
+from trainer.components.state import Batch
+from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
 
 class LanguageModelTask(TrainingTask):
-    """Next-token prediction by MiniMind; the same numbers as the stage script of the same settings."""
+    """Next-token prediction with MiniMind; the same numbers as the stage script with the same settings."""
 
-    data_module: ClassVar[type[LanguageModelDataModule]]
+    stage: ClassVar[ModuleType]  # the stage script
+    dataset_class: ClassVar[type[StageDataset]]
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.shape = model_config(config.to_args(), load_tokenizer(config.model.tokenizer_path))
+        model, tokenizer = config.model, load_tokenizer(config.model.tokenizer_path)
+        experts = {"num_experts": model.num_experts, "num_experts_per_tok": model.top_k}
+        shape = (model.hidden_size, model.num_hidden_layers, model.use_moe, model.dropout)
+        self.lm_config = model_config(tokenizer, *shape, **experts)
+        rows, values = settings_of(self.stage.Args), config.values() | config.extra  # with the stage's own flags
+        self.args = self.stage.Args(**{name: row.parse(values.get(name, row.default)) for name, row in rows.items()})
+
+    def build_data(self) -> LanguageModelDataModule:
+        return LanguageModelDataModule(self.config, self.dataset_class)
 
     def build_model(self) -> nn.Module:
         args = self.config.to_args()
-        return init_model(self.shape, args.from_weight, args.tokenizer_path, args.save_dir)[0]
+        model, _ = init_model(self.lm_config, args.from_weight, args.tokenizer_path, args.save_dir)
+        freeze(model, self.stage.frozen)
+        return model
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return super().build_optimizer(model)
-
-    def build_scheduler(self, optimizer: torch.optim.Optimizer, total_updates: int) -> Callable[[int], float]:
-        return super().build_scheduler(optimizer, total_updates)
+    def build_scheduler(self, optimizer: Optimizer, total_updates: int) -> Callable[[int], float]:
+        return lambda update: self.stage.schedule(update, total_updates, self.args)
 
     def build_criterion(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return next_token_loss
+        return self.stage.loss_fn
 
     def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.criterion(model, batch)
+        return self.criterion(model, batch, self.args)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": self.criterion(model, batch)[0]}
-
-    def build_data(self) -> LanguageModelDataModule:
-        return self.data_module(self.config)
+        return held_out_loss(model, batch)
 
     def size(self, batch: Batch) -> Size:
-        return flat_size(batch, self.shape)
+        return flat_size(batch, self.lm_config)
 
-    def contract(self) -> dict[str, Any]:
-        return lm_shape(self.shape)
+    def fingerprint(self) -> dict[str, Any]:
+        return model_fingerprint(self.lm_config) | own_flags(self.args)
+
+    def code_files(self) -> list[str]:
+        return [self.stage.__file__ or ""]
 
 
 class PretrainTask(LanguageModelTask):
     """Documents: every token is a target."""
 
-    defaults: ClassVar[dict[str, Any]] = PRETRAIN
-    data_module = PretrainDataModule
+    stage, dataset_class = train_pretrain, PretrainDataset
+    defaults: ClassVar[dict[str, Any]] = own_defaults(train_pretrain.Args)
 
 
 class FullSFTTask(LanguageModelTask):
-    """Conversations: what the assistant says are the targets."""
+    """Conversations: the assistant's turns are targets."""
 
-    defaults: ClassVar[dict[str, Any]] = FULL_SFT
-    data_module = SFTDataModule
+    stage, dataset_class = train_full_sft, SFTDataset
+    defaults: ClassVar[dict[str, Any]] = own_defaults(train_full_sft.Args)

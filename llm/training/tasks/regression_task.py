@@ -1,18 +1,17 @@
-"""A small network that learns a linear function: the engine's smoke test, whose solution is known."""
+"""A small network that learns a known linear function: the smoke test of the engine."""
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from llm.training.data.base import DataModule
 from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer.state import Batch
+from trainer.components.state import Batch
 
 
 class RegressionTask(TrainingTask):
-    """Mean squared error of a two-layer perceptron on SyntheticDataModule: the loss goes to the noise's variance."""
+    """Mean squared error of a two-layer perceptron; it approaches the variance of the noise in SyntheticDataModule."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_size": 64,
@@ -24,15 +23,12 @@ class RegressionTask(TrainingTask):
         "log_interval": 51,
     }
 
+    def build_data(self) -> DataModule:
+        return SyntheticDataModule(self.config)
+
     def build_model(self) -> nn.Module:
         width, features = self.config.model.hidden_size, SyntheticDataModule.features
         return nn.Sequential(nn.Linear(features, width), nn.GELU(), nn.Linear(width, 1))
-
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return super().build_optimizer(model)
-
-    def build_scheduler(self, optimizer: torch.optim.Optimizer, total_updates: int):
-        return super().build_scheduler(optimizer, total_updates)
 
     def build_criterion(self) -> nn.Module:
         return nn.MSELoss(reduction="sum")
@@ -41,9 +37,5 @@ class RegressionTask(TrainingTask):
         return self.criterion(model(batch["x"]), batch["y"])
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        prediction = model(batch["x"])
-        absolute = (prediction - batch["y"]).abs().sum()
-        return {"loss": self.criterion(prediction, batch["y"]), "absolute_error": absolute}
-
-    def build_data(self) -> DataModule:
-        return SyntheticDataModule(self.config)
+        prediction, y = model(batch["x"]), batch["y"]
+        return {"loss": self.criterion(prediction, y), "absolute_error": (prediction - y).abs().sum()}

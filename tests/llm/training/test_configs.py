@@ -11,7 +11,7 @@ import yaml
 from tests.conftest import ROOT
 from tests.stage_process import StageProcess, run, start_ranks
 from tests.trainer.stage_flags import saved_state
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
 
 CONFIGS = ROOT / "llm/training/configs"
 CHAINS = {"regression": ["regression"], "dense": ["pretrain", "full_sft"], "moe": ["pretrain_moe", "full_sft_moe"]}

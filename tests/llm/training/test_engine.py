@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
-from trainer.console import read_metrics
+from trainer.components.metrics import read_metrics
 from trainer.trainer_utils import get_lr
 
 
@@ -87,6 +87,19 @@ def test_top_k_and_num_experts_reach_the_model(corpus, tmp_path):
     assert saved_state(tmp_path, "pretrain_32_moe")["run"]["num_experts_per_tok"] == 2
     process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"], status=2)
     assert "num_experts_per_tok: 2 -> 1" in process.error_lines[-1]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])  # 0: the engine itself starts two
+@pytest.mark.parametrize("lacking", ["device", "dtype"])
+def test_what_the_machine_lacks_is_told_before_the_data_are_prepared(corpus, tmp_path, lacking, ranks):
+    if lacking == "dtype" and torch.cpu._is_amx_fp16_supported():
+        pytest.skip("this CPU has arithmetic for float16")
+    wrong = {"device": "tpu9"} if lacking == "device" else {"device": "cpu", "dtype": "float16"}
+    argv = engine("pretrain", flags(corpus, tmp_path, "pretrain", **wrong, cache_dir=tmp_path / "cache"))
+    process = run("engine", argv if ranks else [*argv, "--world_size", "2"], ranks=ranks or 1, status=2)
+    told = {"device": "--device tpu9 is unknown; use auto, cpu", "dtype": "--dtype float16: this cpu has no arithmetic"}
+    assert len(process.error_lines) == 1 and process.error_lines[0].startswith(f"error: {told[lacking]}")
+    assert not list(tmp_path.iterdir())
 
 
 # --- 4. killed and resumed

@@ -1,4 +1,4 @@
-"""The README's own task, in a folder of its user: trained, stopped early, killed and resumed, and all that can be wrong
+"""The manual's own task, in a folder of its user: trained, stopped early, killed and resumed, and all that can be wrong
 with a task, told in one line."""
 
 import json
@@ -16,16 +16,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
-from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, records, saved_state
-from trainer.checkpoint import half_state_dict
-from trainer.console import read_metrics
+from trainer.components.checkpoint import half_state_dict
+from trainer.components.metrics import read_metrics
+from trainer.trainer_utils import load_tokenizer
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLE = next(block for block in re.findall(r"```python\n(.*?)```", README, flags=re.S) if "class TextClass" in block)
+PAGE = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
+(EXAMPLE,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "class TextClass" in block)
 TASK, NAME = "text_classifier:TextClassifier", "TextClassifier_32"
 TOPICS = {
     "cooking": "flour sugar oven butter spoon dough cream salt recipe pepper onion soup bread plate pan boil fry taste",
@@ -49,7 +49,7 @@ def labelled_texts(count: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A user's folder: the example, copied from the README, and data. 73 of the texts are for training: with a global
+    """A user's folder: the example, copied from the manual, and data. 73 of the texts are for training: with a global
     batch of 8 the last one of an epoch is a single text, and of two processes one has none."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text_classifier.py").write_text(EXAMPLE, encoding="utf-8")
@@ -87,7 +87,7 @@ def whole(home, tmp_path_factory) -> Path:
     return folder
 
 
-# --- what the README promises
+# --- what the manual promises
 
 
 def test_it_learns_and_stops_early(whole):
@@ -165,11 +165,9 @@ def test_two_processes_are_the_same_run_as_one(home, tmp_path):
         assert a == pytest.approx(b, abs=1e-5)
 
 
-def test_the_command_of_the_readme_from_the_users_folder(home, tmp_path):
+def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     """The interpreter itself, as a user calls it; --from_weight starts from a pretrained body."""
-    command = re.search(
-        rf"^python (-m llm.training.train --task {TASK} .*--from_weight pretrain.*)$", README, flags=re.M
-    )
+    command = re.search(rf"^python (-m llm.training.train --task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M)
     torch.manual_seed(5)
     shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
     weights = half_state_dict(MiniMindForCausalLM(shape))
@@ -203,7 +201,7 @@ class NoTask:
 
 
 class Forgetful(TrainingTask):
-    """Four of the six methods are missing, and the data."""
+    """Three of the five abstract methods are missing."""
 
     def build_model(self): ...
 
@@ -217,9 +215,9 @@ class NoData(TextClassifier):
 
 
 class WrongDefault(RegressionTask):
-    """Its default is no setting."""
+    """Its default is no number."""
 
-    defaults = {"batchsize": 3}
+    defaults = {"batch_size": "three"}
 
 
 class Everything(LabelledTexts):
@@ -292,22 +290,22 @@ def broken(home) -> Path:
         ("broken:Missing", [], "broken.py has no 'Missing'"),
         ("half:Half", [], "half.py:1: '(' was never closed (--task half:Half)"),
         ("broken:NoTask", [], "--task broken:NoTask is not a subclass of TrainingTask"),
-        (
-            "broken:Forgetful",
-            [],
-            "does not implement build_optimizer, build_scheduler, train_step, validation_step, build_data",
-        ),
+        ("broken:Forgetful", [], "--task broken:Forgetful does not implement build_data, train_step, validation_step"),
         ("broken:NoData", [], "--task broken:NoData does not implement build_data"),
-        ("broken:WrongDefault", [], "its default batchsize is unknown; did you mean batch_size"),
+        ("broken:WrongDefault", [], "its default batch_size must be a whole number, not 'three'"),
         ("broken:MisspeltCallback", [], "callback Misspelt: on_bach_end would never be called"),
-        ("broken:NothingHeldOut", ["--patience", "2"], "--patience 2 stops early by held-out data, but there are none"),
+        (
+            "broken:NothingHeldOut",
+            ["--patience", "2"],
+            "--patience 2: early stopping needs held-out data, but there are none",
+        ),
         (TASK, ["--data_path", "empty.jsonl"], "LabelledTexts yields nothing: its train_dataset is empty"),
         (
             TASK,
             ["--monitor", "eval_f1"],
             "--monitor eval_f1: validation gives no such metric, only eval_accuracy, eval_loss",
         ),
-        (TASK, ["--set", "batch_size=3"], "--set batch_size is a setting of its own, in section training"),
+        (TASK, ["--set", "batch_size=3"], "--set batch_size is a built-in setting, in section training"),
         (TASK, ["--batchsize", "3"], "--batchsize is unknown; did you mean --batch_size"),
     ],
 )

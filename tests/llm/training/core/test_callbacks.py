@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from dataset.errors import Interrupted, UserError
+from common.errors import Interrupted, UserError
 from llm.training.core import callbacks as module
 from llm.training.core.callbacks import (
     HOOKS,
@@ -38,8 +38,8 @@ from llm.training.core.callbacks import (
     TensorBoardLogger,
 )
 from tests.conftest import ROOT
-from tests.trainer.test_tracker import Stub
-from trainer.console import read_metrics
+from tests.trainer.components.test_tracker import Stub
+from trainer.components.metrics import read_metrics
 
 PAGE = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
 SHIPPED = (MetricsLogger, EarlyStopping, TensorBoardLogger, SwanLabLogger, LRSchedulerCallback)
@@ -145,6 +145,7 @@ def make_record(update: int) -> dict:
     record = dict.fromkeys(("logits_loss", "aux_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait"), 0.5)
     record |= {"update": update, "epoch": (update - 1) // 2, "step": (update - 1) % 2 + 1, "loss": 1 / update}
     return record | {
+        "mean_loss": 1.5 / update,
         "grad_norm": 1.0,
         "tokens": 10 * update,
         "seconds": 1.0 * update,
@@ -215,7 +216,7 @@ def test_the_page_names_what_an_engine_offers():
 
 
 def test_the_page_names_the_shipped_callbacks_with_their_arguments():
-    told = [ast.parse(row[0].strip("`"), mode="eval").body for row in rows(section("The callbacks that come along"))]
+    told = [ast.parse(row[0].strip("`"), mode="eval").body for row in rows(section("Included callbacks"))]
     assert [call.func.id for call in told] == [one.__name__ for one in SHIPPED]
     public = {k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Callback) and k[0] != "_"}
     assert public == {one.__name__ for one in SHIPPED} | {"Callback"}
@@ -224,7 +225,7 @@ def test_the_page_names_the_shipped_callbacks_with_their_arguments():
         given = dict.fromkeys((arg.id for arg in call.args), inspect.Parameter.empty)
         given |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         assert given == real, one
-        assert all(re.search(rf"`{name}\b", section("The callbacks that come along")) for name in real)
+        assert all(re.search(rf"`{name}\b", section("Included callbacks")) for name in real)
 
 
 def test_the_example_on_the_page_runs_and_resumes():
@@ -313,7 +314,9 @@ def test_what_would_never_be_called_is_refused():
         def on_epoch_finish(self, engine, epoch):
             pass
 
-    with pytest.raises(UserError, match="callback Misspelt: on_epoch_finish would never be called; there are on_train"):
+    with pytest.raises(
+        UserError, match="callback Misspelt: on_epoch_finish would never be called; the methods are on_train"
+    ):
         CallbackList([Misspelt()])
     for wrong in (EarlyStopping, None, "EarlyStopping"):
         with pytest.raises(UserError, match="is not a callback"):
@@ -358,8 +361,8 @@ def test_callbacks_that_came_or_went_are_one_warning(capsys):
     CallbackList([kept, Late(), Callback()]).load_state_dict({"Keeper": {"value": 3}, "EarlyStopping": {"best": 1.0}})
     assert kept.value == 3
     assert capsys.readouterr().err == (
-        "warning: other callbacks than in the checkpoint: Late starts without a saved state; "
-        "the state of EarlyStopping is dropped\n"
+        "warning: the callbacks are not those of the checkpoint: Late has no saved state; "
+        "the saved state of EarlyStopping is ignored\n"
     )
     CallbackList([Callback()]).load_state_dict(None)  # a checkpoint that was written without callbacks
     assert capsys.readouterr().err == ""
@@ -405,7 +408,7 @@ def test_the_metrics_file_and_the_console(tmp_path, capsys):
     assert records == [make_record(u) | {"eval_loss": 1 / u, "eval_bpb": 0.5} for u in (2, 4)]
     out = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in out] == ["Epoch:[1/2](2/2)", "Epoch:[2/2](2/2)"]
-    assert "eval_loss: 0.5000" in out[0]
+    assert "loss: 0.5000, mean loss: 0.7500, " in out[0] and "eval_loss: 0.5000" in out[0]
 
 
 def test_the_bar_moves_at_every_update(tmp_path, monkeypatch):

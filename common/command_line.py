@@ -1,0 +1,86 @@
+"""How every command starts and ends: the argument parser, and one line on stderr instead of a traceback."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from common.errors import Interrupted, LostRank, UserError
+
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+def handled_signals() -> list[signal.Signals]:
+    """The stop signals that are not ignored here: nohup ignores SIGHUP, a shell SIGINT in background jobs."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.required else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError and accepts no abbreviated flags."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError; argparse would print the usage and exit."""
+        raise UserError(f"{message}; see --help")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Wrap a command's `main()`: a UserError becomes one line on stderr and exit status 2, a signal 128 + its number.
+
+    Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then terminates
+    the others before they repeat it. Each rank leaves its message where torchrun's closing report finds it.
+    """
+    try:
+        yield
+    except UserError as error:
+        _exit(f"error: {error}", 2, print_first=_local_rank() == 0, is_cause=not isinstance(error, LostRank))
+    except Interrupted as error:
+        _exit(f"stopped: {error}", 128 + error.number, silent=_local_rank() > 0)  # the ranks stop together
+    except KeyboardInterrupt:
+        _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _exit(line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False) -> NoReturn:
+    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    for number in STOP_SIGNALS if distributed else ():  # from here on torchrun may terminate this rank at any moment
+        signal.signal(number, signal.SIG_DFL)
+    if distributed and is_cause:
+        _write_torchrun_error_file(line)
+    if silent or not print_first:
+        time.sleep(2)
+    sys.stdout.flush()
+    if not silent:
+        print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
+    if distributed and not is_cause:
+        time.sleep(2)  # torchrun reports the rank that exits first, which must be the one that caused the failure
+    if distributed:
+        os._exit(status)  # destroying a process group whose peers are gone can hang
+    sys.exit(status)
+
+
+def _write_torchrun_error_file(line: str) -> None:
+    """torchrun quotes this file in its closing report; the format is torch.distributed.elastic's."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)

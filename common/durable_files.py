@@ -1,0 +1,75 @@
+"""Files that survive a kill or a power cut at any moment: written beside their place, flushed to the disk, renamed.
+
+A reader finds the old file or the new one, never a half-written one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import UserError
+
+
+def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None) -> None:
+    """Replace `path` by what `write(file)` writes; on failure the old file stays. `rotate(path)` may rename it before.
+
+    Raises:
+        UserError: the disk is full, the folder cannot be written ...
+    """
+    temp = path.with_name(f".{path.name}.tmp")  # always the same name: what a kill leaves behind is overwritten
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temp, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            if rotate is not None:
+                rotate(path)
+            os.replace(temp, path)
+            sync_folder(path.parent)  # the rename itself must survive a power cut
+        except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
+            raise write_error(path, error) from error
+    except BaseException:
+        with suppress(OSError):  # a read-only folder: nothing was written
+            remove(temp)
+        raise
+
+
+def write_error(path: Path, error: BaseException) -> BaseException:
+    """The UserError for an OSError among the causes of `error`; any other error as it is."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return error
+    return UserError(
+        f"{path} cannot be written ({cause.strerror or cause}); the file that was there is untouched. Make room or "
+        "give another folder, then go on with --from_resume 1"
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename or a new file in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write JSON and flush it to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,37 @@
+"""Errors that a user can act on, and the lines that report them."""
+
+import os
+import sys
+
+
+class UserError(Exception):
+    """A mistake that the user can correct. The message names the file and line or the flag, and what to do."""
+
+
+class LostRank(UserError):
+    """A collective failed because another rank ended; that rank's own message or torchrun's report tells why."""
+
+
+class Interrupted(BaseException):
+    """A signal ended the run. The message says how to go on."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.number = number
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def say(text: str) -> None:
+    """Print a line, escaping characters that stdout's encoding lacks (file names and records may hold any)."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def warn(text: str) -> None:
+    """Print one `warning: ...` line on stderr, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {text}", file=sys.stderr, flush=True)

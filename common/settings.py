@@ -1,0 +1,336 @@
+"""Every setting of a training run, written once: name, type, default, unit, limits, choices and help.
+
+The stage scripts' command lines, the engine's YAML, environment and command line (llm/training/core/config.py) and the
+flag pages of the manual are made from these dataclasses. pydantic converts and checks the values.
+
+A stage script subclasses `StageArgs` for its own defaults; a field that it adds is a flag of that stage alone.
+"""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from common.command_line import Parser
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository: default paths start here, not in the current folder
+T = TypeVar("T")
+
+
+def setting(default: T, help: str, unit: str = "", **limits: Any) -> T:
+    """A field of a section; `limits` are pydantic's: ge, gt, le, lt, multiple_of."""
+    return cast(T, field(default=default, metadata={"help": help, "unit": unit, "limits": limits}))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What the model is trained on."""
+
+    section: ClassVar[str] = "data"
+    data_path: str | None = setting(
+        None, "training data: file, folder or glob, several separated by commas (.jsonl .json .gz .parquet)"
+    )
+    eval_data_path: str | None = setting(
+        None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"
+    )
+    cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
+    max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
+    packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
+    on_bad_data: Literal["stop", "skip"] = setting("stop", "at a record that cannot be used: stop, or skip and list it")
+    max_bad_share: float = setting(0.1, "with --on_bad_data skip: stop above this share of bad records", ge=0, le=1)
+    num_workers: int = setting(0, "data loader processes per rank; 0 loads in the training process", "processes", ge=0)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The shape of the model."""
+
+    section: ClassVar[str] = "model"
+    hidden_size: int = setting(512, "width; divisible by 16 (8 heads of an even size)", ge=16, multiple_of=16)
+    num_hidden_layers: int = setting(8, "depth", "layers", ge=1)
+    use_moe: bool = setting(False, "1: mixture of experts instead of a dense model")
+    dropout: float = setting(0.0, "dropout probability, after the embedding and each attention", ge=0, lt=1)
+    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """How the model is trained."""
+
+    section: ClassVar[str] = "training"
+    epochs: int = setting(2, "passes over the data", ge=1)
+    batch_size: int = setting(32, "micro-batch size of each rank (with --packing 1 in rows)", "samples", ge=1)
+    accumulation_steps: int = setting(1, "gradient accumulation: micro-batches per update", "micro-batches", ge=1)
+    learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times this value)", gt=0)
+    warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "AdamW, or Muon for the layers' matrices (AdamW for others)")
+    weight_decay: float = setting(0.01, "weight decay of the optimizer, on matrices only", ge=0, le=1)
+    grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
+    seed: int = setting(42, "seed of the initial weights, the order of samples and dropout", ge=0, le=2**63 - 1)
+    max_bad_updates: int = setting(5, "updates in a row with a non-finite loss or gradient that end the run", ge=1)
+
+
+@dataclass(kw_only=True)
+class OptimizationConfig:
+    """Precision, compilation and memory."""
+
+    section: ClassVar[str] = "optimization"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "autocast dtype of matrix products; weights and optimizer state stay float32"
+    )
+    use_compile: bool = setting(False, "1: torch.compile each layer")
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp", "several ranks: replicate the model (DDP) or shard it (FSDP2, fully_shard)"
+    )
+    activation_checkpointing: bool = setting(False, "1: recompute activations: less memory, a third more work")
+
+
+@dataclass(kw_only=True)
+class DistributedConfig:
+    """Devices and processes."""
+
+    section: ClassVar[str] = "distributed"
+    device: str = setting("auto", "auto (CUDA, then MPS, then CPU), cuda, cuda:N, mps or cpu")
+    rank_timeout: int = setting(600, "time without a sign of another rank until it counts as lost", "seconds", ge=1)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is saved, and what the run starts from."""
+
+    section: ClassVar[str] = "checkpoint"
+    save_dir: str = setting(str(ROOT / "out"), "folder of the weights for use and the metrics")
+    save_weight: str = setting("model", "name of the weights that this run writes")
+    checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
+    from_weight: str = setting("none", "name of the weights in --save_dir to start from; none: random weights")
+    from_resume: bool = setting(False, "1: continue from the checkpoint, if there is one")
+    extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
+    save_interval: int = setting(1000, "interval of checkpoints; each epoch ends with one", "micro-batches", ge=1)
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What is reported, and where."""
+
+    section: ClassVar[str] = "logging"
+    log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
+    eval_interval: int = setting(0, "interval of evaluations; 0: only at the end of each epoch", "micro-batches", ge=0)
+    use_wandb: bool = setting(False, "log to SwanLab")
+    wandb_project: str = setting("MiniMind-Trainer", "SwanLab project")
+    swanlab_mode: Literal["cloud", "disabled", "local", "offline", "online"] = setting(
+        "cloud", "where SwanLab keeps the run"
+    )
+
+
+@dataclass(kw_only=True)
+class StageArgs(
+    DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, DistributedConfig, CheckpointConfig, LoggingConfig
+):
+    """The settings of a training stage, flat. A stage script subclasses it for its own defaults and flags."""
+
+    section: ClassVar[str] = "this stage"
+
+    def contradictions(self) -> list[str]:
+        """Values that are fine alone but not together, or not as file names."""
+        wrong = [
+            f"--{name} {value!r} must be a plain name; the folder is --save_dir"
+            for name, value in (("save_weight", self.save_weight), ("from_weight", self.from_weight))
+            if Path(value).name != value
+        ]
+        if self.use_compile and self.parallel == "fsdp":
+            wrong.append("--use_compile 1 does not go with --parallel fsdp; leave one of them out")
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            wrong.append("--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out")
+        return wrong
+
+
+# --- one setting -----------------------------------------------------------------------------------------------------
+
+MUST_BE = {  # pydantic's error types; `{...}` is filled from the error's context
+    "int": "a whole number",
+    "float": "a finite number",
+    "finite_number": "a finite number",
+    "bool": "0 or 1",
+    "string": "text (in YAML put it in quotes)",
+    "literal_error": "{expected}",
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "above {gt}",
+    "less_than_equal": "{le} or less",
+    "less_than": "below {lt}",
+    "multiple_of": "divisible by {multiple_of}",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    kind: Any  # bool, int, float, str, str | None, or a Literal of texts
+    default: Any
+    help: str
+    unit: str
+    limits: dict[str, Any] = field(hash=False)
+    section: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a Literal."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    def parse(self, value: Any) -> Any:
+        """A value of this setting, from text or from YAML.
+
+        Raises:
+            ValueError: with what it must be.
+        """
+        if type(None) in get_args(self.kind) and (value is None or str(value).lower() in ("", "none", "null")):
+            return None
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+        if isinstance(value, bool) and self.kind in (int, float):
+            raise ValueError(f"must be {MUST_BE[self.kind.__name__]}, not {shown}")
+        if self.kind is str and value == "" and self.default != "":
+            raise ValueError("must not be empty")
+        finite = {"allow_inf_nan": False} if self.kind is float else {}
+        try:
+            return _adapter(Annotated[self.kind, Field(**self.limits, **finite)]).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            kind = problem["type"] if problem["type"] in MUST_BE else problem["type"].split("_")[0]
+            limits = {
+                k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in problem.get("ctx", {}).items()
+            }
+            text = MUST_BE[kind].format(**limits)
+            raise ValueError(f"must be {text}, not {shown}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+@cache
+def settings_of(args_class: type) -> Mapping[str, Setting]:
+    """The settings of a dataclass by name, section by section: help and limits from the class that introduces a field,
+    the default from the last one that overrides it."""
+    introduced: dict[str, type] = {}
+    for base in reversed(args_class.__mro__):
+        for name in vars(base).get("__annotations__", {}):
+            if name in getattr(args_class, "__dataclass_fields__", {}) and get_origin(_hints(base)[name]) != ClassVar:
+                introduced.setdefault(name, base)
+    found = []
+    for name, base in introduced.items():
+        own = base.__dataclass_fields__[name]
+        default = args_class.__dataclass_fields__[name].default
+        meta = own.metadata or {"help": "", "unit": "", "limits": {}}
+        parts = (meta["help"], meta["unit"], meta["limits"], base.section)
+        found.append(Setting(name, _hints(base)[name], default, *parts))
+    sections = list(dict.fromkeys(base.section for base in args_class.__mro__ if hasattr(base, "section")))
+    sections.sort(key=lambda section: section == "this stage")  # a stage's own flags come last
+    return {each.name: each for each in sorted(found, key=lambda each: sections.index(each.section))}
+
+
+@cache
+def _hints(base: type) -> dict[str, Any]:
+    return get_type_hints(base, include_extras=True)
+
+
+def own_defaults(args_class: type) -> dict[str, Any]:
+    """The values that a stage's class sets itself: its defaults and its own flags."""
+    return {
+        name: getattr(args_class, name) for name in vars(args_class).get("__annotations__", {}) if name != "section"
+    }
+
+
+def own_flags(args: StageArgs) -> dict[str, Any]:
+    """The values of the flags that a stage adds."""
+    return {name: getattr(args, name) for name, row in settings_of(type(args)).items() if row.section == "this stage"}
+
+
+# --- command lines ---------------------------------------------------------------------------------------------------
+
+METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
+A = TypeVar("A", bound=StageArgs)
+
+
+def add_flags(
+    parser: argparse._ActionsContainer, settings: Iterable[Setting], typed: bool = True, **extra: Any
+) -> None:
+    """Add a flag for each setting; with `typed` False it keeps its text, for `parse_values`. `extra`: for argparse."""
+
+    def converter(each: Setting):
+        def convert(text: str) -> Any:
+            try:
+                return each.parse(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        return convert
+
+    for each in settings:
+        options: dict[str, Any] = {"default": each.default, **extra, "metavar": METAVARS.get(each.kind, "TEXT")}
+        if each.choices:
+            options["metavar"] = "{" + ",".join(each.choices) + "}"
+        if each.kind is bool:
+            options |= {"nargs": "?", "const": "1"}  # a bare flag switches it on
+        if typed:
+            options["type"] = converter(each)
+        default = int(each.default) if isinstance(each.default, bool) else each.default
+        shown = "" if default is None or default == "" else f" (default: {default} {each.unit}".rstrip() + ")"
+        parser.add_argument(f"--{each.name}", help=(each.help + shown).replace("%", "%%"), **options)
+
+
+def add_trained_model_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags of tools that use trained weights: which weights, their shape, where to run."""
+    parser.add_argument("--weight", default="full_sft", help="name of the weights in --save_dir")
+    names = ("hidden_size", "num_hidden_layers", "use_moe", "save_dir", "tokenizer_path", "device")
+    add_flags(parser, (settings_of(StageArgs)[name] for name in names))
+
+
+def add_grouped_flags(parser: Parser, args_class: type) -> None:
+    """All settings of a class as flags that keep their text, one group per section."""
+    settings = settings_of(args_class).values()
+    for section in dict.fromkeys(each.section for each in settings):
+        group = parser.add_argument_group(section)
+        add_flags(group, (each for each in settings if each.section == section), False, default=argparse.SUPPRESS)
+
+
+def parse_values(settings: Mapping[str, Setting], given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+    """The values of settings; `given` maps a name to (text or YAML value, how to name it in an error line).
+
+    Raises:
+        UserError: one line with everything that is wrong.
+    """
+    values, wrong = {}, []
+    for name, (value, label) in given.items():
+        try:
+            values[name] = settings[name].parse(value)
+        except ValueError as error:
+            wrong.append(f"{label} {error}")
+    if wrong:
+        raise UserError("; ".join(wrong))
+    return values
+
+
+def parse_args(args_class: type[A], description: str | None, argv: Sequence[str] | None = None, **defaults: Any) -> A:
+    """The settings of a stage from its command line: the defaults of its class (or `defaults`), and the flags given.
+
+    Raises:
+        UserError: one line with everything that is wrong.
+    """
+    parser = Parser(description=(description or "").split("\n", 1)[0])
+    add_grouped_flags(parser, args_class)
+    given = vars(parser.parse_args(argv))
+    values = parse_values(settings_of(args_class), {name: (text, f"--{name}") for name, text in given.items()})
+    args = args_class(**defaults | values)
+    if wrong := args.contradictions():
+        raise UserError("; ".join(wrong))
+    return args

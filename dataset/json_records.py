@@ -1,0 +1,109 @@
+"""Decodes and checks one line of JSON, with a readable error message for a bad record.
+
+Accepted silently: a UTF-8 byte order mark, CRLF line ends, blank lines, a last line without a line end.
+An escaped NUL (\\u0000) is a character like any other. Refused: a duplicate key in an object, of which JSON readers
+silently keep the last; a lone surrogate (half a character: \\ud83d); and nesting deeper than MAX_DEPTH (Python's own
+limit depends on the depth of the call stack).
+"""
+
+import json
+from typing import Any
+
+BOM = b"\xef\xbb\xbf"
+MAX_DEPTH = 100
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep; make the record flatter"
+
+
+class BadRecord(Exception):
+    """A bad record. The message says what is wrong and what to do, without FILE:LINE."""
+
+
+def parse_line(raw: bytes, last: bool = False) -> dict:
+    """One line of JSONL as a record; `last`: no line end follows. Raises BadRecord."""
+    try:
+        record = decoder.decode(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(not_utf8(error)) from None
+    except json.JSONDecodeError as error:
+        cut = ", and the file ends here, so it looks cut off" if last else ""
+        reason = f"{error.msg} at column {error.colno}"
+        raise BadRecord(f"not valid JSON ({reason}{cut}); each line must hold one JSON object") from None
+    except RecursionError:
+        raise BadRecord(TOO_DEEP) from None
+    except ValueError as error:  # a number with thousands of digits
+        raise BadRecord(f"JSON that cannot be read ({error}); each line must hold one JSON object") from None
+    if not isinstance(record, dict):
+        raise BadRecord(not_an_object(record))
+    # Only these escapes can be half a character.
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or b"\\ud" in raw or b"\\uD" in raw:
+        check_value(record)
+    return record
+
+
+def check_value(value: object) -> None:
+    """Raise BadRecord if lists and objects are nested deeper than MAX_DEPTH, or any text holds a lone surrogate."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nested = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, (dict, list)))
+        level = [child for children in nested for child in children]
+    if any(isinstance(node, (dict, list)) for node in level):
+        raise BadRecord(TOO_DEEP)
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise BadRecord(f"lone surrogate {half} (half a character); write the whole character or none") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """A JSON object as a dict. Raises BadRecord for duplicate keys."""
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadRecord(f"the key {short(twice)} occurs twice in one object; keep one of them")
+    return record
+
+
+decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+
+
+# --- parts of error messages ---------------------------------------------------------------------------------------
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """The message for bytes that are not UTF-8."""
+    hint = "it looks like UTF-16, " if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    return f"not UTF-8 ({hint}byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
+
+
+def not_an_object(value: object) -> str:
+    """The message for a JSON value other than an object."""
+    return f"{kind_of(value)} instead of a JSON object; each line must hold one {{...}}"
+
+
+def kind_of(value: object) -> str:
+    """The JSON type of a value in words."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {
+        bool: "true/false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def keys_of(record: dict) -> str:
+    """The first keys of a record."""
+    names = [short(key) for key in list(record)[:8]]
+    return ", ".join(names) + (", ..." if len(record) > 8 else "") if names else "none"
+
+
+def short(value: object) -> str:
+    """A value in printable form, cut to 40 characters."""
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

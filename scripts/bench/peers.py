@@ -1,0 +1,178 @@
+"""Another trainer's loop, controlled through a pipe: `scripts/benchmark.py` starts this file in that trainer's Python.
+
+The first line of stdin is a JSON object of settings; every further line is a number of micro-batches to train on, which
+is answered by one JSON line: seconds, and the tokens, labels and loss of every micro-batch. The end of stdin ends the
+process. The time before the first micro-batch is not measured.
+
+Nothing of this project is imported here: `model`, `dataset` and `trainer` are packages of the other trainer.
+"""
+
+import functools
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Gate:
+    """Pauses a training loop before each micro-batch until stdin requests more."""
+
+    def __init__(self, device: str, pad_id: int):
+        self.cuda, self.pad_id = device.startswith("cuda"), pad_id
+        self.replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # keep the trainer's output out of the replies
+        self.left, self.start, self.seen = 0, None, []
+
+    def next(self) -> None:
+        """Called before a micro-batch is fetched. Returns when one is requested; SystemExit at the end of stdin."""
+        if self.left == 0:
+            if self.start is not None:
+                self._answer()
+            line = sys.stdin.readline()
+            if not line:
+                raise SystemExit
+            self.left, self.start = int(line), self._now()
+        self.left -= 1
+
+    def note(self, input_ids: Tensor, labels: Tensor, loss: Tensor) -> None:
+        """Called after a micro-batch: tokens and labels [B, T], and the mean loss over its labels."""
+        self.seen.append((input_ids.detach(), labels.detach(), loss.detach()))
+
+    def say(self, **reply: Any) -> None:
+        """Write one line."""
+        print(json.dumps(reply), file=self.replies, flush=True)
+
+    def _now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _answer(self) -> None:
+        seconds, seen, self.seen = self._now() - self.start, self.seen, []
+        self.say(seconds=seconds, micro_batches=[self._described(*parts) for parts in seen])
+
+    def _described(self, input_ids: Tensor, labels: Tensor, loss: Tensor) -> dict[str, Any]:
+        rows = []
+        for ids, targets in zip(input_ids.tolist(), labels.tolist(), strict=True):
+            end = max((i + 1 for i, token in enumerate(ids) if token != self.pad_id), default=0)
+            rows.append({"input_ids": ids[:end], "labels": targets[:end]})
+        return {"rows": rows, "padded": input_ids.numel(), "loss": float(loss)}
+
+
+def minimind(settings: dict[str, Any], gate: Gate) -> None:
+    """Run jingyaogong/minimind's training script of the stage unmodified, with its own defaults.
+
+    Four things are patched: our initial weights and tokenizer, the order of the samples (that of the file), the gate
+    around its loader, and for SFT no random system prompts, so that both trainers get the same tokens.
+    """
+    import torch.utils.data
+
+    import model.model_minimind as its_model
+    import trainer.trainer_utils as its_utils
+    from dataset import lm_dataset
+
+    build, sampler, loader = its_utils.init_model, its_utils.SkipBatchSampler, torch.utils.data.DataLoader
+
+    def init_model(lm_config, *_, device="cpu", **__):
+        model, tokenizer = build(lm_config, "none", tokenizer_path=settings["tokenizer"], device=device)
+        model.load_state_dict(torch.load(settings["weights"], map_location=device, weights_only=True))
+        model.register_forward_hook(
+            lambda _, args, kwargs, out: gate.note(args[0], kwargs["labels"], out.loss), with_kwargs=True
+        )
+        return model, tokenizer
+
+    class GatedLoader(loader):
+        def __iter__(self):
+            batches = super().__iter__()
+            while True:
+                gate.next()
+                yield next(batches)
+
+    its_model.MiniMindConfig = functools.partial(its_model.MiniMindConfig, **settings["shape"])
+    its_utils.init_model = init_model
+    its_utils.SkipBatchSampler = lambda indices, *rest: sampler(range(len(indices)), *rest)
+    torch.utils.data.DataLoader = GatedLoader
+    lm_dataset.pre_processing_chat = lambda conversations: conversations
+    script = {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[settings["stage"]]
+    never = 10**9  # keeps the learning rate at its start, and writes nothing
+    flags = settings["flags"] | {"epochs": never, "log_interval": never, "save_interval": never}
+    flags |= {"from_weight": "none", "data_path": settings["data"], "save_dir": settings["folder"]}
+    sys.argv = [script, *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
+    runpy.run_path(str(Path(settings["path"], "trainer", script)), run_name="__main__")
+
+
+def trl(settings: dict[str, Any], gate: Gate) -> None:
+    """Run TRL's SFTTrainer on transformers' Qwen3 model with the same weights: bfloat16, each batch padded to its
+    longest sample, no activation checkpointing. Its data are the tokens of our samples."""
+    import transformers
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    flags, kind = settings["flags"], "Qwen3Moe" if settings["flags"]["use_moe"] else "Qwen3"
+    config = getattr(transformers, f"{kind}Config")(**settings["stock"])
+    weights = torch.load(settings["weights"], map_location="cpu", weights_only=True)
+    stock = getattr(transformers, f"{kind}ForCausalLM")
+    model = stock.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    samples = [json.loads(line) for line in Path(settings["data"]).read_text(encoding="utf-8").splitlines()]
+
+    class Timed(SFTTrainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, model, inputs, *args, num_items_in_batch=None, **kwargs):
+            labels = inputs["labels"]
+            loss = super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+            own = (labels[:, 1:] != -100).sum()
+            of_update = own if num_items_in_batch is None else num_items_in_batch
+            gate.note(inputs["input_ids"], labels, loss.detach() * of_update / own)
+            return loss
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            for _ in range(flags["accumulation_steps"]):
+                gate.next()
+
+    options = SFTConfig(
+        output_dir=settings["folder"],
+        per_device_train_batch_size=flags["batch_size"],
+        gradient_accumulation_steps=flags["accumulation_steps"],
+        learning_rate=flags["learning_rate"],
+        lr_scheduler_type="constant",
+        max_grad_norm=flags["grad_clip"],
+        max_steps=10**6,
+        max_length=flags["max_seq_len"],
+        gradient_checkpointing=False,
+        bf16=True,
+        use_cpu=not gate.cuda,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = Dataset.from_list(samples)
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    Timed(model=model, args=options, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()]).train()
+
+
+PEERS = {"minimind": minimind, "trl": trl}
+
+
+def main() -> None:
+    """Read the settings and run the peer; the reply to a missing package is an error."""
+    settings = json.loads(sys.stdin.readline())
+    gate = Gate(settings["flags"]["device"], settings["pad_id"])
+    try:
+        PEERS[settings["peer"]](settings, gate)
+    except ImportError as error:
+        gate.say(error=f"{error}; install it for {sys.executable}, or give another Python with --peer_python")
+
+
+if __name__ == "__main__":
+    main()

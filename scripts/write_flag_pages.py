@@ -1,0 +1,115 @@
+"""Write the tables of docs/flags.md and docs/zh/flags.md anew, after a setting, its default or its help has changed.
+
+    python scripts/write_flag_pages.py
+
+Flags, values, defaults and English meanings are those of the code; docs/zh/flags.yaml holds the Chinese words. The text
+around the tables stays as it is in the pages. A test fails while a page is not what this script writes.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError
+from common.settings import METAVARS, ROOT, Setting, settings_of
+from llm.training.core.config import SETTINGS, EngineArgs
+from llm.training.core.config_sources import config_parser
+from trainer import train_full_sft, train_pretrain
+
+PRETRAIN, SFT = (settings_of(script.Args) for script in (train_pretrain, train_full_sft))
+FLAGS = {**SFT, **PRETRAIN}
+OPTIONS = {a.dest: a.help or "" for a in config_parser(EngineArgs)._actions if a.dest not in ("help", *SETTINGS)}
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
+PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
+
+
+def value(setting: Setting) -> str:
+    """What a setting takes: its choices, or its type and limits."""
+    if setting.choices or setting.kind is bool:
+        return ", ".join(f"`{choice}`" for choice in setting.choices or (0, 1))
+    limits = [f"{LIMITS[name]} {limit}" for name, limit in setting.limits.items() if name in LIMITS]
+    return f"{METAVARS.get(setting.kind, 'TEXT')} {', '.join(limits)}".rstrip()
+
+
+def default(setting: Setting | None) -> str:
+    """The default of a setting, a path as seen from the repository; empty where a stage has no such setting."""
+    if setting is None:
+        return ""
+    text = str(int(setting.default) if isinstance(setting.default, bool) else setting.default)
+    if text.startswith(f"{ROOT}/"):
+        text = str(Path(text).relative_to(ROOT)) + "/" * (not Path(text).suffix)
+    return "-" if text in ("None", "") else text.replace("e-0", "e-")
+
+
+def table(columns: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *rows))
+
+
+def tables(words: dict[str, Any]) -> dict[str, str]:
+    """The tables by their place in the page. `words`: columns, sections, units and meanings.
+
+    Raises:
+        UserError: a setting has no meaning, or there is one of no setting.
+    """
+    meanings, units = words["meanings"], {"": "", **words["units"]}
+    if wrong := sorted(meanings.keys() ^ {*FLAGS, *SETTINGS, *OPTIONS}):
+        raise UserError(f"docs/zh/flags.yaml: meanings that are missing, or of no setting: {', '.join(wrong)}")
+    stages = []
+    for section in dict.fromkeys(each.section for each in FLAGS.values()):
+        rows = []
+        for name, each in [(name, each) for name, each in FLAGS.items() if each.section == section]:
+            defaults = default(PRETRAIN.get(name)), default(SFT.get(name))
+            rows.append([f"`--{name}`", value(each), *defaults, units[each.unit], meanings[name]])
+        stages.append(f"### {words['sections'][section]}\n\n" + table(words["stage columns"], rows))
+    own = [[f"`--{name}`", "", "", "-", "", meanings[name]] for name in OPTIONS]
+    own += [
+        [f"`--{name}`", f"`{each.section}`", value(each), default(each), units[each.unit], meanings[name]]
+        for name, each in SETTINGS.items()
+        if name not in FLAGS or (each.default != FLAGS[name].default and name != "save_weight")  # weights: the task's
+    ]
+    return {"stages": "\n".join(stages), "engine": table(words["engine columns"], own)}
+
+
+def english() -> dict[str, Any]:
+    """The words of the English page: those of the settings."""
+    settings = {**FLAGS, **SETTINGS}
+    helps = {name: each.help for name, each in settings.items()} | OPTIONS
+    return {
+        "stage columns": ["flag", "value", "pretrain", "SFT", "unit", "meaning"],
+        "engine columns": ["flag", "section", "value", "default", "unit", "meaning"],
+        "sections": {each.section: each.section.capitalize() for each in settings.values()},
+        "units": {each.unit: each.unit for each in settings.values()},
+        "meanings": {name: re.sub(r"--\w+( \d)?|<\w+>\w*", r"`\g<0>`", text) for name, text in helps.items()},
+    }
+
+
+def rewritten(path: str) -> str:
+    """A page with its tables as they must be, between the comments that mark their places."""
+    page, source = (ROOT / path).read_text(encoding="utf-8"), PAGES[path]
+    words = yaml.safe_load((ROOT / source).read_text(encoding="utf-8")) if source else english()
+    for place, text in tables(words).items():
+        begin, end = f"<!-- {place}: written by scripts/write_flag_pages.py -->\n", f"<!-- end of {place} -->\n"
+        before, marked, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not marked or not closed:
+            raise UserError(f"{path} lacks the line {begin.strip()} or {end.strip()}; put it back")
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    return page
+
+
+def main() -> None:
+    """Write both pages."""
+    Parser(description=(__doc__ or "").split("\n", 1)[0]).parse_args()
+    for path, text in {path: rewritten(path) for path in PAGES}.items():
+        (ROOT / path).write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,88 @@
+"""How a command ends: one line on stderr and an exit status, alone and under torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from common.command_line import Parser, handled_signals, one_line_errors
+from common.errors import Interrupted, LostRank, UserError, reason
+from tests.conftest import ROOT
+
+ENDS = {
+    "a mistake": (UserError("data.jsonl:3: no 'text'"), 2, "error: data.jsonl:3: no 'text'\n"),
+    "a mistake of two lines": (UserError("it says:\n  why"), 2, "error: it says:   why\n"),
+    "another rank's end": (LostRank("rank 1: another rank ended"), 2, "error: rank 1: another rank ended\n"),
+    "a signal": (Interrupted(signal.SIGTERM, "by SIGTERM; saved"), 143, "stopped: by SIGTERM; saved\n"),
+    "Ctrl-C": (KeyboardInterrupt(), 130, "stopped: by Ctrl-C\n"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_command_ends_in_one_line(case, capsys):
+    error, status, line = ENDS[case]
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        raise error
+    assert ended.value.code == status and capsys.readouterr() == ("", line)
+
+
+def test_a_bug_keeps_its_traceback(capsys):
+    with pytest.raises(KeyError), one_line_errors():
+        {}["x"]
+    with one_line_errors():
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def rank(error: str, local_rank: int, folder) -> subprocess.CompletedProcess:
+    code = "from common.command_line import one_line_errors\nfrom common.errors import *\n"
+    code += f"with one_line_errors():\n    raise {error}"
+    env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": str(local_rank)}
+    env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{local_rank}.json")
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_under_torchrun_a_mistake_is_in_its_report(local_rank, tmp_path):
+    done = rank("UserError('--epochs must be 1 or more')", local_rank, tmp_path)
+    assert done.returncode == 2 and done.stderr == "error: --epochs must be 1 or more\n"
+    report = json.loads((tmp_path / f"{local_rank}.json").read_text())
+    assert report["message"]["message"] == "error: --epochs must be 1 or more"
+    assert int(report["message"]["extraInfo"]["timestamp"]) > 0
+
+
+def test_under_torchrun_only_the_cause_is_in_the_report_and_a_signal_is_told_once(tmp_path):
+    lost = rank("LostRank('rank 1: another rank ended')", 1, tmp_path)
+    assert lost.returncode == 2 and lost.stderr == "error: rank 1: another rank ended\n"
+    assert not list(tmp_path.iterdir())
+    told = [rank("Interrupted(15, 'by SIGTERM')", number, tmp_path) for number in (0, 1)]
+    assert [done.returncode for done in told] == [143, 143]
+    assert [done.stderr for done in told] == ["stopped: by SIGTERM\n", ""]
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert handled_signals() == [signal.SIGINT, signal.SIGTERM]
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert handled_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_parser_raises_and_knows_no_abbreviations():
+    parser = Parser()
+    parser.add_argument("--epochs", type=int, default=2, help="passes")
+    for wrong, message in ((["--epoch", "3"], "unrecognized arguments: --epoch 3"), (["--epochs", "x"], "--epochs")):
+        with pytest.raises(UserError, match=message) as error:
+            parser.parse_args(wrong)
+        assert str(error.value).endswith("; see --help") and "\n" not in str(error.value)
+    assert "passes (default: 2)" in parser.format_help()
+
+
+def test_the_reason_of_an_error_is_its_first_line():
+    assert reason(ValueError("one\ntwo")) == "one" and reason(MemoryError()) == "MemoryError"
+    assert len(reason(ValueError("x" * 999))) == 300

@@ -1,0 +1,157 @@
+"""Locks between processes: one run of a name, however it ends; a lock that is waited for; no locks at all."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common import locks
+from common.errors import UserError
+from common.locks import lock_output, locked
+from tests.conftest import ROOT
+
+HOLD = """
+import os, sys, time
+from common.locks import lock_output
+lock_output(sys.argv[1], save_dir=sys.argv[2], checkpoint_dir=sys.argv[3])
+{then}
+print("held", flush=True)
+time.sleep(60)
+"""
+LOCKED = """
+import sys
+from pathlib import Path
+from common.locks import locked
+with locked(Path(sys.argv[1]), "waiting for the other"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start(code: str, *args, **env: str) -> subprocess.Popen:
+    """Another process, which holds the lock when this returns."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes)
+    assert process.stdout.readline() == "held\n", process.communicate()
+    return process
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return tmp_path / "out", tmp_path / "checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def release():
+    """What a test locks is free afterwards; a run keeps it until its process ends."""
+    yield
+    while locks._held:
+        locks._held.pop().close()
+
+
+# --- the output of a run
+
+
+def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders):
+    first = start(HOLD.format(then=""), "pretrain_32", *folders)
+    out, checkpoints = folders
+    try:
+        other = {"save_dir": out.parent / "b", "checkpoint_dir": checkpoints}
+        for kept, own in ((out, {"save_dir": out}), (checkpoints, other)):
+            with pytest.raises(UserError) as error:
+                lock_output("pretrain_32", **own)
+            assert str(error.value) == (
+                f"process {first.pid} on {socket.gethostname()} is training a run of this name and writes to {kept}; "
+                "wait for it, end it, or choose another --save_weight"
+            )
+        lock_output("pretrain_32_moe", save_dir=out, checkpoint_dir=checkpoints)  # another name
+        lock_output("pretrain_32", save_dir=out.parent / "elsewhere")
+    finally:
+        end(first)  # killed
+    lock_output("pretrain_32", save_dir=out, checkpoint_dir=checkpoints)
+    assert (out / ".pretrain_32_save_dir.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
+    """Such as a data loader process of a run that was killed."""
+    fork = "child = os.fork()\nif child == 0:\n    time.sleep(60)\nprint(child, file=sys.stderr, flush=True)"
+    first = start(HOLD.format(then=fork), "pretrain_32", *folders)
+    child = int(first.stderr.readline())
+    try:
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        os.kill(child, 0)  # alive
+        lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        end(first)
+
+
+def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
+    assert not folders[0].exists()
+    monkeypatch.setenv("RANK", "0")
+    lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
+    assert [path.name for path in folders[1].iterdir()] == [".pretrain_32_checkpoint_dir.lock"]
+
+
+def test_one_folder_for_both(tmp_path):
+    """Closing one of two record locks of a file would release both: each flag has a file of its own."""
+    lock_output("pretrain_32", save_dir=tmp_path, checkpoint_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as error:
+        lock_output("pretrain_32", save_dir=tmp_path, checkpoint_dir=tmp_path / "file" / "x")
+    told = f"--checkpoint_dir {tmp_path}/file/x cannot be written (Not a directory); give another folder"
+    assert str(error.value) == told
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(locks.fcntl, "lockf", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    lock_output("pretrain_32", save_dir=tmp_path)
+    with locked(tmp_path / "x.lock", "waiting") as is_held:
+        assert not is_held
+
+
+# --- a lock that is waited for
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, monkeypatch, capsys, local_rank):
+    path = Path(tmp_path / "cache.lock")
+    other = start(LOCKED, path)
+    command = [sys.executable, "-c", LOCKED, str(path)]
+    environment = os.environ | {"LOCAL_RANK": local_rank}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    waiting = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    try:
+        if local_rank == "0":
+            assert waiting.stdout.readline() == "waiting for the other\n"
+        else:
+            time.sleep(1)
+        assert waiting.poll() is None
+    finally:
+        end(other)
+    assert waiting.communicate("", timeout=30)[0] == "held\n" and waiting.returncode == 0
+    with locked(path, "waiting for the other") as is_held:
+        assert is_held
+    assert capsys.readouterr().out == ""

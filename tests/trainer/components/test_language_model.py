@@ -1,0 +1,28 @@
+"""The losses of a language model on flat batches."""
+
+import pytest
+import torch
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.trainer.components.test_parallel import flat_batch
+from trainer.components.language_model import held_out_loss, next_token_loss, target_logits
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_the_logits_at_the_targets_are_those_of_the_loss(use_moe):
+    """One row per target, without padding rows; torch's cross entropy of them is the loss, with the same gradients."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe))
+    batch = flat_batch(3, [9, 30, 5])
+    logits, aux_loss = target_logits(model, batch)
+    assert logits.shape == (len(batch["targets"]), 6400)
+    own = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
+    gradients = [torch.autograd.grad(own + aux_loss, list(model.parameters()))]
+    loss, same_aux_loss = next_token_loss(model, batch)
+    gradients.append(torch.autograd.grad(loss + same_aux_loss, list(model.parameters())))
+    assert own.item() == pytest.approx(loss.item(), rel=1e-6) and torch.equal(aux_loss, same_aux_loss)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert held_out_loss(model, batch)["loss"].item() == loss.item()
+    everywhere = model(**{k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}).logits
+    torch.testing.assert_close(logits, everywhere[batch["target_index"]])

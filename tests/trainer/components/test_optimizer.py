@@ -1,0 +1,110 @@
+import copy
+import signal
+
+import pytest
+import torch
+
+from common.errors import UserError
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.components.metrics import read_metrics
+from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer
+
+
+def tiny(use_moe: bool) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    return MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, use_moe=use_moe))
+
+
+def give_gradients(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_weight_decay_is_on_matrices_only():
+    model = tiny(use_moe=False)
+    decayed, kept = build_optimizer(model, 1e-3, 0.1).param_groups
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in kept["params"])
+    assert sum(map(len, (decayed["params"], kept["params"]))) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(use_moe):
+    model = tiny(use_moe)
+    optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden, matrices, vectors = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    rest = {"model.embed_tokens.weight"} | ({"model.layers.0.mlp.gate.weight"} if use_moe else set())
+    assert matrices == rest and all("norm" in name for name in vectors)
+    assert hidden | matrices | vectors == set(names.values()) and len(hidden) == (4 + 3 * 4 if use_moe else 7)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+def test_a_step_is_that_of_torchs_own_two_optimizers():
+    model, reference = tiny(use_moe=True), tiny(use_moe=True)
+    optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+    sides = [dict(reference.named_parameters()) for _ in range(2)]
+    is_hidden = [".layers." in name and p.ndim == 2 and "gate.weight" not in name for name, p in sides[0].items()]
+    hidden = [p for p, mine in zip(sides[0].values(), is_hidden, strict=True) if mine]
+    rest = [p for p, mine in zip(sides[1].values(), is_hidden, strict=True) if not mine]
+    groups = [{"params": [p for p in rest if p.ndim == n], "weight_decay": d} for n, d in ((2, 0.1), (1, 0.0))]
+    two = [torch.optim.Muon(hidden, lr=3e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    two.append(torch.optim.AdamW(groups, lr=3e-3))
+    for seed in range(3):
+        for group in optimizer.param_groups:  # as the loop does
+            group["lr"] = 3e-3
+        give_gradients(model, seed)
+        give_gradients(reference, seed)
+        optimizer.step()
+        for part in two:
+            part.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_its_state_can_be_taken_back():
+    model, other = tiny(use_moe=False), tiny(use_moe=False)
+    optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+    give_gradients(model, 0)
+    optimizer.step()
+    again = build_optimizer(other, 1e-3, 0.1, "muon")
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for part in (optimizer, again):
+        for group in part.param_groups:
+            group["lr"] = 1e-2  # reaches the parts after a restart as well
+    give_gradients(model, 1)
+    give_gradients(other, 1)
+    optimizer.step()
+    again.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_muon_without_a_matrix_is_refused():
+    with pytest.raises(UserError, match="--optimizer muon: this model has no matrices"):
+        build_optimizer(torch.nn.Linear(4, 4), 1e-3, 0.1, "muon")
+
+
+@pytest.mark.parametrize("moe", [0, 1])
+def test_a_run_with_muon_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, moe):
+    settings = {"optimizer": "muon", "use_moe": moe, "epochs": 1, "dropout": 0.1, "accumulation_steps": 2}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run("pretrain", flags(corpus, whole, "pretrain", **settings))
+    broken = flags(corpus, cut, "pretrain", **settings, from_resume=1)
+    run("pretrain", broken, Faults(signals={5: signal.SIGKILL}), status=-signal.SIGKILL)
+    assert "resuming" in run("pretrain", broken).out
+    assert_same_run(whole, cut, "pretrain_32" + "_moe" * moe)
+
+
+def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
+    rates = {}
+    for optimizer in ("adamw", "muon"):
+        run(
+            "pretrain", flags(corpus, tmp_path / optimizer, "pretrain", optimizer=optimizer, epochs=1, warmup_updates=2)
+        )
+        found = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
+        rates[optimizer] = [record["learning_rate"] for record in found]
+    assert len(rates["adamw"]) > 4 and rates["muon"] == [MUON_LR_SCALE * rate for rate in rates["adamw"]]

@@ -1,0 +1,164 @@
+"""Sharded models (`--parallel fsdp`) train as copies do, and activations that are computed again change nothing."""
+
+import os
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UserError
+from common.settings import StageArgs
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.stage_process import context
+from trainer.components.checkpoint import half_state_dict
+from trainer.components.distributed import init_distributed_mode, leave_process_group
+from trainer.components.optimizer import build_optimizer
+from trainer.components.parallel import is_sharded, unwrap, wrap_model
+from trainer.components.state import TrainState
+from trainer.loop import evaluate, train_update, update_size
+from trainer.trainer_utils import next_token_loss
+
+CPU = torch.device("cpu")
+CASES = {
+    "dense": {},
+    "moe": {"use_moe": True, "activation_checkpointing": 1, "dropout": 0.2},
+    "float16": {"scaler": True},
+    "bad": {"bad_update": 1},
+}
+
+
+def flat_batch(seed: int, lengths: list[int]) -> dict:
+    """Random samples of these lengths, every token but the first a target."""
+    ids = torch.randint(3, 6400, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    index = torch.cat([torch.arange(a, b - 1) for a, b in zip(borders[:-1], borders[1:], strict=True)] + [ids[:0]])
+    return {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths] + [ids[:0]]),
+        "cu_seqlens": borders.to(torch.int32),
+        "max_seqlen": max(lengths, default=0),
+        "target_index": index,
+        "targets": ids[index + 1],
+        "target_bytes": 4 * len(index),
+        "sample_ids": torch.arange(len(lengths)),
+    }
+
+
+def updates(rank: int, case: dict, parallel: str) -> dict:
+    """Three updates of two micro-batches, the last of them empty on rank 1, and an evaluation before the last."""
+    torch.manual_seed(0)
+    shape = {"use_moe": case.get("use_moe", False), "dropout": case.get("dropout", 0.0)}
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, **shape)
+    model = MiniMindForCausalLM(config)
+    if config.use_moe:
+        torch.nn.init.zeros_(model.model.layers[0].mlp.gate.weight)  # ties: all tokens go to the same expert
+    again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
+    wrapped = wrap_model(model, CPU, parallel, activation_checkpointing=bool(again))
+    assert is_sharded(wrapped) == (parallel == "fsdp") and unwrap(wrapped) is model
+    scaler = torch.amp.GradScaler("cpu", enabled=case.get("scaler", False), init_scale=1024.0)
+    state = TrainState(
+        StageArgs(seed=0, grad_clip=1.0), config, wrapped, build_optimizer(model, 1e-2, 0.1), scaler, nullcontext(),
+        CPU, next_token_loss, lambda *_: 1e-2, {"samples": 9, "global_batch": 3, "epochs": 1},
+    )  # fmt: skip
+    found = []
+    for update in range(3):
+        state.update = update
+        window = [flat_batch(10 * update + rank, [7 + rank, 20, 13]), flat_batch(5, [] if rank else [9])]
+        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+        if case.get("bad_update") == update and rank == 1:  # NaN on one rank only
+            targets = float("nan")
+        if update == 2:
+            held_out = evaluate(state, [flat_batch(77 + rank, [] if rank else [8, 9])])
+            found += [held_out["eval_loss"], held_out["eval_bpb"]]
+        means, norm = train_update(state, window, targets, tokens)
+        found += [*means.tolist(), float(norm)]
+        state.bad_updates.note(update, window)
+    weights = half_state_dict(state.model)
+    bad = [skipped["update"] for skipped in state.bad_updates.take()]
+    state.model = wrapped = None
+    return {"numbers": found, "weights": weights, "bad": bad}
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    torch.set_num_threads(1)
+    init_distributed_mode()
+    for name, case in CASES.items():
+        for parallel in ("ddp", "fsdp"):
+            torch.save(updates(rank, case, parallel), f"{folder}/{name}_{parallel}_{rank}")
+    leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Path:
+    """What two ranks find in each case, with copies and with shards."""
+    folder = tmp_path_factory.mktemp("both")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_train_as_copies_do(both, name):
+    """Losses, held-out figures, the gradient's norm and the weights; an expert without rows and an empty micro-batch do
+    no harm; a NaN on one rank leaves the update out on both."""
+    ddp, fsdp, other = (torch.load(both / f"{name}_{kind}") for kind in ("ddp_0", "fsdp_0", "fsdp_1"))
+    assert len(ddp["numbers"]) == 11 and ddp["bad"] == fsdp["bad"] == ([1] if name == "bad" else [])
+    assert fsdp["numbers"] == pytest.approx(ddp["numbers"], abs=1e-5, rel=3e-5, nan_ok=True)  # the norm sums in float32
+    assert list(ddp["weights"]) == list(fsdp["weights"])
+    for key, value in ddp["weights"].items():
+        assert fsdp["weights"][key].dtype == torch.float16
+        assert torch.allclose(value.float(), fsdp["weights"][key].float(), atol=2e-3), key
+        assert torch.equal(fsdp["weights"][key], other["weights"][key])
+    tied = [fsdp["weights"][key].data_ptr() for key in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert tied[0] == tied[1]
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_computed_again_are_the_same_bits(use_moe, dtype):
+    """Loss and gradients, with dropout, of a flat batch and of a padded one; the blocks are computed twice."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, dropout=0.2))
+    flat = {key: value for key, value in flat_batch(1, [7, 5]).items() if key not in ("target_bytes", "sample_ids")}
+    padded = {"input_ids": flat["input_ids"][None], "labels": flat["input_ids"][None]}
+    found, calls = [], []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for again in (0, 1):
+        assert wrap_model(model, CPU, activation_checkpointing=bool(again)) is model
+        calls.clear()
+        for batch in (flat, padded):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                out = model(**batch)
+            (out.loss + (out.aux_loss if use_moe else 0)).backward()
+            found.append([out.loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        assert len(calls) == 2 * (1 + again)
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_does_not_go_together_is_refused():
+    assert StageArgs(parallel="fsdp").contradictions() == []
+    wrong = StageArgs(parallel="fsdp", use_compile=True).contradictions()
+    assert wrong == ["--use_compile 1 does not go with --parallel fsdp; leave one of them out"]
+    wrong = StageArgs(parallel="fsdp", optimizer="muon").contradictions()
+    assert wrong == ["--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out"]
+    with pytest.raises(UserError, match="--activation_checkpointing 1: this task's model has no layers"):
+        wrap_model(torch.nn.Linear(2, 2), CPU, activation_checkpointing=True)
+
+
+def test_one_process_is_not_sharded():
+    model = torch.nn.Linear(2, 2)
+    assert wrap_model(model, CPU, "fsdp") is model and not is_sharded(model)

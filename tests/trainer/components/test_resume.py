@@ -1,0 +1,235 @@
+"""Which checkpoint a run goes on from: another number of ranks, more epochs, other settings, a second run at once."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from tests.stage_process import Faults, StageProcess, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
+from trainer.components.metrics import read_metrics
+from trainer.components.resume import check_same_run, total_updates
+
+
+def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
+    """Samples of each micro-batch of all ranks together, in the order of global micro-batches."""
+    ranks = [file.read_text().splitlines() for file in files]
+    return [[int(i) for line in lines for i in line.split()] for lines in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(("use_moe", "plan"), [(0, (1, 2, 1)), (1, (2, 4))])
+def test_another_number_of_ranks(corpus, tmp_path, use_moe, plan):
+    """The same updates of the same samples, each exactly once; losses to 1e-5 (the sums are taken in another order)."""
+    settings = {"batch_size": 2, "accumulation_steps": 4 // plan[0], "epochs": 2, "use_moe": use_moe}
+    settings |= {"save_interval": 1000, "eval_interval": 1000, "num_hidden_layers": 1}
+    name = "pretrain_32_moe" if use_moe else "pretrain_32"
+    whole = flags(corpus, tmp_path / "whole", "pretrain", **settings)
+    run("pretrain", whole, Faults(record=str(tmp_path / "whole_ids")), ranks=1) if plan[0] == 1 else None
+    if plan[0] != 1:
+        start = start_ranks(2, "pretrain", whole, {r: Faults(record=str(tmp_path / f"whole_ids{r}")) for r in (0, 1)})
+        assert [rank.wait() for rank in start] == [0, 0]
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    updates_each, seen = 5, []
+    for part, ranks in enumerate(plan):
+        last = part == len(plan) - 1
+        files = [tmp_path / f"ids{part}{rank}" for rank in range(ranks)]
+        per_update = 8 // (2 * ranks)
+        stop = {} if last else {per_update * (updates_each - 1) + 1: signal.SIGTERM}
+        processes = start_ranks(ranks, "pretrain", argv, {
+            rank: Faults(record=str(file), signals=stop if rank == 0 else {}) for rank, file in enumerate(files)
+        })  # fmt: skip
+        assert {process.wait() for process in processes} == {0 if last else 143}, processes[0].err
+        if part and ranks != plan[0]:  # back at the first number, the flags as typed are right
+            assert f"{ranks} ranks instead of {plan[part - 1]}: --accumulation_steps is now" in processes[0].out
+        seen += [i for step in sample_ids(files, 2) for i in step]
+    files = [tmp_path / "whole_ids"] if plan[0] == 1 else [tmp_path / f"whole_ids{rank}" for rank in (0, 1)]
+    wanted = [i for step in sample_ids(files, 2) for i in step]
+    assert seen == wanted and sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
+    one, other = (read_metrics(folder / f"out/{name}_metrics.jsonl") for folder in (tmp_path / "whole", tmp_path))
+    by_update = {record["update"]: record for record in other}
+    compared = 0
+    for record in one:
+        assert abs(record["loss"] - by_update[record["update"]]["loss"]) <= 1e-5
+        assert record["learning_rate"] == by_update[record["update"]]["learning_rate"]
+        compared += 1
+    assert compared == len(one) == len(other) == one[-1]["update"] > 12
+
+
+def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):
+    settings = {"batch_size": 4, "accumulation_steps": 3, "epochs": 1}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
+    before = (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes()
+    argv = flags(corpus, tmp_path, "pretrain", **(settings | {"batch_size": 5}), from_resume=1)
+    processes = start_ranks(2, "pretrain", argv)
+    assert [process.wait() for process in processes] == [2, 2]
+    line = processes[0].error_lines[-1]
+    assert "global_batch: 12 -> 30" in line and "batch_size x accumulation_steps x processes must be 12" in line
+    assert "with 2 processes --batch_size 1, 2, 3 or 6 would work" in line
+    assert "with --batch_size 5 no number of processes" in line
+    same_ranks = flags(corpus, tmp_path, "pretrain", **(settings | {"accumulation_steps": 2}), from_resume=1)
+    line = run("pretrain", same_ranks, status=2).error_lines[-1]  # asked for another update, not for other ranks
+    assert "global_batch: 12 -> 8" in line and "with --batch_size 4 1 or 3 processes" in line
+    assert (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes() == before
+
+
+def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
+    longer = flags(corpus, tmp_path, "pretrain", epochs=3, from_resume=1)
+    line = run("pretrain", longer, status=2).error_lines[-1]
+    assert "epochs: 1 -> 3" in line and "--extend_epochs 1 would go on" in line
+    done = run("pretrain", [*longer, "--extend_epochs", "1"])
+    assert "3 epochs instead of 1, 24 updates instead of 8" in done.out
+    assert "at update 8 it goes from 1.000e-03 to 7.750e-03" in done.out
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
+    assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
+    run("pretrain", [*longer, "--extend_epochs", "1"])  # again: nothing left to train
+    run("pretrain", longer)  # and the run is now one of three epochs
+    shorter = flags(corpus, tmp_path, "pretrain", epochs=2, from_resume=1, extend_epochs=1)
+    assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
+
+
+def test_another_run_is_refused_field_by_field(corpus, tmp_path):
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
+    other = {"learning_rate": 0.02, "seed": 7, "max_seq_len": 32, "epochs": 2, "dropout": 0.5, "batch_size": 4}
+    other |= {"num_hidden_layers": 1, "packing": 1, "grad_clip": 0.5, "weight_decay": 0.3, "warmup_updates": 3}
+    other |= {"optimizer": "muon"}
+    other |= {"data_path": corpus["pretrain_eval"]}
+    line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[-1]
+    assert line.startswith("error: --from_resume 1: the checkpoint belongs to another run (")
+    for field in (*other, "samples", "global_batch"):
+        name = {"data_path": "data", "batch_size": "global_batch"}.get(field, field)
+        assert f"{name}: " in line, name
+    may_differ = {"num_workers": 2, "log_interval": 3, "save_interval": 5, "eval_interval": 0, "use_compile": 0}
+    done = run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1, **may_differ, from_resume=1))
+    assert "done: 8 updates" in done.out
+
+
+def test_another_tokenizer_is_named(corpus, tmp_path):
+    from transformers import AutoTokenizer
+
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "model")
+    tokenizer.chat_template += " "
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, tokenizer_path=tmp_path / "tokenizer", from_resume=1)
+    line = run("pretrain", argv, status=2).error_lines[-1]
+    assert "(tokenizer: " in line and "data: " not in line
+
+
+def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
+    """As long as the first lives; killed with -9, it holds nothing any more."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    first = StageProcess("pretrain", [*argv, "--num_workers", "1"], Faults(sleep=30.0))
+    deadline = time.time() + 60
+    while "Epoch" not in first.out and "model:" not in first.out and time.time() < deadline:
+        time.sleep(0.02)
+    second = run("pretrain", argv, status=2)
+    assert len(second.error_lines) == 1
+    assert f"error: process {first.process.pid} on " in second.err and "another --save_weight" in second.err
+    run("pretrain", [*argv, "--save_weight", "other"])
+    first.send(signal.SIGKILL)
+    assert first.wait() == -9
+    assert "done: 8 updates" in run("pretrain", argv).out
+
+
+def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
+    """As on two machines without a shared file system."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, batch_size=4, from_resume=1)
+    run("pretrain", argv, ranks=2)
+    elsewhere = f"sys.argv[sys.argv.index('--checkpoint_dir') + 1] = {str(tmp_path / 'elsewhere')!r}"
+    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=elsewhere)})
+    assert [process.wait() for process in processes] == [2, 2]
+    assert (
+        "the ranks do not see the same checkpoint (epoch: 0 on rank 0, None on rank 1; step: 8 on rank 0"
+        in processes[0].err
+    )
+    other_data = f"sys.argv[sys.argv.index('--data_path') + 1] = {str(corpus['pretrain_eval'])!r}"
+    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=other_data)})
+    assert [process.wait() for process in processes] == [2, 2]
+    assert "the ranks do not see the same data and settings (samples: " in processes[0].err
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path, stage):
+    """Killed with -9 in the middle of an accumulation window of the second epoch; loader workers change nothing."""
+    settings = {"packing": 1, "accumulation_steps": 2, "batch_size": 2, "epochs": 2, "dropout": 0.1}
+    settings |= {"from_weight": "none", "save_interval": 7, "eval_interval": 0, "num_hidden_layers": 1}
+    run(stage, flags(corpus, tmp_path / "whole", stage, **settings))
+    argv = flags(corpus, tmp_path / "broken", stage, **settings, num_workers=2, from_resume=1)
+    name = f"{'full_sft' if stage == 'sft' else stage}_32"
+    per_epoch = max(r["step"] for r in read_metrics(tmp_path / f"whole/out/{name}_metrics.jsonl"))
+    run(stage, argv, Faults(signals={per_epoch + 4: signal.SIGKILL}), status=-9)
+    run(stage, argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", name)
+
+
+def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
+    """On a device without float16 arithmetic it is refused; here the emulation serves to see the scaler come back."""
+    settings = {"dtype": "float16", "epochs": 2, "num_hidden_layers": 1, "batch_size": 16, "max_seq_len": 16}
+    allow = "import trainer.components.device as a; a.native_float16 = lambda device: True"
+    allow += "; import trainer.components.flops as f; f.matrix_rate = lambda *_: 1.0"
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), Faults(script=allow))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    count = len(records(tmp_path / "whole"))
+    run("pretrain", argv, Faults(script=allow, signals={count - 2: signal.SIGKILL}), status=-9)
+    run("pretrain", argv, Faults(script=allow))
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    scales = [saved_state(tmp_path / folder)["scaler"] for folder in ("whole", "broken")]
+    assert scales[0] == scales[1] and scales[0]["scale"] >= 1 and scales[0]["_growth_tracker"] > 0
+
+
+def test_bfloat16_resumes_exactly_and_float32_may_follow(corpus, tmp_path):
+    settings = {"dtype": "bfloat16", "epochs": 2}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={11: signal.SIGKILL}), status=-9)
+    run("pretrain", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    argv = flags(corpus, tmp_path / "other", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={11: signal.SIGTERM}), status=143)
+    run("pretrain", [*argv, "--dtype", "float32"])
+    one, other = (read_metrics(tmp_path / folder / "out/pretrain_32_metrics.jsonl") for folder in ("whole", "other"))
+    assert all(abs(a["loss"] - b["loss"]) < 0.05 for a, b in zip(one, other, strict=True))
+
+
+def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
+    import torch
+
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    torch.save({"weights": torch.ones(3)}, folder / "pretrain_32_resume.pth")
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
+    assert "no readable checkpoint" in run("pretrain", argv, status=2).error_lines[-1]
+    keys = ("model", "optimizer", "epoch", "step", "world_size")
+    torch.save(dict.fromkeys(keys, 0), folder / "pretrain_32_resume.pth")
+    assert "is not one of a stage script" in run("pretrain", argv, status=2).error_lines[-1]
+    assert not (tmp_path / "out/pretrain_32.pth").exists()
+
+
+def test_contracts():
+    check_same_run({"a": 1, "b": 2}, {"a": 1, "b": 2})
+    with pytest.raises(UserError) as error:
+        check_same_run({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "d": 4})
+    assert "b: 2 -> 5" in str(error.value) and "c: 3 -> None" in str(error.value) and "d: None -> 4" in str(error.value)
+    assert "a:" not in str(error.value)
+    assert total_updates({"samples": 65, "global_batch": 8, "epochs": 3}) == 27
+
+
+@pytest.mark.slow
+def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
+    """With loader processes, too, which must not outlive the run."""
+    settings = {"epochs": 2, "num_hidden_layers": 1, "dropout": 0.1, "accumulation_steps": 2, "num_workers": 2}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings, use_compile=1), timeout=600)
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    run("pretrain", [*argv, "--use_compile", "1"], Faults(signals={13: signal.SIGKILL}), status=-9, timeout=600)
+    run("pretrain", [*argv, "--use_compile", "1"], timeout=600)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    settings["dropout"] = 0.0  # compiled, its masks are others
+    run("pretrain", flags(corpus, tmp_path / "plain", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "toggled", "pretrain", **settings, from_resume=1)
+    run("pretrain", [*argv, "--use_compile", "1"], Faults(signals={13: signal.SIGKILL}), status=-9, timeout=600)
+    run("pretrain", argv)
+    plain, toggled = (read_metrics(tmp_path / n / "out/pretrain_32_metrics.jsonl") for n in ("plain", "toggled"))
+    assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(plain, toggled, strict=True))

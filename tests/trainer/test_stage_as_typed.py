@@ -1,0 +1,178 @@
+"""The launch lines of the manual as typed, in a copy of the repository, with its default data files; and what a reader
+changes in a stage script."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT, write_jsonl
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import flags, records, saved_state
+from trainer.components.checkpoint import half_state_dict
+from trainer.components.metrics import read_metrics
+from trainer.trainer_utils import load_tokenizer
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A copy of the packages, whose scripts import each other."""
+    for name in ("common", "dataset", "model", "trainer"):
+        ignored = shutil.ignore_patterns("__pycache__", "cache", "demo", "*.jsonl")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    return tmp_path
+
+
+def typed(clone: Path, line: str, status: int = 0) -> subprocess.CompletedProcess:
+    """Run a line of a shell in the clone's trainer/."""
+    env = os.environ | {"PYTHONPATH": str(clone), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        line, shell=True, cwd=clone / "trainer", env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode == 0) == (status == 0), done.stdout[-2000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "full_sft"])
+def test_without_data_one_line_says_how_to_get_some(clone, stage):
+    done = typed(clone, f"python train_{stage}.py", status=2)
+    name = {"pretrain": "pretrain_hq", "full_sft": "sft_mini_512"}[stage]
+    assert re.fullmatch(
+        rf"error: \S+/dataset/{name}\.jsonl: no such file; .*python -m dataset\.demo_corpus.*\n", done.stderr
+    )
+
+
+def test_the_users_launch_lines_as_typed(clone):
+    """Two ranks from pretrained weights with the default data, epochs and batch size given, and resumed."""
+    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(40)]
+    write_jsonl(clone / "dataset" / "sft_mini_512.jsonl", [{"conversations": chat} for chat in chats])
+    config = MiniMindConfig(vocab_size=len(load_tokenizer(ROOT / "model")))
+    (clone / "out").mkdir()
+    torch.save(half_state_dict(MiniMindForCausalLM(config)), clone / "out" / "pretrain_512.pth")
+    launch = "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py"
+    first = typed(clone, launch)
+    assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_512.pth").is_file()
+    again = typed(clone, f"{launch} --epochs 2 --batch_size 16 --from_resume 1")
+    assert "resuming full_sft at epoch 2, update 4 of 4" in again.stdout and "done: 4 updates" in again.stdout
+    assert "warning: trainer" not in again.stderr  # the code is the same
+
+
+def edited(clone: Path, old: str, new: str) -> Path:
+    """The clone's SFT script with one piece of text replaced."""
+    script = clone / "trainer" / "train_full_sft.py"
+    text = script.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    script.write_text(text.replace(old, new), encoding="utf-8")
+    return script
+
+
+Z_LOSS = """
+def loss_fn(model, batch, args):
+    logits, aux_loss = target_logits(model, batch)  # [M, V]
+    loss = torch.nn.functional.cross_entropy(logits.float(), batch["targets"], reduction="sum")
+    return loss + args.z_loss * logits.float().logsumexp(-1).square().sum(), aux_loss
+
+
+"""
+
+
+def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
+    """With its extra term the training loss is larger, the held-out loss is not. The engine follows, and a resume with
+    another value is refused."""
+    small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, save_interval=1000, eval_interval=0))
+    edited(clone, "    max_seq_len: int = 768\n", "    max_seq_len: int = 768\n    z_loss: float = 0.0\n")
+    edited(clone, "    next_token_loss,\n", "    target_logits,\n")
+    script = edited(clone, "loss_fn = next_token_loss  #", "#")
+    script.write_text(script.read_text().replace("schedule = ", f"import torch\n{Z_LOSS}schedule = ", 1))
+    found = {}
+    for z in ("0", "1e-3"):
+        typed(clone, f"python train_full_sft.py {small} --z_loss {z}")
+        found[z] = read_metrics(clone / "out/full_sft_32_metrics.jsonl")
+    losses = {z: [record["loss"] for record in rows] for z, rows in found.items()}
+    assert losses["1e-3"][0] > losses["0"][0] + 0.05
+    assert found["1e-3"][-1]["eval_loss"] == pytest.approx(found["0"][-1]["eval_loss"], abs=0.05)
+    shutil.copytree(ROOT / "llm", clone / "llm", ignore=shutil.ignore_patterns("__pycache__"))
+    typed(clone, f"python -m llm.training.train --task full_sft {small} --set z_loss=1e-3")
+    engine = [record["loss"] for record in read_metrics(clone / "out/full_sft_32_metrics.jsonl")]
+    assert engine == losses["1e-3"]
+    refused = typed(clone, f"python train_full_sft.py {small} --from_resume 1 --z_loss 0.5", status=2)
+    assert "the checkpoint belongs to another run (z_loss: 0.001 -> 0.5)" in refused.stderr
+
+
+def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_other_code(clone, corpus):
+    edited(clone, "frozen: tuple[str, ...] = ()", 'frozen: tuple[str, ...] = ("model.layers.0.",)')
+    edited(
+        clone,
+        "    max_seq_len: int = 768\n",
+        '    max_seq_len: int = 768\n    floor: float = setting(0.0, "lowest rate", ge=0)\n',
+    )
+    edited(clone, "import ROOT, StageArgs, parse_args", "import ROOT, StageArgs, parse_args, setting")
+    edited(
+        clone,
+        "schedule = warmup_cosine",
+        "schedule = lambda u, total, args: max(args.floor, warmup_cosine(u, total, args))",
+    )
+    small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, from_resume=1))
+    assert typed(clone, f"python train_full_sft.py {small} --floor -1", status=2).stderr.startswith(
+        "error: --floor must be 0 or more"
+    )
+    assert "lowest rate" in typed(clone, "python train_full_sft.py --help").stdout
+    typed(clone, f"python train_full_sft.py {small} --floor 0.009")
+    rates = [record["learning_rate"] for record in read_metrics(clone / "out/full_sft_32_metrics.jsonl")]
+    assert min(rates) == 0.009 and max(rates) > 0.009
+    torch.manual_seed(42)  # as the run's seed
+    fresh = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2)).state_dict()
+    trained = saved_state(clone, "full_sft_32")
+    same = {name for name, value in trained["model"].items() if torch.equal(value, fresh[name])}
+    assert same == {name for name in fresh if name.startswith("model.layers.0.")}
+    assert len(trained["optimizer"]["state"]) == len({id(p) for p in fresh.values()}) - len(same) - 1  # tied head
+    edited(clone, "schedule = lambda", "schedule  = lambda")
+    done = typed(clone, f"python train_full_sft.py {small} --floor 0.009")
+    assert done.stderr == (
+        "warning: trainer/train_full_sft.py changed since the checkpoint was written; the resumed run uses the present "
+        "code\n"
+    )
+
+
+FRAMES = """
+import json, sys, torch, traceback
+backward = torch.Tensor.backward
+def noted(*args, **kwargs):
+    frames = [f.name for f in traceback.extract_stack() if "/trainer/" in f.filename and "/tests/" not in f.filename]
+    open(PATH, "w").write(json.dumps(frames))
+    return backward(*args, **kwargs)
+torch.Tensor.backward = noted
+"""
+
+
+def test_three_frames_from_the_script_to_backward(corpus, tmp_path):
+    script = FRAMES.replace("PATH", repr(str(tmp_path / "frames.json")))
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1), Faults(script=script))
+    assert json.loads((tmp_path / "frames.json").read_text()) == ["main", "train_epoch", "train_update"]
+
+
+def test_mean_loss_is_the_mean_since_the_last_record_also_after_a_resume(corpus, tmp_path):
+    """Against a run that logs every update: of the whole one, and of one stopped between two log points."""
+    import signal
+
+    settings = {"epochs": 1, "save_interval": 1000, "eval_interval": 0, "batch_size": 4}
+    run("pretrain", flags(corpus, tmp_path / "every", "pretrain", **settings, log_interval=1))
+    losses = [row[2] for row in records(tmp_path / "every")]
+    argv = flags(corpus, tmp_path / "some", "pretrain", **settings, log_interval=5, from_resume=1)
+    run("pretrain", argv, Faults(signals={8: signal.SIGTERM}), status=128 + signal.SIGTERM)
+    run("pretrain", argv)
+    found = read_metrics(tmp_path / "some/out/pretrain_32_metrics.jsonl")
+    begin = 0
+    for record in found:
+        assert record["loss"] == losses[record["update"] - 1]
+        since = losses[begin : record["update"]]
+        assert record["mean_loss"] == pytest.approx(sum(since) / len(since), rel=1e-12)
+        begin = record["update"]
+    assert [record["update"] for record in found][:2] == [5, 10]

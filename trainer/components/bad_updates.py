@@ -1,0 +1,87 @@
+"""Updates with a non-finite loss or gradient: skipped on all ranks, counted, and too many in a row end the run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError, warn
+from trainer.components.distributed import gather
+
+
+class BadUpdates:
+    """Judges each update and keeps the account of the skipped ones.
+
+    Losses and gradient norm are all-reduced, so all ranks judge alike. The judgement stays on the device until `read`,
+    so that the host does not wait for a GPU in every update.
+
+    Args:
+        limit: bad updates in a row that end the run.
+        source: FILE:LINE of a sample.
+    """
+
+    def __init__(self, limit: int = 5, source: Callable[[int], str] = str):
+        self.limit, self.source = limit, source
+        self.in_a_row = 0
+        self.skipped: list[dict[str, Any]] = []  # since the last record
+        self._unread: list[tuple[int, Tensor, list[int]]] = []
+        self._counted = torch.zeros(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts to save."""
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from saved counts."""
+        self.in_a_row, self.skipped = saved["in_a_row"], list(saved["skipped"])
+
+    def judge(self, losses: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        """Whether to skip the optimizer step: a bool [] on the device.
+
+        losses [2]: the update's mean losses over all ranks. grad_norm []: of the unscaled, reduced gradient. In float16
+        an overflow of the gradient is not counted as bad while the scaler can still lower its scale.
+        """
+        bad_loss = ~torch.isfinite(losses).all()
+        skip = bad_loss | ~torch.isfinite(grad_norm)
+        overflow_expected = scaler.is_enabled() and scaler.get_scale() > 1.0  # sync point, float16 only
+        self._counted = bad_loss if overflow_expected else skip
+        return skip
+
+    def note(self, update: int, window: list[dict], read: bool = True) -> None:
+        """Remember the samples of the update just judged; with `read`, also look at the judgement."""
+        samples = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
+        self._unread.append((update, self._counted, samples))
+        if read:
+            self.read()
+
+    def read(self) -> None:
+        """Look at the judgements since the last reading and warn of bad updates. Sync point.
+
+        Raises:
+            UserError: `limit` of them in a row.
+        """
+        unread, self._unread = self._unread, []
+        flags = torch.stack([flag for _, flag, _ in unread]).tolist() if unread else []
+        for (update, _, samples), bad in zip(unread, flags, strict=True):
+            self.in_a_row = self.in_a_row + 1 if bad else 0
+            if bad:
+                self._warn(update, samples)
+            if self.in_a_row >= self.limit:
+                raise UserError(
+                    f"--max_bad_updates {self.limit}: the loss or gradient was not finite in {self.limit} updates in a "
+                    f"row, the last of them update {update}. The last checkpoint is intact, no bad update is in it; "
+                    "lower --learning_rate, look at the samples named above, or use --dtype float32"
+                )
+
+    def _warn(self, update: int, own_samples: list[int]) -> None:
+        samples = sum(gather(own_samples), [])
+        self.skipped.append({"update": update, "sample_ids": samples})
+        named = ", ".join(f"{sample} ({self.source(sample)})" for sample in samples[:4])
+        more = f" and {len(samples) - 4} more, all in the metrics file" if len(samples) > 4 else ""
+        warn(f"update {update} is skipped, its loss or gradient is not finite; its samples: {named}{more}")
+
+    def take(self) -> list[dict[str, Any]]:
+        """The updates skipped since the last record: [{"update", "sample_ids"}]."""
+        taken, self.skipped = self.skipped, []
+        return taken

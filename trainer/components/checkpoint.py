@@ -1,0 +1,135 @@
+"""The files of a run: weights for use in `out/`, and the state to resume from in `checkpoints/`.
+
+The previous resume state is kept, as a fallback for a damaged newest one. A run whose model is sharded writes its state
+as a folder (sharded.py); either form is read by either kind of run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.durable_files import atomic_write
+from common.errors import UserError, reason, warn
+from common.settings import ROOT
+from trainer.components import sharded
+from trainer.components.distributed import is_main_process, world_size
+from trainer.components.parallel import half_precision, is_sharded, unwrap
+from trainer.components.run_files import NamedShape, resume_path
+from trainer.components.state_files import UNREADABLE, Writer, newest_first, read_file, rotate, snapshot
+
+
+def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for a sharded
+    model."""
+    return half_precision(unwrap(model).state_dict(keep_vars=True))
+
+
+def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> None:
+    """Write the fp16 weights for use, on rank 0; with a writer in the background, from a copy."""
+    writes = is_main_process()
+    if writes or is_sharded(model):
+        state = half_state_dict(model)
+        _write_state(path, state, writer) if writes else None
+
+
+def _write_state(path: Path, state: dict[str, Any], writer: Writer | None, **options: Any) -> None:
+    def job() -> None:
+        atomic_write(path, lambda file: torch.save(state, file), **options)
+
+    writer.submit(job) if writer is not None else job()
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a weights file strictly, into the model's own dtype.
+
+    Raises:
+        UserError: the file is missing, is no weights file, or does not fit the model; the difference is named.
+    """
+    if not path.is_file():
+        there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+        found = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
+        raise UserError(
+            f"weights {path} do not exist ({found}); train that stage first, or name another (--from_weight, --weight)"
+        )
+    try:
+        weights = read_file(path)
+        given = {key: tuple(value.shape) for key, value in weights.items()}
+    except UNREADABLE as error:
+        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
+    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    if given != wanted:
+        keys = sorted(k for k in {**given, **wanted} if given.get(k) != wanted.get(k))
+        diff = f"{keys[0]} is {given.get(keys[0], 'missing')}, the model wants {wanted.get(keys[0], 'none')}"
+        raise UserError(f"weights {path} do not fit the model: {diff}; {len(keys)} tensors differ in all")
+    model.load_state_dict(weights, strict=True)
+
+
+def lm_checkpoint(
+    lm_config: NamedShape,
+    weight: str = "full_sft",
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    epoch: int = 0,
+    step: int = 0,
+    wandb: Any = None,
+    save_dir: str | Path = ROOT / "checkpoints",
+    writer: Writer | None = None,
+    **kwargs: Any,
+) -> dict[str, Any] | None:
+    """Save the resume state when given a model, else return the saved one (None if there is none).
+
+    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, tracker id, and
+    whatever `kwargs` holds (of objects with a `state_dict` that). With a `writer` the call only copies the state, which
+    is then written in the background. Rank 0 writes; of a sharded model all ranks do, and must all call. Loading falls
+    back to the previous state, with a warning, when the newest is damaged, and never runs code from a file
+    (`weights_only=True`). A sharded run's state is returned without its tensors; `sharded.with_tensors` reads them.
+    """
+    path = resume_path(save_dir, weight, lm_config)
+    if model is None:
+        return _load_newest(path)
+    if not (is_sharded(model) or is_main_process()):
+        return None
+    state = {
+        "model": unwrap(model).state_dict(keep_vars=is_sharded(model)),  # keep_vars: tied weights stay recognisable
+        "optimizer": optimizer.state_dict() if optimizer is not None else None,
+        "epoch": epoch,
+        "step": step,
+        "world_size": world_size(),
+        "wandb_id": getattr(wandb, "id", None),
+    }
+    state |= {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()}
+    if is_sharded(model):
+        sharded.save(path, state, writer)
+    else:
+        _write_state(path, snapshot(state) if writer is not None else state, writer, rotate=rotate)
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A resume state in either form; that of a folder comes without its tensors.
+
+    Raises:
+        one of UNREADABLE: it is missing, damaged or something else.
+    """
+    return sharded.read_rest(path) if path.is_dir() else read_file(path)
+
+
+def _load_newest(newest: Path) -> dict[str, Any] | None:
+    """The first readable state, newest first."""
+    damaged = []
+    for path in filter(Path.exists, newest_first(newest)):
+        try:
+            state = read_state(path)
+            if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
+                raise ValueError("it is not a state to resume from")
+        except UNREADABLE as error:
+            damaged.append(f"{path} ({reason(error)})")
+            continue
+        if damaged:
+            warn(f"damaged checkpoint {damaged[0]}; going back to {path}")
+        return state
+    if damaged:
+        raise UserError(f"--from_resume 1: no readable checkpoint, {damaged[0]}; delete it to start afresh")
+    return None

@@ -1,0 +1,107 @@
+"""The device of a rank, the precision it computes in, and its memory."""
+
+import ctypes
+import os
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+
+from common.errors import UserError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+def select_device(device: str) -> torch.device:
+    """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only), then the CPU.
+
+    Raises:
+        UserError: there is no such device, or several ranks would share one.
+    """
+    alone, local_rank = int(os.environ.get("WORLD_SIZE", "1")) == 1, int(os.environ.get("LOCAL_RANK", "0"))
+    cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"
+    try:
+        found = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
+    if found.type == "cuda" and (found.index or 0) >= cuda_devices:
+        why = f"torch sees {cuda_devices} CUDA devices"
+        raise UserError(
+            f"--device {device} cannot be used ({why}); start at most {cuda_devices} processes, or use another device"
+        )
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"--device {device} cannot be used (this torch or machine has no MPS); use another device")
+    if not alone and (found.type == "mps" or (found.type == "cuda" and found.index != local_rank)):
+        raise UserError(f"--device {device} cannot be shared by several processes; leave it at auto")
+    return found
+
+
+def prepare_device(device: torch.device) -> None:
+    """Make it the current CUDA device; on a CPU, have the allocator keep freed memory."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif device.type == "cpu":
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory: each update on a CPU allocates as much again, and page faults on fresh pages can
+    take longer than the arithmetic. The limits are the largest that mallopt(3) takes; without glibc a no-op."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
+    return False
+
+
+def native_float16(device: torch.device) -> bool:
+    """Whether the device has float16 arithmetic; emulated it is hundreds of times slower than float32."""
+    return device.type != "cpu" or getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
+
+
+def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
+    """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
+
+    `auto` is bfloat16 where the device is good at it, else float32. Only float16 needs loss scaling.
+
+    Raises:
+        UserError: float16 on a CPU without arithmetic for it.
+    """
+    if dtype == "auto":
+        dtype = "bfloat16" if native_bfloat16(device) else "float32"
+    if dtype == "float16" and not native_float16(device):
+        raise UserError(
+            f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)"
+        )
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    if dtype == "float32":
+        return nullcontext(), scaler
+    return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
+
+
+def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products under this context."""
+    with autocast:
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory so far in MB: allocated on the GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

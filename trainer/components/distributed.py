@@ -1,0 +1,100 @@
+"""The process group: joining and leaving it, and what the ranks tell each other."""
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import UserError, reason
+from common.machine import available_cores
+
+RENDEZVOUS_TIMEOUT = timedelta(days=1)
+
+
+def this_rank() -> int:
+    """Number of this process among the ranks; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main_process() -> bool:
+    """True on rank 0, and without a process group."""
+    return this_rank() == 0
+
+
+def Logger(text: str) -> None:
+    """Print one line, on rank 0 only."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def reduce_sum(values: Tensor) -> Tensor:
+    """Sum over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of each rank, by rank; plain Python objects, over gloo."""
+    everyone = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def init_distributed_mode(rank_timeout: float = 600) -> int:
+    """Join the process group that torchrun describes in the environment; gloo for CPU tensors, NCCL for CUDA ones.
+
+    Args:
+        rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network that is cut
+            off gives no other sign. The rendezvous itself waits a day, since one machine may still be tokenising what
+            another one has in its cache.
+
+    Returns:
+        The local rank; 0 without a process group (WORLD_SIZE unset or 1).
+
+    Raises:
+        UserError: the ranks cannot meet.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # select_device refuses too many ranks
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default; share the cores instead
+        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(seconds=rank_timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    except RuntimeError as error:  # dist.DistNetworkError and its like
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the ranks cannot meet at {where} ({reason(error)}); if the port is taken give torchrun another "
+            "--master_port, or --standalone on one machine"
+        ) from error
+    return local_rank
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, all ranks together. Call it when no DDP-wrapped model is referenced any more.
+
+    DDP's reducer must be freed before the group: freed after it, it joins gloo's threads while it holds the interpreter
+    lock that they need to release their last tensors (a deadlock seen once in some dozen runs).
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        gc.collect()
+        dist.destroy_process_group()

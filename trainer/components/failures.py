@@ -1,0 +1,55 @@
+"""Translates out-of-memory and lost-peer errors into a UserError of one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from common.command_line import one_line_errors
+from common.errors import LostRank, UserError, reason
+
+# The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
+SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
+LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+
+
+@contextmanager
+def training_errors() -> Iterator[None]:
+    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too."""
+    with one_line_errors(), translated_failures():
+        yield
+
+
+@contextmanager
+def translated_failures() -> Iterator[None]:
+    """Translate out-of-memory and lost-peer errors.
+
+    Raises:
+        UserError: out of memory. LostRank: a collective failed because a peer ended.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        text = str(error)
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(phrase in text for phrase in NO_MEMORY):
+            raise UserError(
+                f"out of memory ({reason(error)}); lower --batch_size (raise --accumulation_steps by as much: "
+                "the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the last "
+                "checkpoint"
+            ) from error
+        if dist.is_initialized() and any(phrase in text for phrase in LOST):
+            raise LostRank(lost_rank_message(error)) from error
+        raise
+
+
+def lost_rank_message(error: Exception) -> str:
+    """What a failed collective tells: a rank that ended closes its connections, a network cut off stays silent."""
+    if any(phrase in str(error) for phrase in SILENT):
+        what = "no sign of another rank for --rank_timeout seconds: its machine or the network is down, or it hangs"
+        then = "when it is back, the same commands with"
+    else:
+        what, then = "another rank ended while this one waited for it", "the reason is what that rank or torchrun says;"
+    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then} --from_resume 1 go on from the last checkpoint"

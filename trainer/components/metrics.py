@@ -1,0 +1,108 @@
+"""The log of a run: the metrics file (the source of truth), and a line on a pipe or a live bar on a terminal."""
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.durable_files import atomic_write
+from common.errors import UserError
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, oldest first; a last line cut off by a kill is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # a complete line ends in "\n"
+
+
+class MetricsLog:
+    """Writes one record per log point to the JSONL file and the console (made on rank 0 only).
+
+    Args:
+        path: the metrics file.
+        total_updates: length of the whole run, for the bar.
+        last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
+            an empty file.
+    """
+
+    def __init__(self, path: Path, total_updates: int, last_update: int | None = None):
+        kept = [] if last_update is None else [r for r in read_metrics(path) if r["update"] <= last_update]
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        self.path = path
+        atomic_write(path, lambda file: file.write(text.encode()))
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self.total_updates = total_updates
+        self.bar = None
+        if sys.stdout.isatty():
+            form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}{postfix}"
+            self.bar = tqdm(total=total_updates, initial=last_update or 0, bar_format=form, file=sys.stdout)
+
+    def tick(self, update: int) -> None:
+        """Move the bar, at every update."""
+        if self.bar is not None:
+            self.bar.update(update - self.bar.n)
+
+    def write(self, record: dict[str, Any], head: str) -> None:
+        """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200)`."""
+        try:
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
+            ) from error
+        eta = f"eta: {duration(record['seconds_left'])}"
+        text = f"{head}, {describe(record)}, {eta}"
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.write(text, file=sys.stdout)
+            self.bar.set_postfix_str(f"{number('loss', record['loss'], '.4f')}, {eta}", refresh=False)
+
+    def close(self) -> None:
+        """Flush to the disk and leave the terminal tidy."""
+        with suppress(OSError):  # a full disk was reported by write
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        with suppress(OSError):
+            self.file.close()
+        if self.bar is not None:
+            self.bar.close()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text for people."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
+
+
+def headline(record: dict[str, Any], epochs: int, iters: int) -> str:
+    """The position of a record in the run: epoch and micro-batch."""
+    return f"Epoch:[{record['epoch'] + 1}/{epochs}]({record['step']}/{iters})"
+
+
+def number(name: str, value: float | None, form: str) -> str:
+    """`name: value`; a skipped update has no finite value."""
+    return f"{name}: {'not finite' if value is None else format(value, form)}"
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One record as text for people."""
+    forms = {"loss": ".4f", "logits_loss": ".4f", "aux_loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f"}
+    parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
+    parts.insert(1, number("mean loss", record["mean_loss"], ".4f"))
+    parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
+    parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
+    if record.get("dead_experts") is not None:
+        ratio = record["expert_max_min"]
+        parts += [f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}, dead: {record['dead_experts']}"]
+    parts += [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
+    if "skipped" in record:
+        parts += [f"updates skipped: {len(record['skipped'])}"]
+    return ", ".join(parts)

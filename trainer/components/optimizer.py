@@ -1,0 +1,93 @@
+"""Optimizers: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others; skippable steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from common.errors import UserError
+
+MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/LOG.md, "Muon's learning rate"
+
+
+def build_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> Optimizer:
+    """Fused AdamW; with `kind` muon, Muon for the layers' matrices and AdamW for embedding, router and norms.
+
+    `lr` is on AdamW's scale: with Muon all groups run at MUON_LR_SCALE times as much, noted as their `lr_scale`. Weight
+    decay acts on matrices only (norm weights keep their scale). Frozen parameters are left out.
+
+    Raises:
+        UserError: Muon finds nothing to optimize.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise UserError("nothing to train: all parameters of the model are frozen")
+    hidden = [p for name, p in named if kind == "muon" and is_hidden_matrix(name, p)]
+    if kind == "muon" and not hidden:
+        raise UserError("--optimizer muon: this model has no matrices in `layers`; use adamw")
+    by_muon = set(map(id, hidden))
+    matrices = [p for _, p in named if p.ndim >= 2 and id(p) not in by_muon]
+    vectors = [p for _, p in named if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    fused = named[0][1].device.type in ("cpu", "cuda")
+    if not hidden:
+        return AdamW(groups, lr=lr, fused=fused)
+    lr *= MUON_LR_SCALE
+    return MuonWithAdamW(hidden, AdamW(groups, lr=lr, fused=fused), lr, weight_decay)
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon optimizes this parameter: a matrix of a layer that maps hidden vectors; not the MoE router."""
+    return ".layers." in name and parameter.ndim == 2 and not name.endswith("mlp.gate.weight")
+
+
+class MuonWithAdamW(Optimizer):
+    """Two optimizers that step as one.
+
+    Muon (K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024) orthogonalises the update of each
+    matrix; scaled as in "Muon is Scalable for LLM Training" (arXiv:2502.16982) its steps have AdamW's size, so one
+    learning rate serves both, larger than AdamW's alone.
+    """
+
+    def __init__(self, hidden: list[nn.Parameter], adamw: AdamW, lr: float, weight_decay: float):
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        self.muon, self.adamw = torch.optim.Muon(hidden, **options), adamw
+        for group in (*self.muon.param_groups, *adamw.param_groups):
+            group["lr_scale"] = MUON_LR_SCALE
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+
+    def step(self, closure=None) -> None:  # type: ignore[override]
+        """Step both; a closure is not supported."""
+        self.muon.step()
+        self.adamw.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both, by name."""
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of both."""
+        self.muon.load_state_dict(state_dict["muon"])
+        self.adamw.load_state_dict(state_dict["adamw"])
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+        for group in self.param_groups:
+            group["lr_scale"] = MUON_LR_SCALE
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float | None) -> None:
+    """Set the rate of all groups; None leaves them to a torch scheduler."""
+    for group in optimizer.param_groups if lr is not None else ():
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def should_step(optimizer: Optimizer, skip: Tensor) -> bool:
+    """Whether to call `optimizer.step()`; hands the flag `skip` [], which is on the device, to a fused optimizer.
+
+    Fused optimizers read it on the device (as torch's own `found_inf` of gradient scaling): then always True, and the
+    host does not wait. For others the host reads it: a sync point.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
+        return True
+    return not skip.item()

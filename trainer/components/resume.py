@@ -1,0 +1,173 @@
+"""Whether a checkpoint belongs to this run: the run fingerprint, and what changes with another number of ranks."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import UserError, warn
+from common.settings import ROOT, StageArgs, own_flags
+from dataset.token_cache import TokenCache, file_hash
+from model.model_minimind import MiniMindConfig
+from trainer.components.distributed import Logger, gather, world_size
+from trainer.components.run_files import weight_path
+
+Fingerprint = dict[str, Any]
+A = TypeVar("A", bound=StageArgs)
+
+
+def model_fingerprint(lm_config: MiniMindConfig) -> Fingerprint:
+    """The part of the run fingerprint that describes a language model."""
+    names = ("hidden_size", "num_hidden_layers", "use_moe", "num_experts", "num_experts_per_tok", "vocab_size")
+    return {key: getattr(lm_config, key) for key in (*names, "dropout")}
+
+
+def data_fingerprint(cache: TokenCache) -> Fingerprint:
+    """The part of the run fingerprint that describes tokenised data."""
+    content = json.dumps([cache.meta[key] for key in ("format", "kind", "data")])
+    return {"data": hashlib.sha256(content.encode()).hexdigest()[:16], "tokenizer": cache.meta["tokenizer"][:16]}
+
+
+def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:
+    """Everything that must stay the same for a resumed run to be the same run.
+
+    model, data: `model_fingerprint`, `data_fingerprint`. samples: items of an epoch.
+    """
+    names = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_decay", "grad_clip", "max_seq_len")
+    run = {key: getattr(args, key) for key in (*names, "packing", "seed")} | model | own_flags(args)
+    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
+    run |= {"samples": samples} | data
+    start = weight_path(args.save_dir, args.from_weight, args)
+    run["from_weight"] = args.from_weight
+    run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if start.is_file() else None
+    return run
+
+
+def total_updates(run: Fingerprint) -> int:
+    """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
+    return math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
+
+
+def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
+    """The settings of a run resumed with another number of ranks: `accumulation_steps` such that an update has as many
+    samples as before, where that is possible."""
+    wanted = ((checkpoint or {}).get("run") or {}).get("global_batch")
+    ranks, micro_batch = world_size(), args.batch_size * world_size()
+    if checkpoint is None or not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
+        return args
+    if ranks == checkpoint["world_size"] or wanted % micro_batch:
+        return args  # check_resume refuses it, with what would work
+    steps = wanted // micro_batch
+    Logger(
+        f"{ranks} ranks instead of {checkpoint['world_size']}: --accumulation_steps is now {steps}, "
+        f"so that an update stays {wanted} samples"
+    )
+    return replace(args, accumulation_steps=steps)
+
+
+def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> Fingerprint:
+    """The fingerprint of the run, once it is clear that the checkpoint (None: a new run) belongs to it.
+
+    It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone.
+
+    Raises:
+        UserError: the checkpoint belongs to another run, or the ranks do not all see the same.
+    """
+    _check_ranks_agree(run, checkpoint)
+    if checkpoint is None:
+        if args.from_resume:
+            where = f"{args.checkpoint_dir} holds no checkpoint of this run"
+            Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
+        return run
+    saved = checkpoint.get("run")
+    if not isinstance(saved, dict):
+        raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
+    if run["from_weight_sha256"] is None:  # the file may be gone: the checkpoint holds what became of the weights
+        run = run | {"from_weight_sha256": saved.get("from_weight_sha256")}
+    hint = "" if run["global_batch"] == saved.get("global_batch") else _global_batch_hint(args, saved)
+    check_same_run(saved, run, args.extend_epochs, hint)
+    return run
+
+
+def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
+    """Raise UserError if ranks (on several machines) see other files: then none of them starts."""
+    position = {key: checkpoint.get(key) for key in ("epoch", "step", "update")} if checkpoint else {}
+    everyone = gather((run, position))
+    for rank, views in enumerate(everyone):
+        for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):
+            differing = _differing(first, other)
+            fields = "; ".join(
+                f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in differing
+            )
+            if differing:
+                raise UserError(
+                    f"the ranks do not see the same {what} ({fields}); all machines need the same files: a file system "
+                    "that they share, or copies"
+                )
+
+
+def _differing(one: Fingerprint, other: Fingerprint) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def _global_batch_hint(args: StageArgs, saved: Fingerprint) -> str:
+    """Which batch sizes and process counts would give the saved run's global batch."""
+    wanted, ranks, batch = saved.get("global_batch"), world_size(), args.batch_size
+    if not isinstance(wanted, int):
+        return ""
+    sizes = [size for size in range(1, wanted // ranks + 1) if wanted % (size * ranks) == 0]
+    counts = [count for count in range(1, wanted // batch + 1) if wanted % (batch * count) == 0]
+    with_ranks = f"--batch_size {_listed(sizes)}" if sizes else "no --batch_size"
+    with_size = f"{_listed(counts)} processes" if counts else "no number of processes"
+    return (
+        f". batch_size x accumulation_steps x processes must be {wanted}: with {ranks} processes {with_ranks} would "
+        f"work, with --batch_size {batch} {with_size}"
+    )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + " or " * (len(numbers) > 1) + str(numbers[-1])
+
+
+def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool = False, hint: str = "") -> None:
+    """Refuse to continue a run under settings that would make it a different run.
+
+    Raises:
+        UserError: with every differing field and both its values, and `hint`.
+    """
+    differing = _differing(saved, current)
+    if "epochs" in differing:
+        if extend_epochs and current["epochs"] > saved["epochs"]:
+            differing.remove("epochs")
+        elif current["epochs"] > saved["epochs"] and differing == ["epochs"]:
+            hint += ". --extend_epochs 1 would go on for more epochs"
+    if differing:
+        fields = "; ".join(f"{key}: {saved.get(key)} -> {current.get(key)}" for key in differing)
+        raise UserError(
+            f"--from_resume 1: the checkpoint belongs to another run ({fields}); "
+            f"use its settings, or another --save_weight, or --from_resume 0{hint}"
+        )
+
+
+# --- the code of a run -----------------------------------------------------------------------------------------------
+
+SHARED_CODE = ("trainer/loop.py", "trainer/trainer_utils.py", "trainer/components/language_model.py")
+SHARED_CODE += ("trainer/components/optimizer.py", "model/model_minimind.py", "model/feed_forward.py")
+
+
+def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
+    """SHA-256 of the stage script, the loop and the model, by file name relative to the repository."""
+    paths = [Path(path).resolve() for path in stage_files] + [ROOT / path for path in SHARED_CODE]
+    names = [str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name for path in paths]
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in zip(names, paths, strict=True)}
+
+
+def warn_of_other_code(checkpoint: dict[str, Any], code: dict[str, str]) -> None:
+    """Warn if a checkpoint was written by other code: such a run need not end with the same bits."""
+    saved = checkpoint.get("code") or {}
+    changed = sorted(name for name in saved if name in code and saved[name] != code[name])
+    if changed:
+        warn(f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code")

@@ -1,0 +1,196 @@
+"""The state of a run, and the hooks through which the engine takes part: what `trainer/loop.py` works on."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from common.errors import UserError
+from common.settings import StageArgs
+from model.model_minimind import MiniMindConfig
+from trainer.components.bad_updates import BadUpdates
+from trainer.components.distributed import Logger, world_size
+from trainer.components.expert_load import ExpertLoad
+from trainer.components.language_model import Batch, flat_size, held_out_loss
+from trainer.components.meter import Meter, Size
+from trainer.components.metrics import MetricsLog
+from trainer.components.parallel import unwrap
+from trainer.components.resume import Fingerprint, total_updates, warn_of_other_code
+from trainer.components.run_files import NamedShape
+from trainer.components.sharded import with_tensors
+from trainer.components.signals import StopRequest
+from trainer.components.state_files import Writer
+
+LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor]]
+EvalFn = Callable[[nn.Module, Batch], dict[str, Tensor]]
+Schedule = Callable[[int, int, StageArgs], float | None]
+SAVED = ("update", "tokens", "seconds", "best_eval", "record", "save_due")
+
+
+class Hooks:
+    """No-op base: called by the loop on every rank at fixed points; the engine dispatches its callbacks from here."""
+
+    def batch_start(self, state: "TrainState") -> None:
+        """Before an update."""
+
+    def wants_checkpoint(self, state: "TrainState") -> bool:
+        """Whether to save this update's state although no interval asks for it; the same on all ranks."""
+        return False
+
+    def batch_end(self, state: "TrainState", record: dict[str, Any] | None) -> None:
+        """After an update and its report; `record` at a log point, else None."""
+
+    def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
+        """The state of this update was handed to the writer, which will put it at `path`."""
+
+    def validate(self, state: "TrainState", evaluate: Callable[..., dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Evaluate the held-out data with the loop's own `evaluate`; None if a signal interrupted it."""
+        return evaluate(state, state.eval_loader)
+
+    def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
+        """After a validation; `metrics` are the same on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint saves of the hooks."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+
+
+@dataclass
+class TrainState:
+    """Everything that a run holds. The fields under `progress` are saved in checkpoints."""
+
+    args: StageArgs
+    lm_config: NamedShape
+    model: nn.Module  # wrapped
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: AbstractContextManager
+    device: torch.device
+    loss_fn: LossFn  # (model, batch, settings) -> sums: (losses of its targets, auxiliary losses of its tokens)
+    schedule: Schedule  # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
+    run: Fingerprint  # what must not differ on resume
+    stop: StopRequest = field(default_factory=StopRequest)
+    size_fn: Callable[[Batch], Size] | None = None  # None: `flat_size`
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
+    metrics: MetricsLog | None = None  # rank 0 only
+    eval_loader: DataLoader | None = None
+    eval_fn: EvalFn = held_out_loss  # (model, batch) -> sums over its targets, by name; `loss` is one of them
+    hooks: Hooks = field(default_factory=Hooks)
+    peak_flops: float = float("inf")  # matrix rate of all ranks together, operations per second
+    writer: Writer = field(default_factory=Writer)
+    bad_updates: BadUpdates = field(default_factory=BadUpdates)
+    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
+    meter: Meter = field(default_factory=Meter)  # of this process
+    monitor: tuple[str, str] = ("eval_loss", "min")  # the held-out metric that decides which weights are best
+    iters: int = 0  # micro-batches of an epoch
+    finished: bool = False  # a hook wants no further update, on all ranks alike
+    # ---- progress
+    epoch: int = 0
+    step: int = 0
+    update: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of the whole run: training, evaluating and saving
+    best_eval: float = float("inf")  # of the monitored metric; negated where more is better
+    record: dict[str, Any] | None = None  # of the last update, until it is reported
+    save_due: bool = False  # a save postponed while updates are skipped
+    loss_sum: list[float] = field(default_factory=lambda: [0.0, 0.0])  # loss sum, updates since the last record
+
+    def __post_init__(self):
+        self.clock = time.perf_counter()  # when `seconds` was last brought up to date
+        exact = torch.float32 if self.device.type == "mps" else torch.float64
+        self.losses = torch.tensor(self.loss_sum, dtype=exact, device=self.device)  # `loss_sum`, on the device
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run."""
+        return total_updates(self.run)
+
+    def size(self, batch: Batch) -> Size:
+        """The size of a micro-batch."""
+        if self.size_fn is not None:
+            return self.size_fn(batch)
+        assert isinstance(self.lm_config, MiniMindConfig)
+        return flat_size(batch, self.lm_config)
+
+    def learning_rate(self, update: int) -> float | None:
+        """Learning rate of an update, from 1: a pure function, so there is nothing to save."""
+        return self.schedule(update, self.total_updates, self.args)
+
+    def is_best(self, metrics: dict[str, Any]) -> bool:
+        """Whether the monitored metric is the best so far; then it becomes the one to beat.
+
+        Raises:
+            UserError: there is no such metric.
+        """
+        name, mode = self.monitor
+        if name not in metrics:
+            raise UserError(f"--monitor {name}: validation gives no such metric, only {', '.join(sorted(metrics))}")
+        if metrics[name] is None:
+            return False
+        value = metrics[name] if mode == "min" else -metrics[name]
+        better = value < self.best_eval
+        self.best_eval = value if better else self.best_eval
+        return better
+
+    @property
+    def samples_done(self) -> int:
+        """Samples of the current epoch that are trained, over all ranks."""
+        return min(self.run["samples"], self.step * self.args.batch_size * world_size())
+
+    @property
+    def reported_update(self) -> int:
+        """The last update whose record, if it has one, is in the metrics file."""
+        return self.update - (self.record is not None)
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint saves besides weights and optimizer."""
+        self.loss_sum = self.losses.tolist()
+        parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks, "code": self.code}
+        parts |= {"expert_load": self.expert_load, "loss_sum": self.loss_sum}
+        return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress."""
+        warn_of_other_code(checkpoint, self.code)
+        saved = with_tensors(checkpoint, unwrap(self.model))
+        unwrap(self.model).load_state_dict(saved["model"], strict=True)
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
+        self.bad_updates.load_state_dict(saved["bad_updates"])
+        self.expert_load.load_state_dict(saved["expert_load"])
+        self.hooks.load_state_dict(saved["hooks"])
+        for key in SAVED:
+            setattr(self, key, saved[key])
+        self.loss_sum = saved.get("loss_sum", [0.0, 0.0])
+        self.losses.copy_(torch.tensor(self.loss_sum, dtype=self.losses.dtype))
+        self.epoch = saved["epoch"]
+        # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole epoch
+        self.step = math.ceil(saved["samples_done"] / (self.args.batch_size * world_size()))
+        Logger(
+            f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
+        )
+        if saved["run"]["epochs"] != self.run["epochs"]:
+            self._announce_more_epochs(saved["run"])
+
+    def _announce_more_epochs(self, saved: Fingerprint) -> None:
+        """Say how --extend_epochs changes the learning rate at this update."""
+        before = total_updates(saved)
+        old = self.schedule(min(self.update, before), before, self.args)
+        new = self.learning_rate(self.update)
+        jump = f": at update {self.update} it goes from {old:.3e} to {new:.3e}" if None not in (old, new) else ""
+        Logger(
+            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {saved['epochs']}, {self.total_updates} updates"
+            f" instead of {before}. The learning rate schedule now spans all of them{jump}, so the result is not that "
+            f"of a run of {self.run['epochs']} epochs from the start"
+        )

@@ -1,0 +1,122 @@
+"""The files of a resume state on the disk: their names, the rotation of the previous one, reading, background writing.
+
+What is read is checked byte by byte, and nothing in it is executed.
+"""
+
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.durable_files import remove
+
+# what zipfile and torch.load raise on a damaged or foreign file
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+UNREADABLE += (MemoryError, OverflowError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
+
+
+def state_paths(path: Path) -> tuple[Path, Path]:
+    """The two forms of a state: the file `<name>.pth`, or the folder `<name>` of a sharded run."""
+    return path, path.with_suffix("")
+
+
+def previous(path: Path) -> Path:
+    """The file of the state before that of the file `path`."""
+    return path.with_name(f"{path.stem}_previous.pth")
+
+
+def newest_first(path: Path) -> tuple[Path, ...]:
+    """All places of a resume state: the newest in either form, then the previous one."""
+    return *state_paths(path), *state_paths(previous(path))
+
+
+def rotate(path: Path) -> None:
+    """Make the state at `path`, in whichever form, the previous one, and delete what was that before."""
+    for current, spare in zip(state_paths(path), state_paths(previous(path)), strict=True):
+        if current.exists():
+            for old in state_paths(previous(path)):
+                remove(old)
+            os.replace(current, spare)
+
+
+class Writer:
+    """A thread that writes files one after another in the order given, so that training does not wait for a disk.
+
+    What a job writes must not change any more. After a failure nothing further is written, and the next call of any
+    method raises it: the files on the disk stay those of the last complete save.
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._jobs: list[Future] = []
+        self._failed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job; raises the failure of an earlier one."""
+        self.check()
+        self._jobs.append(self._thread.submit(self._run, job))
+
+    def check(self) -> None:
+        """Raise the failure of a job; does not wait."""
+        done = [job for job in self._jobs if job.done()]
+        self._jobs = [job for job in self._jobs if job not in done]
+        for job in done:
+            job.result()
+
+    def wait(self) -> None:
+        """Wait until everything is on the disk; raises the failure of a job."""
+        while self._jobs:
+            self._jobs.pop(0).result()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            job()
+        except BaseException:
+            self._failed = True
+            raise
+
+
+def snapshot(value: Any, copies: dict | None = None) -> Any:
+    """A copy on the host of nested dicts, lists and tensors; tensors that share memory (tied weights) still do."""
+    copies = {} if copies is None else copies
+    if isinstance(value, Tensor):
+        key = (value.data_ptr(), value.dtype, value.shape)
+        if value.numel() == 0 or key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, dict):
+        return {key: snapshot(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(item, copies) for item in value)
+    return value
+
+
+def read_file(path: Path) -> Any:
+    """The content of a file of `torch.save`; every byte is checked against its checksum, no code in it is executed.
+
+    Raises:
+        one of UNREADABLE: the file is damaged, of another kind, or holds code.
+    """
+    with zipfile.ZipFile(path) as archive:  # torch.load itself leaves the checksums out
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    return torch.load(path, map_location="cpu", weights_only=True)
