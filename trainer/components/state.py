@@ -103,12 +103,12 @@ class TrainState:
     best_eval: float = float("inf")  # of the monitored metric; negated where more is better
     record: dict[str, Any] | None = None  # of the last update, until it is reported
     save_due: bool = False  # a save postponed while updates are skipped
-    loss_sum: list[float] = field(default_factory=lambda: [0.0, 0.0])  # loss sum, updates since the last record
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         exact = torch.float32 if self.device.type == "mps" else torch.float64
-        self.losses = torch.tensor(self.loss_sum, dtype=exact, device=self.device)  # `loss_sum`, on the device
+        # sum of the losses since the last record, and number of their updates; on the device, checkpoints save it
+        self.losses = torch.zeros(2, dtype=exact, device=self.device)
 
     @property
     def total_updates(self) -> int:
@@ -154,9 +154,8 @@ class TrainState:
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
-        self.loss_sum = self.losses.tolist()
         parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks, "code": self.code}
-        parts |= {"expert_load": self.expert_load, "loss_sum": self.loss_sum}
+        parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist()}
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -172,8 +171,7 @@ class TrainState:
         self.hooks.load_state_dict(saved["hooks"])
         for key in SAVED:
             setattr(self, key, saved[key])
-        self.loss_sum = saved.get("loss_sum", [0.0, 0.0])
-        self.losses.copy_(torch.tensor(self.loss_sum, dtype=self.losses.dtype))
+        self.losses.copy_(torch.tensor(saved.get("loss_sum", [0.0, 0.0]), dtype=self.losses.dtype))
         self.epoch = saved["epoch"]
         # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole epoch
         self.step = math.ceil(saved["samples_done"] / (self.args.batch_size * world_size()))
