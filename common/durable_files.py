@@ -24,7 +24,7 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temp, "wb") as file:
+            with open(temp, "w+b") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -8,14 +8,12 @@ The weights file is like that of any run. Any run, sharded or not, on any number
 
 from pathlib import Path
 
-import torch
-
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError, reason
 from trainer.components.parallel import half_precision
 from trainer.components.sharded import read_rest, with_tensors
-from trainer.components.state_files import UNREADABLE
+from trainer.components.state_files import UNREADABLE, write_file
 
 
 def convert(folder: Path, weights: Path | None, state: Path | None) -> None:
@@ -29,9 +27,9 @@ def convert(folder: Path, weights: Path | None, state: Path | None) -> None:
     except UNREADABLE as error:
         raise UserError(f"{folder}: not a readable folder of a sharded run ({reason(error)})") from error
     if weights is not None:
-        atomic_write(weights, lambda file: torch.save(half_precision(full["model"]), file))
+        atomic_write(weights, lambda file: write_file(half_precision(full["model"]), file))
     if state is not None:
-        atomic_write(state, lambda file: torch.save(full, file))
+        atomic_write(state, lambda file: write_file(full, file))
 
 
 def main() -> None:

@@ -17,7 +17,17 @@ from trainer.components import sharded
 from trainer.components.distributed import is_main_process, world_size
 from trainer.components.parallel import half_precision, is_sharded, unwrap
 from trainer.components.run_files import NamedShape, resume_path
-from trainer.components.state_files import UNREADABLE, Writer, newest_first, read_file, rotate, snapshot
+from trainer.components.state_files import (
+    FORMAT,
+    UNREADABLE,
+    Writer,
+    mark_damaged,
+    newest_first,
+    read_file,
+    rotate,
+    snapshot,
+    write_file,
+)
 
 
 def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -36,7 +46,7 @@ def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> 
 
 def _write_state(path: Path, state: dict[str, Any], writer: Writer | None, **options: Any) -> None:
     def job() -> None:
-        atomic_write(path, lambda file: torch.save(state, file), **options)
+        atomic_write(path, lambda file: write_file(state, file), **options)
 
     writer.submit(job) if writer is not None else job()
 
@@ -92,6 +102,7 @@ def lm_checkpoint(
     if not (is_sharded(model) or is_main_process()):
         return None
     state = {
+        FORMAT: 2,
         "model": unwrap(model).state_dict(keep_vars=is_sharded(model)),  # keep_vars: tied weights stay recognisable
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "epoch": epoch,
@@ -126,6 +137,7 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
                 raise ValueError("it is not a state to resume from")
         except UNREADABLE as error:
             damaged.append(f"{path} ({reason(error)})")
+            mark_damaged(path)
             continue
         if damaged:
             warn(f"damaged checkpoint {damaged[0]}; going back to {path}")

@@ -27,10 +27,11 @@ from torch.distributed.tensor import zeros as sharded_zeros
 from common.durable_files import atomic_write, remove, sync_folder, write_error
 from common.errors import UserError, reason
 from trainer.components.distributed import is_main_process
-from trainer.components.state_files import Writer, read_file, rotate, snapshot, state_paths
+from trainer.components.state_files import Writer, file_digest, read_file, rotate, snapshot, state_paths, write_file
 
 REST = "state.pth"  # everything but the tensors
 PARTS = ("model", "optimizer")  # whose tensors are sharded
+DIGESTS = "digests"  # key for the SHA-256 of each other file of the folder
 SHARDS = "shards"  # key for the folder from which a state's tensors are still to be read
 SAFE = {"torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"}}
 SAFE |= {
@@ -98,8 +99,9 @@ def save(path: Path, state: dict[str, Any], writer: Writer | None = None) -> Non
     def job() -> None:
         try:
             saving.result()
+            digests = _gather_digests(temp)
             if leads:
-                _commit(path, temp, rest)
+                _commit(path, temp, rest | {DIGESTS: digests})
         except (CheckpointException, OSError) as error:
             if leads:
                 remove(temp)
@@ -112,14 +114,23 @@ def save(path: Path, state: dict[str, Any], writer: Writer | None = None) -> Non
     writer.submit(job) if writer is not None else job()
 
 
+def _gather_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file that the ranks wrote: each rank reads its own, while they are in its memory."""
+    own = folder.glob(f"__{dist.get_rank()}_*")
+    digests: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, {path.name: file_digest(path) for path in own}, group=_group())
+    metadata = {".metadata": file_digest(folder / ".metadata")} if is_main_process() else {}
+    return metadata | {name: digest for each in digests for name, digest in (each or {}).items()}
+
+
 def _commit(path: Path, temp: Path, rest: dict[str, Any]) -> None:
-    missing = sorted({name for name, _, _ in _pieces(temp)} - set(os.listdir(temp)))
+    missing = sorted(set(rest[DIGESTS]) - set(os.listdir(temp)))
     if missing:
         raise UserError(
             f"--checkpoint_dir {temp.parent} is not the same folder on all machines ({missing[0]} is not in it); "
             "--parallel fsdp needs one on a file system that they share"
         )
-    atomic_write(temp / REST, lambda file: torch.save(rest, file))
+    atomic_write(temp / REST, lambda file: write_file(rest, file))
     rotate(path)
     os.replace(temp, state_paths(path)[1])
     sync_folder(path.parent)
@@ -156,6 +167,17 @@ def read_rest(folder: Path) -> dict[str, Any]:
         one of UNREADABLE: something is damaged or missing.
     """
     rest = read_file(folder / REST)
+    if DIGESTS in rest:
+        for name, digest in rest.pop(DIGESTS).items():
+            if file_digest(folder / name) != digest:
+                raise ValueError(f"the digest of {name} is wrong")
+    else:
+        _check_pieces(folder)
+    return rest | {SHARDS: folder}
+
+
+def _check_pieces(folder: Path) -> None:
+    """Check the checksums inside the shards, of a folder without digests (an early version's)."""
     for name, offset, length in _pieces(folder):
         with open(folder / name, "rb") as file:
             file.seek(offset)
@@ -163,7 +185,6 @@ def read_rest(folder: Path) -> dict[str, Any]:
         with zipfile.ZipFile(piece) as archive:
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile(f"a checksum in {name} is wrong")
-    return rest | {SHARDS: folder}
 
 
 def with_tensors(saved: dict[str, Any], model: nn.Module | None = None) -> dict[str, Any]:

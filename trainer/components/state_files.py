@@ -1,16 +1,19 @@
 """The files of a resume state on the disk: their names, the rotation of the previous one, reading, background writing.
 
-What is read is checked byte by byte, and nothing in it is executed.
+What is read is checked byte by byte, and nothing in it is executed. The SHA-256 of a file stands in its zip comment,
+which torch.load and zipfile pass over: the checksums inside a zip file cover its records, but not its directory.
 """
 
+import hashlib
 import os
 import pickle
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -30,6 +33,10 @@ UNREADABLE: tuple[type[Exception], ...] = (
 )
 UNREADABLE += (MemoryError, OverflowError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
 
+DIGEST_MARK, DIGEST_SIZE = b"sha256:", 64  # the comment of a zip file: the mark and 64 hexadecimal digits
+COMMENT_LENGTH = struct.Struct("<H")  # the last field of a zip file before its comment
+FORMAT = "state_format"  # key in a resume state, from version 2 on: its file has a digest
+
 
 def state_paths(path: Path) -> tuple[Path, Path]:
     """The two forms of a state: the file `<name>.pth`, or the folder `<name>` of a sharded run."""
@@ -46,10 +53,22 @@ def newest_first(path: Path) -> tuple[Path, ...]:
     return *state_paths(path), *state_paths(previous(path))
 
 
+_damaged: set[Path] = set()  # states that this process found to be unreadable
+
+
+def mark_damaged(path: Path) -> None:
+    """Note that a state is unreadable: it never takes the place of the previous one."""
+    _damaged.add(path.absolute())
+
+
 def rotate(path: Path) -> None:
     """Make the state at `path`, in whichever form, the previous one, and delete what was that before."""
     for current, spare in zip(state_paths(path), state_paths(previous(path)), strict=True):
-        if current.exists():
+        if current.absolute() in _damaged:
+            _damaged.remove(current.absolute())
+            if current.is_dir():  # a file is replaced in one step, but not a folder
+                remove(current)
+        elif current.exists():
             for old in state_paths(previous(path)):
                 remove(old)
             os.replace(current, spare)
@@ -109,14 +128,49 @@ def snapshot(value: Any, copies: dict | None = None) -> Any:
     return value
 
 
+def write_file(value: Any, file: BinaryIO) -> None:
+    """`torch.save` into a file open for reading and writing, with the digest of the whole as its zip comment."""
+    torch.save(value, file)
+    file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
+    file.write(COMMENT_LENGTH.pack(len(DIGEST_MARK) + DIGEST_SIZE))  # part of what is digested
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    file.seek(0, os.SEEK_END)
+    file.write(DIGEST_MARK + digest.encode())
+
+
 def read_file(path: Path) -> Any:
-    """The content of a file of `torch.save`; every byte is checked against its checksum, no code in it is executed.
+    """The content of a file of `torch.save`, checked against its digest; no code in it is executed.
+
+    A file of another program, or of an early version of this one, has no digest: of such a file each record is checked
+    against its checksum.
 
     Raises:
         one of UNREADABLE: the file is damaged, of another kind, or holds code.
     """
-    with zipfile.ZipFile(path) as archive:  # torch.load itself leaves the checksums out
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with open(path, "rb") as file:
+        length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
+        file.seek(length)
+        comment = file.read()
+    if comment.startswith(DIGEST_MARK):
+        if file_digest(path, length).encode() != comment.removeprefix(DIGEST_MARK):
+            raise zipfile.BadZipFile("its digest is wrong")
+    else:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself leaves the checksums out
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(content, dict) and FORMAT in content and not comment.startswith(DIGEST_MARK):
+        raise zipfile.BadZipFile("its digest is missing")
+    return content
+
+
+def file_digest(path: Path, length: int | None = None) -> str:
+    """SHA-256 of a file, or of its first `length` bytes, in hexadecimal."""
+    digest, left = hashlib.sha256(), path.stat().st_size if length is None else length
+    with open(path, "rb") as file:
+        while left and (part := file.read(min(left, 1 << 20))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()

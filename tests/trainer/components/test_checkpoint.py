@@ -7,10 +7,11 @@ import pickle
 import shutil
 import threading
 import time
+import zipfile
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from common.durable_files import atomic_write
@@ -19,7 +20,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.checkpoint import load_weights, save_weights
 from trainer.components.optimizer import build_optimizer
 from trainer.components.run_files import weight_path
-from trainer.components.state_files import Writer
+from trainer.components.state_files import UNREADABLE, Writer, read_file, write_file
 from trainer.trainer_utils import lm_checkpoint
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -142,6 +143,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(["flip", "cut", "insert", "zero"]),
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=CHANGES, tail=st.booleans())
+@example(changes=[("flip", 0.7496830476895798, 16)], tail=True)  # "this record is a folder": torch read other bytes
 def test_a_damaged_checkpoint_is_noticed_wherever_it_is_damaged(two_saves, tmp_path, changes, tail):
     """Any bytes changed anywhere: the state is the saved one, or the one before it with a warning. Nothing else."""
     newest = two_saves / "w_32_resume.pth"
@@ -189,6 +191,55 @@ def test_one_flipped_bit_of_a_weight_is_noticed(tmp_path):
     torch.load(path, weights_only=True)
     with pytest.raises(UserError, match="not a readable weights file"):
         load_weights(MiniMindForCausalLM(CONFIG), path)
+
+
+def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path):
+    """One flipped bit: the file is refused, or is still what was saved (a bit of the digest's mark)."""
+    path = tmp_path / "state.pth"
+    content = {"state_format": 2, "w": torch.arange(3.0), "step": 7}
+    atomic_write(path, lambda file: write_file(content, file))
+    saved = path.read_bytes()
+    assert same(torch.load(path, weights_only=True), content) and zipfile.ZipFile(path).comment.startswith(b"sha256:")
+    directory = saved.index(b"PK\x01\x02")
+    refused = 0
+    for bit in range(8 * directory, 8 * len(saved)):
+        damaged = bytearray(saved)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert same(read_file(path), content)
+        except UNREADABLE:
+            refused += 1
+    assert refused == 8 * (len(saved) - directory) > 3000  # the mark is required as well
+    path.write_bytes(saved[: -len("sha256:") - 64])  # the digest cut off
+    with pytest.raises(zipfile.BadZipFile, match="its digest is missing"):
+        read_file(path)
+
+
+def test_a_damaged_state_never_takes_the_place_of_the_one_before(tmp_path, monkeypatch, capsys):
+    """Killed between the two renames of the save after it, the run still has a state."""
+    model, optimizer = trained()
+    for step in (1, 2):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=tmp_path)
+    newest = tmp_path / "w_32_resume.pth"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
+    replace, renames = os.replace, []
+
+    def killed(source, target):
+        renames.append(os.path.basename(target))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, 3, save_dir=tmp_path)
+    monkeypatch.setattr(os, "replace", replace)
+    assert renames == ["w_32_resume.pth"]  # at its place at once
+    assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
+    for step, before in ((4, 1), (5, 4)):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=tmp_path)
+        assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == step
+        assert read_file(tmp_path / "w_32_resume_previous.pth")["step"] == before
 
 
 def test_the_writer_keeps_the_order_and_tells_of_a_failure(tmp_path):

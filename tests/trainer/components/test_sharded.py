@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.durable_files import atomic_write
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig
 from scripts.convert_sharded import main
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import flags, records
-from trainer.components.sharded import put_tensors, read_rest, take_tensors, with_tensors
-from trainer.components.state_files import UNREADABLE
+from trainer.components.sharded import DIGESTS, REST, put_tensors, read_rest, take_tensors, with_tensors
+from trainer.components.state_files import UNREADABLE, read_file, write_file
 from trainer.trainer_utils import lm_checkpoint
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -119,9 +120,29 @@ def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
     assert state_of(tmp_path)["update"] < state_of(whole)["update"]
     assert f"warning: damaged checkpoint {folder}" in capsys.readouterr().err
     (folder / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
+    with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
+        read_rest(folder)
+    rest = read_file(folder / REST)
+    del rest[DIGESTS]  # as an early version wrote it, or somebody who means harm
+    atomic_write(folder / REST, lambda file: write_file(rest, file))
     with pytest.raises(pickle.UnpicklingError, match=r"does not belong in a checkpoint"):
         read_rest(folder)
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, request):
+    """The list has no checksum of its own; torch would read other tensors, or ask for gigabytes of memory."""
+    folder = tmp_path / "pretrain_32_resume"
+    shutil.copytree(whole / "checkpoints/pretrain_32_resume", folder)
+    saved = (folder / ".metadata").read_bytes()
+    step = 1 if request.config.getoption("--slow") else 101
+    for bit in range(0, 8 * len(saved), step):
+        damaged = bytearray(saved)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (folder / ".metadata").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
+            read_rest(folder)
+    assert bit > 10_000
 
 
 class Harm:
