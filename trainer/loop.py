@@ -23,7 +23,7 @@ from trainer.components.distributed import gather, is_main_process, reduce_sum, 
 from trainer.components.meter import Size, seconds_left
 from trainer.components.metrics import headline
 from trainer.components.optimizer import set_learning_rate, should_step
-from trainer.components.parallel import full_tensor, gradient_sync, is_sharded, unwrap
+from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.components.saving import interrupted, save_and_stop, save_best_weights, save_checkpoint
 from trainer.components.state import Batch, TrainState
 from trainer.components.tracker import drawable
@@ -46,6 +46,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
     """
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
+    if is_replicated(state.model):
+        train_on_nothing(state, loader)
     state.iters = iters
     meter.restart()
     while step < iters and not state.finished:
@@ -111,6 +113,17 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     optimizer.zero_grad(set_to_none=True)
     add_to_mean_loss(state, losses)
     return losses, grad_norm
+
+
+def train_on_nothing(state: TrainState, loader: DataLoader) -> None:
+    """One empty micro-batch forward and backward, so that DDP has its final buckets: it orders them anew after its
+    first backward pass, and with three or more ranks the first update after a resume would sum the gradients in another
+    order than the same update of a run that was not stopped. Nothing else changes."""
+    assert loader.collate_fn is not None
+    with state.autocast:
+        loss, aux_loss = state.loss_fn(state.model, to_device(loader.collate_fn([]), state.device), state.args)
+    (loss + aux_loss).backward()
+    state.optimizer.zero_grad(set_to_none=True)
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:

@@ -57,6 +57,17 @@ def test_another_number_of_ranks(corpus, tmp_path, use_moe, plan):
     assert compared == len(one) == len(other) == one[-1]["update"] > 12
 
 
+def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
+    """Two ranks would hide another order of summation: a + b is b + a. Unequal layers make DDP change its buckets."""
+    settings = {"batch_size": 2, "epochs": 1, "hidden_size": 64, "save_interval": 2, "eval_interval": 0}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=3)
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    start = start_ranks(3, "pretrain", argv, {0: Faults(signals={4: signal.SIGTERM})})
+    assert {rank.wait() for rank in start} == {143}, start[0].err
+    run("pretrain", argv, ranks=3)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "pretrain_64")
+
+
 def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):
     settings = {"batch_size": 4, "accumulation_steps": 3, "epochs": 1}
     run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
