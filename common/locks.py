@@ -14,8 +14,14 @@ _held: list = []  # lock files of this process, open until it ends
 
 @contextlib.contextmanager
 def locked(path: Path, message: str) -> Iterator[bool]:
-    """Hold the lock file exclusively, printing `message` if another process has it; yields whether it is held."""
-    with open(path, "ab") as file:
+    """Hold the lock file exclusively, printing `message` if another process has it; yields whether it is held: not on a
+    file system without locks, and not where no file can be made."""
+    try:
+        file = open(path, "ab")  # noqa: SIM115 (closed below)
+    except OSError:
+        yield False
+        return
+    with file:
         is_held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

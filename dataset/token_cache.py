@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from common.command_line import Parser, one_line_errors
-from common.durable_files import sync_folder, write_json
+from common.durable_files import atomic_write, sync_folder, write_json
 from common.errors import UserError, reason, say
 from common.locks import locked
 from common.machine import available_cores
@@ -174,13 +174,12 @@ def _judge_bad_records(cache: TokenCache, on_bad_data: str, max_bad_share: float
 def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
     """Build the cache in `folder` unless another process has; `stamps`: `_stamp` of each file when it was hashed."""
     failure = folder.with_suffix(".error-skip" if options["skip_bad"] else ".error-stop")
-    arrived = time.time()
+    before = _stamp_if_any(failure)
     message = f"waiting for the token cache {folder.name}, which another process builds"
     with locked(folder.with_suffix(".lock"), message) as is_held:
         if _is_complete(folder):
             return
-        if failure.exists() and failure.stat().st_mtime > arrived:
-            # The process that this one waited for has failed.
+        if _stamp_if_any(failure) not in (None, before):  # the process that this one waited for has failed
             raise UserError(failure.read_text(encoding="utf-8", errors="surrogateescape"))
         if is_held:
             _remove_leftovers(folder)
@@ -253,12 +252,13 @@ def _is_complete(folder: Path) -> bool:
 
 
 def file_hash(path: str, cache_dir: Path) -> str:
-    """SHA-256 of a file's content, stored in the cache folder by path, size and modification time.
+    """SHA-256 of a file's content, stored in the cache folder by path, size and times of modification and change.
 
     Only one of several ranks reads the file, and later runs do not read it again.
     """
     known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
-    known.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # a read-only folder, a full disk: then the hash is not remembered
+        known.parent.mkdir(parents=True, exist_ok=True)
     with locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
         stamp = _stamp(path)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -274,16 +274,24 @@ def file_hash(path: str, cache_dir: Path) -> str:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its permissions") from error
         # A file modified just now may change again within the same time stamp, so its hash is not stored.
-        if _stamp(path) == stamp and stamp[1] < (begin - 2) * 1e9:
-            written = known.with_suffix(f".tmp-{uuid.uuid4().hex[:8]}")
-            write_json(written, {"path": path, "stamp": stamp, "sha256": digest})
-            os.replace(written, known)
+        if _stamp(path) == stamp and max(stamp[1:]) < (begin - 2) * 1e9:
+            entry = json.dumps({"path": path, "stamp": stamp, "sha256": digest})
+            with contextlib.suppress(UserError):
+                atomic_write(known, lambda file: file.write(entry.encode()))
         return digest
 
 
-def _stamp(path: str) -> list[int]:
+def _stamp(path: str | Path) -> list[int]:
+    """Size and times of a file. Whoever sets the modification time back cannot set back the time of that change."""
     status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _stamp_if_any(path: Path) -> list[int] | None:
+    try:
+        return _stamp(path)
+    except OSError:
+        return None
 
 
 def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":

@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import hashlib
 import json
 import os
 import pickle
@@ -383,9 +384,9 @@ def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir):
 
 
 @pytest.mark.parametrize("content", ["", "null", "5", "[]", '["sizes"]', "{}", '{"sizes": 1}', '{"sizes": []}', "\0\0"])
-def test_damaged_notes_are_written_again(content, write, tokenizer, cache_dir):
+def test_damaged_notes_are_written_again(content, write, tokenizer, cache_dir, settle):
     path = write("a.jsonl", TEXTS[:20])
-    os.utime(path, (1e9, 1e9))
+    settle(path)
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
     before = contents(cache)
     (cache.path / "meta.json").write_text(content)
@@ -520,20 +521,54 @@ def test_a_file_that_changes_while_it_is_read_is_refused(write, tokenizer, cache
     assert not list(cache_dir.glob("*/meta.json"))
 
 
-def test_hashes_are_remembered_only_of_files_that_have_settled(write, cache_dir):
+@pytest.fixture
+def settle(monkeypatch):
+    """Have some seconds pass since a file was changed."""
+    return lambda path: monkeypatch.setattr(token_cache.time, "time", lambda: os.stat(path).st_ctime + 5)
+
+
+def test_hashes_are_remembered_only_of_files_that_have_settled(write, cache_dir, settle):
     cache_dir.mkdir()
     path = Path(write("a.jsonl", b"first content"))
     first = file_hash(str(path), cache_dir)
     path.write_bytes(b"other content")  # same size, within the same moments
     second = file_hash(str(path), cache_dir)
     assert first != second and not list((cache_dir / "hashes").glob("*.json"))
-    os.utime(path, (1e9, 1e9))
+    settle(path)
     assert file_hash(str(path), cache_dir) == second
-    path.write_bytes(b"third content")
-    os.utime(path, (1e9, 1e9))
-    assert file_hash(str(path), cache_dir) == second  # not read again: same path, size and time
-    os.utime(path, (1e9, 1e9 + 1))
-    assert file_hash(str(path), cache_dir) not in (first, second)
+    (known,) = (cache_dir / "hashes").glob("*.json")
+    known.write_text(known.read_text().replace(second, "remembered"))
+    assert file_hash(str(path), cache_dir) == "remembered"  # not read again: same path, size and times
+
+
+def test_a_file_whose_time_was_set_back_is_read_again(write, cache_dir, settle):
+    """As `cp -p` and `rsync -t` do: equal size, equal modification time, other content."""
+    cache_dir.mkdir()
+    path = Path(write("a.jsonl", b"first content"))
+    settle(path)
+    first = file_hash(str(path), cache_dir)
+    times = path.stat()
+    path.write_bytes(b"other content")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file_hash(str(path), cache_dir) == hashlib.sha256(b"other content").hexdigest() != first
+
+
+def test_a_hash_that_cannot_be_remembered_is_still_a_hash(write, tmp_path):
+    path = write("a.jsonl", b"content")
+    (tmp_path / "file").write_text("")
+    assert file_hash(path, tmp_path / "file") == hashlib.sha256(b"content").hexdigest()
+
+
+def test_the_note_of_an_earlier_failure_is_not_repeated(write, tokenizer, cache_dir):
+    """Whatever its time says: a clock may have been set back, a file server's may be ahead."""
+    path = write("a.jsonl", b"not JSON\n")
+    with pytest.raises(UserError, match="not valid JSON"):
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    (note,) = cache_dir.glob("*.error-stop")
+    note.write_text("an old failure")
+    os.utime(note, (4e9, 4e9))
+    with pytest.raises(UserError, match="not valid JSON"):
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
 
 
 def test_lines_of_progress_on_a_pipe(capsys):

@@ -41,8 +41,9 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run |= {"samples": samples} | data
     start = weight_path(args.save_dir, args.from_weight, args)
+    named = args.from_weight != "none" and start.is_file()
     run["from_weight"] = args.from_weight
-    run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if start.is_file() else None
+    run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if named else None
     return run
 
 
@@ -71,7 +72,8 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
 def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> Fingerprint:
     """The fingerprint of the run, once it is clear that the checkpoint (None: a new run) belongs to it.
 
-    It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone.
+    It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone, or is one that this
+    run writes itself (a second round of SFT from `full_sft`): what they were is what counts.
 
     Raises:
         UserError: the checkpoint belongs to another run, or the ranks do not all see the same.
@@ -85,7 +87,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
-    if run["from_weight_sha256"] is None:  # the file may be gone: the checkpoint holds what became of the weights
+    own = (args.save_weight, f"{args.save_weight}_best")
+    if run["from_weight_sha256"] is None or args.from_weight in own:  # the checkpoint holds what became of the weights
         run = run | {"from_weight_sha256": saved.get("from_weight_sha256")}
     hint = "" if run["global_batch"] == saved.get("global_batch") else _global_batch_hint(args, saved)
     check_same_run(saved, run, args.extend_epochs, hint)
