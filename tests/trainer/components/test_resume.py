@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from: another number of ranks, more epochs, other settings, a second run at once."""
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -127,6 +128,27 @@ def test_another_tokenizer_is_named(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, tokenizer_path=tmp_path / "tokenizer", from_resume=1)
     line = run("pretrain", argv, status=2).error_lines[-1]
     assert "(tokenizer: " in line and "data: " not in line
+
+
+@pytest.mark.parametrize("start", ["pretrain", "pretrain_best"])
+def test_a_run_that_overwrites_its_start_weights_is_resumed(corpus, tmp_path, start):
+    """A second round over the same name: at its first save, the weights that it began with are gone."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
+    first = tmp_path / "whole"
+    run("pretrain", flags(corpus, first, "pretrain", **settings))
+    shutil.copytree(first, tmp_path / "broken")
+    run("pretrain", flags(corpus, first, "pretrain", **settings, from_weight=start))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_weight=start)
+    stopped = run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    assert "--from_resume 1 goes on" in stopped.err
+    run("pretrain", [*argv, "--from_resume", "1"])
+    assert_same_run(first, tmp_path / "broken")
+
+
+def test_weights_named_none_are_not_start_weights(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1, save_weight="none")
+    run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    assert "done: 8 updates" in run("pretrain", [*argv, "--from_resume", "1"]).out
 
 
 def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
