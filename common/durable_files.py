@@ -58,6 +58,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+def link(source: str | Path, name: str | Path) -> None:
+    """Give a file a second name (a hard link), or copy it where the file system has no links."""
+    try:
+        os.link(source, name)
+    except OSError:
+        shutil.copyfile(source, name)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename or a new file in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

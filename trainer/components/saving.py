@@ -1,29 +1,63 @@
 """When files are written: checkpoints at the end of an update, the best weights, the last ones, and at a signal."""
 
+import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from common.durable_files import link, sync_folder
 from common.errors import Interrupted
+from common.settings import StageArgs
 from trainer.components.checkpoint import lm_checkpoint, save_weights
 from trainer.components.distributed import Logger, is_main_process
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import is_sharded, unwrap
-from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
+from trainer.components.run_files import NamedShape, metrics_path, resume_path, run_name, weight_path
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 from trainer.components.state_files import state_paths
 
 
 def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:
-    """The metrics file, on rank 0; a resumed run keeps the records up to its checkpoint."""
+    """The metrics file, on rank 0; a resumed run keeps the records up to its checkpoint, a new one sets the files of an
+    earlier run of its name aside."""
     if not is_main_process():
         return None
+    if not resumed:
+        set_earlier_run_aside(state.args, state.lm_config)
     path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.lm_config))
     return MetricsLog(path, state.total_updates, state.reported_update if resumed else None)
+
+
+def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
+    """Move the checkpoints and metrics of an earlier run of this name into a folder `earlier_<n>` beside them, and keep
+    its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files."""
+    run, best = (run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
+    states, out = Path(args.checkpoint_dir), Path(args.save_dir)
+    old_states = [path for kind in ("resume", "update", "best_resume") for path in states.glob(f"{run}_{kind}*")]
+    metrics = metrics_path(out, run)
+    if not old_states:
+        return
+    taken = [re.fullmatch(r"earlier_(\d+)", path.name) for folder in (states, out) for path in folder.glob("earlier_*")]
+    name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
+    for folder, paths in ((states, old_states), (out, [path for path in [metrics] if path.exists()])):
+        for path in paths:  # the checkpoints first: without them nothing continues
+            (folder / name).mkdir(exist_ok=True)
+            os.replace(path, folder / name / path.name)
+    for weights in (out / f"{run}.pth", out / f"{best}.pth"):
+        if weights.exists():  # they may be the start weights of this run, which other ranks still read
+            (out / name).mkdir(exist_ok=True)
+            link(weights, out / name / weights.name)
+    for folder in {states, out, states / name, out / name}:
+        if folder.exists():
+            sync_folder(folder)
+    places = " and ".join(dict.fromkeys(str(folder / name) for folder in (states, out)))
+    Logger(f"a run named {run} was here; its files are kept in {places} (--from_resume 1 would have continued it)")
 
 
 def save_checkpoint(state: TrainState, wandb=None) -> None:

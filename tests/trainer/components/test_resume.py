@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from: another number of ranks, more epochs, other settings, a second run at once."""
 
+import os
 import shutil
 import signal
 import time
@@ -143,6 +144,28 @@ def test_a_run_that_overwrites_its_start_weights_is_resumed(corpus, tmp_path, st
     assert "--from_resume 1 goes on" in stopped.err
     run("pretrain", [*argv, "--from_resume", "1"])
     assert_same_run(first, tmp_path / "broken")
+
+
+def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
+    """The old run's files are set aside together, and a new run that is killed early never continues the old one."""
+    whole = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
+    argv = flags(corpus, tmp_path, "pretrain", **whole)
+    run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    old = {path.name: path.read_bytes() for path in tmp_path.rglob("pretrain*")}
+    assert set(old) > {"pretrain_32.pth", "pretrain_best_32.pth", "pretrain_32_resume.pth", "pretrain_32_metrics.jsonl"}
+    begun = run("pretrain", argv, Faults(signals={2: signal.SIGKILL}), status=-9)
+    assert "a run named pretrain_32 was here; its files are kept in" in begun.out
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*/earlier_1/*")}
+    assert kept == old
+    resumed = run("pretrain", [*argv, "--from_resume", "1"])
+    assert "starting afresh" in resumed.out
+    assert [record["update"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")] == [*range(1, 9)]
+    assert not list(tmp_path.glob("*/earlier_2"))  # what was killed before its first checkpoint is nothing to keep
+    for path in tmp_path.glob("*/earlier_1/*"):  # put back, the old run goes on
+        os.replace(path, path.parents[1] / path.name)
+    assert "resuming pretrain at epoch 1, update 5" in run("pretrain", [*argv, "--from_resume", "1"]).out
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **whole))
+    assert_same_run(tmp_path / "whole", tmp_path)
 
 
 def test_weights_named_none_are_not_start_weights(corpus, tmp_path):
