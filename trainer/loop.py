@@ -244,6 +244,7 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
             save_best_weights(state)
         state.hooks.validation_end(state, held_out, is_best)
     iters = record.pop("iters")
+    state.records = state.records if state.records is None else state.records + 1
     if is_main_process():
         state.writer.check()
     if state.metrics is not None:

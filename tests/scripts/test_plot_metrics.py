@@ -82,9 +82,9 @@ def test_runs_of_the_same_file_name_keep_their_folders(tmp_path, start, monkeypa
     [
         (None, "does not exist"),
         ("", "holds no records yet"),
-        ("not json\n", "is not a metrics file"),
-        ("[1]\n", "is not a metrics file"),
-        (json.dumps({"loss": 1}) + "\n", "is not a metrics file"),
+        ("not json\n", "x_metrics.jsonl:1 is not a log record"),
+        ("[1]\n", "x_metrics.jsonl:1 is not a log record"),
+        (json.dumps({"update": 1}) + "\n", "is not a metrics file"),
     ],
 )
 def test_a_file_that_cannot_be_drawn_is_named(text, told, tmp_path, start):

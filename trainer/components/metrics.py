@@ -10,15 +10,35 @@ from typing import Any
 from tqdm import tqdm
 
 from common.durable_files import atomic_write
-from common.errors import UserError
+from common.errors import UserError, warn
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, oldest first; a last line cut off by a kill is dropped."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # a complete line ends in "\n"
+    """The records of a metrics file, oldest first; a last line cut off by a kill is dropped.
+
+    Raises:
+        UserError: a line is not a log record.
+    """
+    records = []
+    for number, line in enumerate(_lines(path), 1):
+        record = _record(line)
+        if record is None:
+            raise UserError(f"{path}:{number} is not a log record; remove the line")
+        records.append(record)
+    return records
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if it is damaged or something else."""
+    try:
+        record = json.loads(line)
+        return record if isinstance(record["update"], int) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 class MetricsLog:
@@ -29,10 +49,14 @@ class MetricsLog:
         total_updates: length of the whole run, for the bar.
         last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
             an empty file.
+        records: how many they are, by the checkpoint; a warning tells if some of them are lost.
     """
 
-    def __init__(self, path: Path, total_updates: int, last_update: int | None = None):
-        kept = [] if last_update is None else [r for r in read_metrics(path) if r["update"] <= last_update]
+    def __init__(self, path: Path, total_updates: int, last_update: int | None = None, records: int | None = None):
+        found = [] if last_update is None else [record for record in map(_record, _lines(path)) if record is not None]
+        kept = [record for record in found if record["update"] <= (last_update or 0)]
+        if records is not None and len(kept) != records:
+            warn(f"{path} has {len(kept)} of the {records} records before the checkpoint; the run goes on without them")
         text = "".join(json.dumps(record) + "\n" for record in kept)
         self.path = path
         atomic_write(path, lambda file: file.write(text.encode()))
@@ -42,6 +66,12 @@ class MetricsLog:
         if sys.stdout.isatty():
             form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}{postfix}"
             self.bar = tqdm(total=total_updates, initial=last_update or 0, bar_format=form, file=sys.stdout)
+
+    def sync(self) -> None:
+        """Flush to the disk, before the checkpoint that counts these records."""
+        with suppress(OSError):  # a full disk was reported by write
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def tick(self, update: int) -> None:
         """Move the bar, at every update."""
@@ -67,9 +97,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush to the disk and leave the terminal tidy."""
-        with suppress(OSError):  # a full disk was reported by write
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        self.sync()
         with suppress(OSError):
             self.file.close()
         if self.bar is not None:

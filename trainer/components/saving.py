@@ -31,7 +31,9 @@ def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:
     if not resumed:
         set_earlier_run_aside(state.args, state.lm_config)
     path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.lm_config))
-    return MetricsLog(path, state.total_updates, state.reported_update if resumed else None)
+    if resumed:
+        return MetricsLog(path, state.total_updates, state.reported_update, state.records)
+    return MetricsLog(path, state.total_updates)
 
 
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
@@ -67,6 +69,8 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
     with state.meter.timing("save"):
         state.save_due = False
         state.writer.wait()  # at most one copy of the state waits in memory
+        if state.metrics is not None:
+            state.metrics.sync()
         where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
         parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
         lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)

@@ -31,7 +31,7 @@ from trainer.components.state_files import Writer
 LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor]]
 EvalFn = Callable[[nn.Module, Batch], dict[str, Tensor]]
 Schedule = Callable[[int, int, StageArgs], float | None]
-SAVED = ("update", "tokens", "seconds", "best_eval", "record", "save_due")
+SAVED = ("update", "tokens", "seconds", "best_eval", "record", "records", "save_due")
 
 
 class Hooks:
@@ -102,6 +102,7 @@ class TrainState:
     seconds: float = 0.0  # of the whole run: training, evaluating and saving
     best_eval: float = float("inf")  # of the monitored metric; negated where more is better
     record: dict[str, Any] | None = None  # of the last update, until it is reported
+    records: int | None = 0  # reported so far; None: an early version's checkpoint does not say
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
@@ -170,7 +171,7 @@ class TrainState:
         self.expert_load.load_state_dict(saved["expert_load"])
         self.hooks.load_state_dict(saved["hooks"])
         for key in SAVED:
-            setattr(self, key, saved[key])
+            setattr(self, key, saved.get(key))
         self.losses.copy_(torch.tensor(saved.get("loss_sum", [0.0, 0.0]), dtype=self.losses.dtype))
         self.epoch = saved["epoch"]
         # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole epoch

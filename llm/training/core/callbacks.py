@@ -170,7 +170,8 @@ class MetricsLogger(_RecordLog):
 
     def _open(self, engine: Engine) -> MetricsLog:
         path = metrics_path(engine.state.args.save_dir, engine.run_name)
-        return MetricsLog(path, engine.state.total_updates, engine.resumed_update)
+        records = engine.state.records if engine.resumed_update is not None else None
+        return MetricsLog(path, engine.state.total_updates, engine.resumed_update, records)
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.log is None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from common.errors import UserError
 from trainer.components.metrics import MetricsLog, describe, duration, read_metrics
 
 
@@ -36,6 +37,28 @@ def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_pat
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 5 and out[0].startswith("Epoch:[1/1](4/10), loss: 0.5000")
     assert out[0].endswith("eta: 1.5 min")
+
+
+FOREIGN = [b"", b"{", b"[]", b"5", b"null", b'{"loss": 1}', b'{"update": "3"}', b"\xff\xfe", b"\0" * 9, b"[" * 99999]
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_a_line_that_is_no_record(tmp_path, capsys, line):
+    """Tools refuse it by its number; a resumed run goes on, and says how many records are lost."""
+    path = tmp_path / "m.jsonl"
+    good = [json.dumps(record(update)).encode() for update in (1, 2, 3)]
+    path.write_bytes(b"\n".join([good[0], line, good[2], b""]))
+    with pytest.raises(UserError, match=r"m.jsonl:2 is not a log record"):
+        read_metrics(path)
+    MetricsLog(path, total_updates=10, last_update=3, records=3).close()
+    assert "m.jsonl has 2 of the 3 records before the checkpoint" in capsys.readouterr().err
+    assert [r["update"] for r in read_metrics(path)] == [1, 3]
+    path.write_bytes(b"\n".join([*good, line, b""]))  # behind the checkpoint: written again anyway
+    MetricsLog(path, total_updates=10, last_update=3, records=3).close()
+    assert capsys.readouterr().err == "" and len(read_metrics(path)) == 3
+    path.unlink()
+    MetricsLog(path, total_updates=10, last_update=3, records=3).close()
+    assert "has 0 of the 3 records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
