@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from common.errors import Interrupted, LostRank, UserError
 
@@ -36,6 +36,34 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError; argparse would print the usage and exit."""
         raise UserError(f"{message}; see --help")
+
+
+class LastingStream:
+    """Stands in for `sys.stdout` or `sys.stderr`. A write that fails (a closed terminal, a `tee` that ended, a full
+    disk behind a log) raises nothing; what the disk cannot take now is written with the next line that it can."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, if that is possible."""
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+def outlast_console() -> None:
+    """Have nothing that happens to stdout or stderr end this process from now on: training outlives its terminal."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 (for a stream that was closed from the start, which is None)
+    sys.stdout, sys.stderr = cast(Any, [LastingStream(stream or nowhere) for stream in (sys.stdout, sys.stderr)])
 
 
 @contextmanager

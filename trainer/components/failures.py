@@ -1,12 +1,13 @@
 """Translates out-of-memory and lost-peer errors into a UserError of one line."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from common.command_line import one_line_errors
+from common.command_line import one_line_errors, outlast_console
 from common.errors import LostRank, UserError, reason
 
 # The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
@@ -18,7 +19,9 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Can
 
 @contextmanager
 def training_errors() -> Iterator[None]:
-    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too."""
+    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too; what
+    happens to the console does not end it."""
+    outlast_console()
     with one_line_errors(), translated_failures():
         yield
 
@@ -42,6 +45,11 @@ def translated_failures() -> Iterator[None]:
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
+        if re.search(r"DataLoader worker.*(killed by signal|exited unexpectedly)", text):
+            raise UserError(
+                f"a data loader process ended ({reason(error)}), perhaps for lack of memory; --num_workers 0 needs "
+                "none; --from_resume 1 goes on from the last checkpoint"
+            ) from error
         raise
 
 

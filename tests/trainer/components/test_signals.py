@@ -49,6 +49,50 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole, number)
     assert_same_run(whole, tmp_path)
 
 
+DEAD_PIPE = """
+reader, writer = os.pipe()
+os.close(reader)
+[os.dup2(writer, number) for number in (1, 2)]
+"""
+FULL_DISK = "[os.dup2(os.open('/dev/full', os.O_WRONLY), number) for number in (1, 2)]"
+NONE = "os.closerange(1, 3); sys.stdout = sys.stderr = None"  # as Python begins under `>&- 2>&-`
+CLOSED_TERMINAL = """
+import threading
+master, terminal = os.openpty()
+[os.dup2(terminal, number) for number in (1, 2)]
+os.close(terminal)
+
+def watch():
+    seen = b""
+    while b"(6/" not in seen:
+        seen += os.read(master, 1000)
+    os.close(master)
+
+threading.Thread(target=watch, daemon=True).start()
+assert sys.stdout.isatty()
+"""
+
+
+@pytest.mark.parametrize("console", [DEAD_PIPE, FULL_DISK, NONE, CLOSED_TERMINAL])
+def test_a_console_that_fails_ends_nothing(corpus, tmp_path, whole, console):
+    """`| tee` that Ctrl-C ended, a full disk behind a log, a closed terminal: the run goes on, and saves when asked."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=3, accumulation_steps=2, batch_size=4, dropout=0.1, from_resume=1)
+    number = signal.SIGINT if console == DEAD_PIPE else signal.SIGHUP
+    run("pretrain", argv, Faults(script=console, signals={17: number}), status=128 + number)
+    assert saved_state(tmp_path)["update"] == 9
+    run("pretrain", argv, Faults(script=console))
+    assert_same_run(whole, tmp_path)
+
+
+def test_a_loader_process_that_is_killed_ends_in_one_line(corpus, tmp_path):
+    kill = "import threading, psutil; me = psutil.Process()\n"
+    kill += "def wait():\n    while not (found := me.children()): pass\n    found[0].kill()\n"
+    kill += "threading.Thread(target=wait, daemon=True).start()"
+    argv = flags(corpus, tmp_path, "pretrain", epochs=3, num_workers=1)
+    (line,) = run("pretrain", argv, Faults(script=kill, sleep=0.3), status=2).error_lines
+    assert line.startswith("error: a data loader process ended (DataLoader worker") and "--num_workers 0" in line
+
+
 def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
     """As under nohup."""
     ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
