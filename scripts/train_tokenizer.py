@@ -32,19 +32,11 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only within the pieces matched by this pattern; the pieces cover every string, so no text is lost.
-PIECES = "|".join(
-    [
-        # The newline of a chat header is a piece of its own; otherwise it would merge with a newline at the start of an
-        # answer, and the tokens of a prompt would not be a prefix of the tokens of the conversation.
-        r"(?<=\Asystem|\Auser|\Aassistant|\Atool)\n",
-        # A word with the one mark or blank before it (Chinese "，但", English " but"), or both (", but").
-        r"(?:[^\r\n\p{L}\p{M}\p{N}]|[,.;:!?] )?[\p{L}\p{M}]+",
-        r" ?\p{N}",  # single digits, so that all numbers are split alike
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",  # punctuation, with the line end that often follows
-        r"\s*[\r\n]+",  # line ends, with the blanks before them
-        r"\s+(?!\S)|\s+",  # blanks; the last one before a word belongs to the word
-    ]
+# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. It is Qwen2's,
+# character for character: llama.cpp and what is built on it know patterns by name only, and this one is their "qwen2".
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # At most 4 Chinese or 14 English characters: a phrase that one source repeats is not worth an id.
