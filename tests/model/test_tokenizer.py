@@ -141,15 +141,16 @@ def merged(piece):
     """Apply the merges to one piece of text, the lowest rank first; returns the ids."""
     parts = [BYTE_CHARACTERS[byte] for byte in piece.encode("utf-8")]
     while len(parts) > 1:
-        rank, first = min((RANKS.get(pair, math.inf), i) for i, pair in enumerate(pairwise(parts)))
-        if rank == math.inf:
+        ranks = [RANKS.get(pair, math.inf) for pair in pairwise(parts)]
+        if min(ranks) == math.inf:
             break
+        first = ranks.index(min(ranks))
         parts[first : first + 2] = ["".join(parts[first : first + 2])]
     return [FILE["model"]["vocab"][part] for part in parts]
 
 
 def assert_others_read_the_same(texts):
-    """Compare our ids with a plain implementation of the algorithm and with the class that transformers has for Qwen2."""
+    """Compare our ids with a plain implementation of the algorithm and with transformers' own class for Qwen2."""
     ours = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
     qwen2 = Qwen2Tokenizer(vocab=FILE["model"]["vocab"], merges=MERGES)
     for text in texts:
