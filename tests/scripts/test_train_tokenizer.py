@@ -53,6 +53,10 @@ def test_train_reload_and_report(corpus, tmp_path):
     shipped = AutoTokenizer.from_pretrained(REPOSITORY / "model")
     assert tokenizer.chat_template == shipped.chat_template
 
+    files = [json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in (out, REPOSITORY / "model")]
+    for part in ("normalizer", "pre_tokenizer", "decoder"):  # what makes it readable to other programs
+        assert files[0][part] == files[1][part]
+
     again = tmp_path / "again"
     options[options.index(out)] = again
     train("--data_path", corpus, "--data_path", plain, *options)
