@@ -8,8 +8,8 @@ The shipped vocabulary, from the files that model/README.md names:
 
 Input: JSON lines (.jsonl) with `text`, `conversations`, `messages` or Alpaca fields; any other file is plain text, one
 record per line. All of it is held in memory; ten million characters are plenty for a small vocabulary.
-Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is that
-of Qwen2, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
+Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
+Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
 """
 
 import argparse
@@ -33,9 +33,9 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. It is that of
-# Qwen2, character for character: llama.cpp and what is built on it know patterns by name only, and this one is "qwen2"
-# there. Any change of it, or a normaliser, would give other tokens there.
+# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. It is Qwen2's
+# pattern, character for character: llama.cpp and what is built on it know patterns by name only, and call this one
+# "qwen2". Any change of it, or a normaliser, would give other tokens there.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
