@@ -116,7 +116,7 @@ def timed_run(command: list[str], log: Path, **options: Any) -> float:
 def evaluate_weights(ours: StageArgs, held_out: StageDataset, weights: Path) -> float:
     """Held-out loss of these weights in our evaluation (nats per target)."""
     tokenizer = load_tokenizer(ours.tokenizer_path)
-    config = model_config(tokenizer, ours.hidden_size, ours.num_hidden_layers, ours.use_moe)
+    config = model_config(tokenizer, ours)
     device = select_device(ours.device)
     prepare_device(device)
     autocast, scaler = mixed_precision(ours.dtype, device)

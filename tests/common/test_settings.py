@@ -349,7 +349,7 @@ def test_the_command_line_is_that_of_the_process_by_default(monkeypatch):
 def test_the_model_follows_the_command_line():
     args = parse_args(train_full_sft.Args, "", ["--hidden_size", "256", "--use_moe", "1", "--dropout", "0.1"])
     tokenizer = load_tokenizer(ROOT / "model")
-    config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
+    config = model_config(tokenizer, args)
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
     assert (config.hidden_size, config.use_moe, config.dropout, config.vocab_size) == (256, True, 0.1, 6400)
     assert config.num_hidden_layers == 8

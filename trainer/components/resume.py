@@ -79,7 +79,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     _check_ranks_agree(run, checkpoint)
     if checkpoint is None:
         if args.from_resume:
-            where = f"{args.checkpoint_dir} holds no checkpoint of this run"
+            others = ", ".join(sorted(p.name for p in Path(args.checkpoint_dir).glob(f"{args.save_weight}_*_resume*")))
+            where = f"{args.checkpoint_dir} holds no checkpoint of this run" + (f", only {others}" if others else "")
             Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
         return run
     saved = checkpoint.get("run")
