@@ -8,7 +8,7 @@ A stage script subclasses `StageArgs` for its own defaults; a field that it adds
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -295,23 +295,6 @@ def add_flags(
         default = int(each.default) if isinstance(each.default, bool) else each.default
         shown = "" if default is None or default == "" else f" (default: {default} {each.unit}".rstrip() + ")"
         parser.add_argument(f"--{each.name}", help=(each.help + shown).replace("%", "%%"), **options)
-
-
-SHAPE = ("hidden_size", "num_hidden_layers", "use_moe", "num_experts", "num_experts_per_tok")
-
-
-def add_trained_model_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of tools that use trained weights: which weights, their shape if it must be told, where to run."""
-    parser.add_argument("--weight", default="full_sft", help="name of the weights in --save_dir")
-    rows = settings_of(StageArgs)
-    add_flags(parser, (rows[name] for name in ("save_dir", "tokenizer_path", "device")))
-    shape = parser.add_argument_group("shape", "what the weights themselves do not tell, or which of several to take")
-    add_flags(shape, (replace(rows[name], default=None) for name in SHAPE))
-
-
-def given_shape(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags for the shape that were given to a tool of `add_trained_model_flags`."""
-    return {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
 
 
 def add_grouped_flags(parser: Parser, args_class: type) -> None:

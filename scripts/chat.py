@@ -13,9 +13,8 @@ from transformers import TextStreamer
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
-from common.settings import add_trained_model_flags, given_shape
 from trainer.components.device import prepare_device, select_device
-from trainer.components.trained_weights import load_trained
+from trainer.components.trained_weights import add_trained_model_flags, given_shape, load_trained
 
 
 def parse_args() -> argparse.Namespace:

@@ -16,9 +16,10 @@ from typing import Any
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError
-from common.settings import ROOT, add_trained_model_flags
+from common.settings import ROOT
 from scripts.chat import generate, load_model
 from trainer.components.run_files import metrics_path, run_name
+from trainer.components.trained_weights import add_trained_model_flags
 
 FIELDS = {"question": str, "accepted": list, "rejected": list, "attribute": str, "language": str}
 

@@ -48,15 +48,7 @@ SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate"
 SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
 FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
-FIELDS += (
-    "tokens",
-    "eval_loss",
-    "eval_bpb",
-    "skipped",
-    "overflows",
-    "expert_load",
-    "dead_experts",
-)  # all but speeds and times
+FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "overflows", "expert_load", "dead_experts")  # no speed, time
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 POLL, MAX_DELAY, TIMEOUT = 0.001, 0.02, 600.0  # seconds: between polls, from an event to its kill, without output
 Kill = tuple[str, int, float, bool]  # kind, first update, delay (0 to 1), while writing weights (not a checkpoint)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from common.durable_files import atomic_write
 from common.errors import UserError, reason, warn
-from common.settings import ROOT, SHAPE
+from common.settings import ROOT
 from trainer.components import sharded
 from trainer.components.distributed import is_main_process, world_size
-from trainer.components.language_model import config_of_weights
+from trainer.components.language_model import SHAPE, config_of_weights
 from trainer.components.parallel import half_precision, is_sharded, unwrap
 from trainer.components.run_files import NamedShape, resume_path
 from trainer.components.state_files import UNREADABLE, Writer, newest_first, read_file, rotate, snapshot

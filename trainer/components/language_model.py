@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
-from common.settings import SHAPE, ModelConfig
+from common.settings import ModelConfig
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, pad_rows
 from trainer.components.flops import training_flops
 from trainer.components.meter import Size
 
+SHAPE = ("hidden_size", "num_hidden_layers", "use_moe", "num_experts", "num_experts_per_tok")  # settings of a shape
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 

@@ -3,6 +3,8 @@
 Of the shape, the tensors tell all but the number of experts per token, which stands in the file's name (run_files.py).
 """
 
+import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,13 +13,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError, reason
-from common.settings import ROOT
+from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.checkpoint import fill, missing_weights, read_weights
 from trainer.components.distributed import Logger
-from trainer.components.language_model import check_vocabulary, config_of_weights, describe_size, special_tokens
+from trainer.components.language_model import SHAPE, check_vocabulary, config_of_weights, describe_size, special_tokens
 from trainer.components.run_files import NAMED_SHAPE, shape_in_name, weight_files
+
+
+def add_trained_model_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags of tools that use trained weights: which weights, where to run, and the shape if it must be told."""
+    rows = settings_of(StageArgs)
+    parser.add_argument("--weight", default="full_sft", help="name of the weights in --save_dir")
+    add_flags(parser, (rows[name] for name in ("save_dir", "tokenizer_path", "device")))
+    shape = parser.add_argument_group("shape", "to choose between several weights of a name; else they tell it")
+    add_flags(shape, (replace(rows[name], default=None) for name in SHAPE))
+
+
+def given_shape(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the shape that were given."""
+    return {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
 
 
 def load_trained(

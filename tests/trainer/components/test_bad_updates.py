@@ -1,5 +1,6 @@
 """Updates that are not finite, seen from inside: with and without a fused optimizer, with a gradient scaler."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -97,8 +98,11 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     train(state, [batch(1)])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert state.scaler.get_scale() == 2.0**39 and state.bad_updates.in_a_row == 0
+    assert state.bad_updates.take() == [] and state.bad_updates.take_overflows() == 1
     for _ in range(40):
         train(state, [batch(1)])
+    halved = round(39 - math.log2(state.scaler.get_scale()))
+    assert state.bad_updates.take_overflows() == halved and state.bad_updates.take_overflows() == 0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
 
@@ -108,7 +112,7 @@ def test_in_float16_a_loss_that_is_not_finite_is_one():
     train(state, [batch(100)])
     assert state.bad_updates.in_a_row == 1
     train(state, [batch(1)])
-    assert state.bad_updates.in_a_row == 0
+    assert state.bad_updates.in_a_row == state.bad_updates.take_overflows() == 0
     train(state, [batch(101)])
     with pytest.raises(UserError, match=r"--max_bad_updates 2: .* the last of them update 4"):
         train(state, [batch(102)])
@@ -118,5 +122,12 @@ def test_the_count_survives_a_checkpoint():
     state = make_state(loss_fn=bad_loss)
     train(state, [batch(100)])
     again = BadUpdates()
-    again.load_state_dict(state.bad_updates.state_dict())
+    again.load_state_dict(state.bad_updates.state_dict() | {"overflows": 2})
     assert again.in_a_row == 1 and again.take() == [{"update": 1, "sample_ids": [100]}]
+    assert again.take_overflows() == 2
+
+
+def test_a_checkpoint_from_before_overflows_were_counted_is_read():
+    again = BadUpdates()
+    again.load_state_dict({"in_a_row": 3, "skipped": []})
+    assert again.in_a_row == 3 and again.take_overflows() == 0
