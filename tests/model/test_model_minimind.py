@@ -155,6 +155,16 @@ def test_a_padded_call_has_an_aux_loss_with_and_without_labels(shape, monkeypatc
     model.generate(ids[1:], max_new_tokens=2, do_sample=False)
 
 
+def test_with_one_expert_per_token_the_cross_entropy_has_no_gradient_for_the_router():
+    """Its normalised weight is always 1: only the load-balancing loss trains the router. With two both do."""
+    for shape, by_cross_entropy in (("moe", False), ("moe_top2", True)):
+        model, batch = build(shape).train(), flat_batch(ragged([20]))
+        gates = [layer.mlp.gate.weight for layer in model.model.layers]
+        for part in ("loss", "aux_loss"):
+            norm = torch.stack([g.norm() for g in torch.autograd.grad(getattr(model(**batch), part), gates)]).min()
+            assert (norm > 1e-5) == (part == "aux_loss" or by_cross_entropy), (shape, part)
+
+
 def test_a_layer_has_its_general_name_too():
     assert all(isinstance(layer, TransformerBlock) for layer in build("moe").model.layers)
 
