@@ -136,7 +136,7 @@ def config_parser(args_class: type) -> Parser:
     text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
     flag("--set", action="append", metavar="NAME=VALUE", help=text)
     for alias, name in ALIASES.items():
-        flag(f"--{alias}", metavar="INT", default=argparse.SUPPRESS, help=f"another name of --{name}")
+        flag(f"--{alias}", metavar="INT", help=f"another name of --{name}")
     add_grouped_flags(parser, args_class)
     return parser
 
@@ -149,7 +149,7 @@ def read_command_line(
     options, rest = config_parser(args_class).parse_known_args(argv)
     for text in [part.split("=")[0] for part in rest if part.startswith("--")] or rest:
         source.unknown(text, text.lstrip("-"), (*source.settings, "config", "print_config", "set"), "--{}".format)
-    for name in [name for name in source.settings if hasattr(options, name)]:
+    for name in [name for name in source.settings if getattr(options, name, None) is not None]:
         source.take(name, where, f"--{name}", getattr(options, name))
     for pair in options.set or []:
         name, equals, text = pair.partition("=")
