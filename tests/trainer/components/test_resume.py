@@ -61,7 +61,7 @@ def test_another_number_of_ranks(corpus, tmp_path, use_moe, plan):
     assert compared == len(one) == len(other) == one[-1]["update"] > 12
 
 
-# What checkpoints hold of a run with all defaults. An entry that is new, gone or of another value would refuse them all.
+# What checkpoints hold of a run with all defaults. Any other entry or value would refuse them all.
 FINGERPRINT = {"epochs": 2, "learning_rate": 1e-5, "warmup_updates": 0, "optimizer": "adamw", "weight_decay": 0.01}
 FINGERPRINT |= {"grad_clip": 1.0, "max_seq_len": 768, "packing": False, "seed": 42, "hidden_size": 512}
 FINGERPRINT |= {"num_hidden_layers": 8, "use_moe": False, "num_experts": 4, "num_experts_per_tok": 1}
