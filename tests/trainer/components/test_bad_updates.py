@@ -11,9 +11,10 @@ from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.bad_updates import BadUpdates
+from trainer.components.metrics import describe
 from trainer.components.optimizer import build_optimizer
 from trainer.components.state import TrainState
-from trainer.loop import train_update, update_size
+from trainer.loop import make_record, train_update, update_size
 from trainer.trainer_utils import next_token_loss
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -105,6 +106,18 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     assert state.bad_updates.take_overflows() == halved and state.bad_updates.take_overflows() == 0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
+
+
+def test_overflows_stand_in_the_record_of_the_updates_that_they_skipped():
+    state = make_state(scale=2.0**41)
+    state.autocast = torch.autocast("cpu", dtype=torch.float16)
+    state.peak_flops, state.iters = 1.0, 3
+    for _ in range(2):
+        train(state, [batch(1)])
+    record = make_record(state, torch.ones(2), torch.tensor(math.inf), evaluate_due=False)
+    assert record["overflows"] == 2 and "skipped" not in record and "overflows: 2" in describe(record)
+    record = make_record(state, torch.ones(2), torch.tensor(1.0), evaluate_due=False)
+    assert "overflows" not in record and "overflows" not in describe(record)
 
 
 def test_in_float16_a_loss_that_is_not_finite_is_one():
