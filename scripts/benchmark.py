@@ -128,8 +128,7 @@ class Ours:
         init_distributed_mode()
         prepare_device(device)
         setup_seed(args.seed)
-        shape = (args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
-        config = model_config(self.tokenizer, *shape, **SHAPES.get(args.preset, {}))
+        config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
         model, _ = init_model(config, "none", args.tokenizer_path, args.save_dir)
         self.initial = snapshot(model.state_dict()) if args.peer != "none" else {}
         data = data_fingerprint(self.train_set.cache)

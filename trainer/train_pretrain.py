@@ -97,7 +97,7 @@ def main() -> None:
         Logger(train_set.describe())
 
     # 4. Model config, and the checkpoint to resume from.
-    lm_config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
+    lm_config = model_config(tokenizer, args)
     checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
     run = run_fingerprint(args, model_fingerprint(lm_config), data_fingerprint(train_set.cache), len(train_set))

@@ -23,12 +23,21 @@ from llm.training.core.config_sources import (
 )
 
 
-@dataclass(kw_only=True)
 class ModelConfig(settings.ModelConfig):
-    """The shape of the model."""
+    """The shape of the model. `top_k` is another name of `num_experts_per_tok`."""
 
-    num_experts: int = setting(4, "experts per layer, with --use_moe", ge=1)
-    top_k: int = setting(1, "experts per token (top-k routing)", ge=1)
+    def __init__(self, *, top_k: int | None = None, **values: Any):
+        if top_k is not None and values.setdefault("num_experts_per_tok", top_k) != top_k:
+            raise UserError(f"top_k {top_k} contradicts num_experts_per_tok {values['num_experts_per_tok']}; give one")
+        super().__init__(**values)
+
+    @property
+    def top_k(self) -> int:
+        return self.num_experts_per_tok
+
+    @top_k.setter
+    def top_k(self, value: int) -> None:
+        self.num_experts_per_tok = value
 
 
 @dataclass(kw_only=True)
@@ -101,8 +110,6 @@ class EngineArgs(
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
         wrong = super().contradictions()
-        if self.top_k > self.num_experts:
-            wrong.append(f"--top_k {self.top_k} must be --num_experts {self.num_experts} or less")
         if not self.task:
             wrong.append("--task is missing: give the name of a task, or package.module:ClassName for one of your own")
         return wrong

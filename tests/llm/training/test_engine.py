@@ -82,9 +82,9 @@ def test_the_task_and_the_stage_script_are_the_same_run(corpus, tmp_path, stage,
 def test_top_k_and_num_experts_reach_the_model(corpus, tmp_path):
     argv = engine("pretrain", flags(corpus, tmp_path, "pretrain", use_moe=1, epochs=1, num_hidden_layers=1))
     run("engine", [*argv, "--num_experts", "3", "--top_k", "2"])
-    weights = saved_state(tmp_path, "pretrain_32_moe")["model"]
+    weights = saved_state(tmp_path, "pretrain_32_moe_3x2")["model"]
     assert weights["model.layers.0.mlp.gate.weight"].shape == (3, 32)
-    assert saved_state(tmp_path, "pretrain_32_moe")["run"]["num_experts_per_tok"] == 2
+    assert saved_state(tmp_path, "pretrain_32_moe_3x2")["run"]["num_experts_per_tok"] == 2
     process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"], status=2)
     assert "num_experts_per_tok: 2 -> 1" in process.error_lines[-1]
 
