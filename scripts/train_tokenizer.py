@@ -33,8 +33,8 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. The pattern is
-# Qwen2's, character for character: llama.cpp and what is built on it know patterns by name only, and call this one
+# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. The pattern
+# is Qwen2's, character for character: llama.cpp and what is built on it know patterns by name only, and call this one
 # "qwen2". Any change of it, or a normaliser, would give other tokens there.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
