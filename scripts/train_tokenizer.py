@@ -14,11 +14,14 @@ Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transf
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError

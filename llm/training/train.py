@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+
 from common.errors import UserError, reason
 from common.locks import lock_output
 from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
