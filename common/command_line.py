@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from common.errors import Interrupted, LostRank, UserError
+from common.launcher import launch
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -48,19 +49,15 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _exit(f"error: {error}", 2, print_first=_local_rank() == 0, is_cause=not isinstance(error, LostRank))
+        _exit(f"error: {error}", 2, print_first=launch().local_rank == 0, is_cause=not isinstance(error, LostRank))
     except Interrupted as error:
-        _exit(f"stopped: {error}", 128 + error.number, silent=_local_rank() > 0)  # the ranks stop together
+        _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)  # the ranks stop together
     except KeyboardInterrupt:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
 
 
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def _exit(line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False) -> NoReturn:
-    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    distributed = launch().world_size > 1
     for number in STOP_SIGNALS if distributed else ():  # from here on torchrun may terminate this rank at any moment
         signal.signal(number, signal.SIG_DFL)
     if distributed and is_cause:

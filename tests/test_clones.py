@@ -1,4 +1,4 @@
-"""A script runs the code that it lies beside: from any folder, whatever is installed, in each process that it starts."""
+"""A script runs the code that it lies beside: from any folder, whatever is installed, in each of its processes."""
 
 import os
 import re

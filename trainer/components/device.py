@@ -1,7 +1,6 @@
 """The device of a rank, the precision it computes in, and its memory."""
 
 import ctypes
-import os
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -9,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from common.errors import UserError
+from common.launcher import launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -17,9 +17,12 @@ def select_device(device: str) -> torch.device:
     """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only), then the CPU.
 
     Raises:
-        UserError: there is no such device, or several ranks would share one.
+        UserError: there is no such device, several ranks would share one, or the environment tells no rank.
     """
-    alone, local_rank = int(os.environ.get("WORLD_SIZE", "1")) == 1, int(os.environ.get("LOCAL_RANK", "0"))
+    place = launch()
+    if place.problem:
+        raise UserError(place.problem)
+    alone, local_rank = place.world_size == 1, place.local_rank
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"

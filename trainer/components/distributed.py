@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError, reason
+from common.launcher import launch
 from common.machine import available_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
@@ -52,7 +53,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def init_distributed_mode(rank_timeout: float = 600) -> int:
-    """Join the process group that torchrun describes in the environment; gloo for CPU tensors, NCCL for CUDA ones.
+    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
 
     Args:
         rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network that is cut
@@ -60,20 +61,23 @@ def init_distributed_mode(rank_timeout: float = 600) -> int:
             another one has in its cache.
 
     Returns:
-        The local rank; 0 without a process group (WORLD_SIZE unset or 1).
+        The local rank; 0 without a process group (a single process).
 
     Raises:
-        UserError: the ranks cannot meet.
+        UserError: the environment does not tell the ranks, or they cannot meet.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    place = launch()
+    if place.problem:
+        raise UserError(place.problem)
+    if place.world_size == 1:
         return 0
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = place.local_rank
     if torch.cuda.is_available():
         torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # select_device refuses too many ranks
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default; share the cores instead
-        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, available_cores() // place.local_world_size))
     try:
-        store, rank, ranks = next(dist.rendezvous("env://"))
+        store, rank, ranks = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=RENDEZVOUS_TIMEOUT))
         store.set(f"here/{rank}", "")
         store.wait([f"here/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -7,6 +7,7 @@ import time
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.errors import Interrupted
+from common.launcher import launch
 
 
 class StopRequest:
@@ -44,7 +45,7 @@ class StopRequest:
             raise Interrupted(number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one")
         if not self.signal:
             self.signal, self._since = number, now
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if launch().local_rank == 0:
                 os.write(2, f"{name}: finishing this update, then saving\n".encode())
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from common.durable_files import remove
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.config import Config
 from trainer.components.checkpoint import lm_checkpoint
@@ -36,12 +38,12 @@ class DistributedManager:
 
     def __init__(self, config: Config):
         self.config = config.distributed
-        self.launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+        self.launched = launch().world_size > 1 or dist.is_torchelastic_launched()
 
     def get_world_size(self) -> int:
         """Number of processes: that of torchrun, or --world_size, or one per visible GPU, or 1."""
         if self.launched:
-            return int(os.environ["WORLD_SIZE"])
+            return launch().world_size
         on_gpu = self.config.device in ("auto", "cuda")
         return self.config.world_size or (max(1, torch.cuda.device_count()) if on_gpu else 1)
 
