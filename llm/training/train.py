@@ -140,6 +140,9 @@ def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
     except mp.ProcessRaisedException as error:
         print(str(error), file=sys.stderr)
         sys.exit(1)
+    finally:
+        for path in context.error_files:  # torch leaves the traceback of a process that failed in the temporary folder
+            Path(path).unlink(missing_ok=True)
 
 
 def _forward(number: int, context: mp.ProcessContext) -> None:

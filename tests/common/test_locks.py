@@ -140,7 +140,8 @@ def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, m
     path = Path(tmp_path / "cache.lock")
     other = start(LOCKED, path)
     command = [sys.executable, "-c", LOCKED, str(path)]
-    environment = os.environ | {"LOCAL_RANK": local_rank}
+    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2"}
+    environment = os.environ | ranks | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     waiting = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     try:

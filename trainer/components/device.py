@@ -1,6 +1,7 @@
 """The device of a rank, the precision it computes in, and its memory."""
 
 import ctypes
+import os
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -33,14 +34,13 @@ def select_device(device: str) -> torch.device:
     if found.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if found.type == "cuda" and (found.index or 0) >= cuda_devices:
-        why = f"torch sees {cuda_devices} CUDA devices"
-        raise UserError(
-            f"--device {device} cannot be used ({why}); start at most {cuda_devices} processes, or use another device"
-        )
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"torch sees {cuda_devices} CUDA devices" + ("" if limit is None else f", CUDA_VISIBLE_DEVICES={limit!r}")
+        raise UserError(f"--device {device} cannot be used ({why}); start fewer processes, or use another device")
     if found.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(f"--device {device} cannot be used (this torch or machine has no MPS); use another device")
-    if not alone and (found.type == "mps" or (found.type == "cuda" and found.index != local_rank)):
-        raise UserError(f"--device {device} cannot be shared by several processes; leave it at auto")
+    if not alone and (found.type == "mps" or ":" in device):
+        raise UserError(f"--device {device} cannot be shared by several processes; with auto each takes its own")
     return found
 
 

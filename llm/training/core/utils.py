@@ -62,9 +62,8 @@ class DistributedManager:
         if not self.launched:
             work()
             return
-        parent = psutil.Process(os.getppid())  # torchrun, or whatever started the ranks
-        mark = Path(tempfile.gettempdir()) / f"minimind-{parent.pid}-{parent.create_time():.0f}-{os.getuid()}.prepared"
-        with open(mark, "a+") as file:
+        _remove_old_marks()
+        with open(_mark(os.getppid()), "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             if not file.read():
@@ -73,7 +72,10 @@ class DistributedManager:
 
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""
-        return init_distributed_mode(self.config.rank_timeout)
+        local_rank = init_distributed_mode(self.config.rank_timeout)
+        if self.launched:
+            _mark(os.getppid()).unlink(missing_ok=True)  # all ranks are here, so none will ask for it
+        return local_rank
 
     def cleanup(self, state: TrainState | None = None) -> None:
         """Destroy the process group, on all ranks together. DDP must be freed before it, so the model is unwrapped."""
@@ -84,6 +86,20 @@ class DistributedManager:
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""
         return float(reduce_sum(torch.tensor(value, dtype=torch.float64)) / world_size())
+
+
+def _mark(launcher: int) -> Path:
+    """The file that says what the processes of a launcher (its process id) have done once."""
+    begin = psutil.Process(launcher).create_time()
+    return Path(tempfile.gettempdir()) / f"minimind-{launcher}-{begin:.0f}-{os.getuid()}.prepared"
+
+
+def _remove_old_marks() -> None:
+    """Remove the marks of launchers that are gone: their runs were killed before all ranks had met."""
+    for path in Path(tempfile.gettempdir()).glob(f"minimind-*-{os.getuid()}.prepared"):
+        launcher = int(path.name.split("-")[1])
+        if not psutil.pid_exists(launcher) or _mark(launcher) != path:
+            path.unlink(missing_ok=True)
 
 
 class Logger:
