@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from contextlib import suppress
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.errors import Interrupted
@@ -46,7 +47,8 @@ class StopRequest:
         if not self.signal:
             self.signal, self._since = number, now
             if launch().local_rank == 0:
-                os.write(2, f"{name}: finishing this update, then saving\n".encode())
+                with suppress(OSError):  # the terminal may be what went away
+                    os.write(2, f"{name}: finishing this update, then saving\n".encode())
 
 
 def ignore_stop_signals(_: int = 0) -> None:
