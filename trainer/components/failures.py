@@ -1,5 +1,6 @@
 """Translates errors of memory, of shared memory and of lost peers into a UserError of one line."""
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import extract_tb
@@ -47,16 +48,26 @@ def translated_failures() -> Iterator[None]:
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
         if any(phrase in text for phrase in NO_LOADER):
-            raise UserError(loader_message(error)) from error
+            raise UserError(_loader_message(error)) from error
         raise
     except OSError as error:
-        if any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in extract_tb(error.__traceback__)):
-            raise UserError(loader_message(error)) from error
+        if any("torch/_inductor" in frame.filename for frame in extract_tb(error.__traceback__)):
+            raise UserError(
+                f"--use_compile cannot write its cache ({reason(error)}); make room, or name another folder in the "
+                "environment variable TORCHINDUCTOR_CACHE_DIR"
+            ) from error
         raise
 
 
-def loader_message(error: Exception) -> str:
-    """What to do when data loader processes cannot be started, or cannot pass on their batches."""
+def check_shared_memory() -> None:
+    """Make a semaphore, as the processes of a data loader need some. Raises UserError if there is no room for it."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise UserError(_loader_message(error)) from error
+
+
+def _loader_message(error: Exception) -> str:
     return (
         f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
         "memory in /dev/shm (docker run --shm-size 1g)"
