@@ -32,6 +32,7 @@ import numpy as np
 from common.command_line import Parser, one_line_errors
 from common.durable_files import sync_folder, write_json
 from common.errors import UserError, reason, say
+from common.launcher import launch
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig, StageArgs, add_flags, settings_of
@@ -167,7 +168,7 @@ def _judge_bad_records(cache: TokenCache, on_bad_data: str, max_bad_share: float
             f"{first}; {share} are bad, more than --max_bad_share {max_bad_share:g} allows; {listed}; "
             f"fix them or raise --max_bad_share"
         )
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if launch().local_rank == 0:
         say(f"bad records are skipped: {share}; {listed}")
 
 

@@ -28,6 +28,8 @@ import psutil
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, parse_args, setting, settings_of

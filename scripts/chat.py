@@ -6,10 +6,13 @@ python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single a
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TextStreamer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError

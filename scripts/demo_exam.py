@@ -9,9 +9,12 @@ wrong, and a guess is right 1 time in 12. With --control the score is reported a
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write

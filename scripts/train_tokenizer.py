@@ -15,11 +15,14 @@ Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError

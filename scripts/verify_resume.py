@@ -30,6 +30,8 @@ import psutil
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
 from common.settings import parse_args as parse_stage_args

@@ -12,7 +12,11 @@ To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `
 `main`. The engine's task `pretrain` uses the same Args, loss_fn, schedule and frozen.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.locks import lock_output
 from common.settings import ROOT, StageArgs, parse_args

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+
 from common.errors import UserError, reason
 from common.locks import lock_output
 from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
@@ -138,6 +140,9 @@ def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
     except mp.ProcessRaisedException as error:
         print(str(error), file=sys.stderr)
         sys.exit(1)
+    finally:
+        for path in context.error_files:  # torch leaves the traceback of a process that failed in the temporary folder
+            Path(path).unlink(missing_ok=True)
 
 
 def _forward(number: int, context: mp.ProcessContext) -> None:

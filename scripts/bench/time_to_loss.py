@@ -23,6 +23,8 @@ from typing import Any, cast
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import ROOT, StageArgs

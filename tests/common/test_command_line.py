@@ -40,7 +40,8 @@ def test_a_bug_keeps_its_traceback(capsys):
 def rank(error: str, local_rank: int, folder) -> subprocess.CompletedProcess:
     code = "from common.command_line import one_line_errors\nfrom common.errors import *\n"
     code += f"with one_line_errors():\n    raise {error}"
-    env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": str(local_rank)}
+    env = {**os.environ, "WORLD_SIZE": "2", "RANK": str(local_rank), "LOCAL_RANK": str(local_rank)}
+    env |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{local_rank}.json")
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 

@@ -1,12 +1,12 @@
 """The datasets of a stage, opened before the process group exists."""
 
-import os
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
 
@@ -30,7 +30,7 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: PreTrained
     train = dataset_class(
         args.data_path, tokenizer, args.max_seq_len, args.packing, cache_dir=args.cache_dir, **bad_data
     )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = launch().world_size
     if ranks > len(train):
         raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
     if not args.eval_data_path:

@@ -1,7 +1,9 @@
-"""Translates out-of-memory and lost-peer errors into a UserError of one line."""
+"""Translates errors of memory, of shared memory and of lost peers into a UserError of one line."""
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import extract_tb
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
+# torch's words when a data loader process cannot pass on its batches, or was killed.
+NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
+
 
 @contextmanager
 def training_errors() -> Iterator[None]:
@@ -25,10 +30,10 @@ def training_errors() -> Iterator[None]:
 
 @contextmanager
 def translated_failures() -> Iterator[None]:
-    """Translate out-of-memory and lost-peer errors.
+    """Translate errors of memory, of data loader processes and of lost peers.
 
     Raises:
-        UserError: out of memory. LostRank: a collective failed because a peer ended.
+        UserError: out of memory, or of shared memory. LostRank: a collective failed because a peer ended.
     """
     try:
         yield
@@ -42,7 +47,31 @@ def translated_failures() -> Iterator[None]:
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
+        if any(phrase in text for phrase in NO_LOADER):
+            raise UserError(_loader_message(error)) from error
         raise
+    except OSError as error:
+        if any("torch/_inductor" in frame.filename for frame in extract_tb(error.__traceback__)):
+            raise UserError(
+                f"--use_compile cannot write its cache ({reason(error)}); make room, or name another folder in the "
+                "environment variable TORCHINDUCTOR_CACHE_DIR"
+            ) from error
+        raise
+
+
+def check_shared_memory() -> None:
+    """Make a semaphore, as the processes of a data loader need some. Raises UserError if there is no room for it."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise UserError(_loader_message(error)) from error
+
+
+def _loader_message(error: Exception) -> str:
+    return (
+        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
+        "memory in /dev/shm (docker run --shm-size 1g)"
+    )
 
 
 def lost_rank_message(error: Exception) -> str:

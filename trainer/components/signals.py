@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import signal
 import time
+from contextlib import suppress
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.errors import Interrupted
+from common.launcher import launch
 
 
 class StopRequest:
@@ -44,8 +46,9 @@ class StopRequest:
             raise Interrupted(number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one")
         if not self.signal:
             self.signal, self._since = number, now
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, f"{name}: finishing this update, then saving\n".encode())
+            if launch().local_rank == 0:
+                with suppress(OSError):  # the terminal may be what went away
+                    os.write(2, f"{name}: finishing this update, then saving\n".encode())
 
 
 def ignore_stop_signals(_: int = 0) -> None:

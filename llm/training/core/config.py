@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from common import settings
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import StageArgs, parse_values, setting, settings_of
 from llm.training.core.config_sources import (
     OPTIONS,
@@ -163,7 +164,7 @@ class Config:
         named = {"save_weight": task.rpartition(":")[2]} if task else {}
         config = cls._of(read_task_defaults(SETTINGS, task, named | dict(task_defaults or {})) | given)
         if options.print_config:
-            if environ.get("RANK", "0") == "0":
+            if launch(environ).rank == 0:
                 print(config.describe(), end="", flush=True)
             raise SystemExit(0)
         return config

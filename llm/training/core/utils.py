@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from common.durable_files import remove
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.config import Config
 from trainer.components.checkpoint import lm_checkpoint
@@ -36,12 +38,12 @@ class DistributedManager:
 
     def __init__(self, config: Config):
         self.config = config.distributed
-        self.launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+        self.launched = launch().world_size > 1 or dist.is_torchelastic_launched()
 
     def get_world_size(self) -> int:
         """Number of processes: that of torchrun, or --world_size, or one per visible GPU, or 1."""
         if self.launched:
-            return int(os.environ["WORLD_SIZE"])
+            return launch().world_size
         on_gpu = self.config.device in ("auto", "cuda")
         return self.config.world_size or (max(1, torch.cuda.device_count()) if on_gpu else 1)
 
@@ -60,9 +62,8 @@ class DistributedManager:
         if not self.launched:
             work()
             return
-        parent = psutil.Process(os.getppid())  # torchrun, or whatever started the ranks
-        mark = Path(tempfile.gettempdir()) / f"minimind-{parent.pid}-{parent.create_time():.0f}-{os.getuid()}.prepared"
-        with open(mark, "a+") as file:
+        _remove_old_marks()
+        with open(_mark(os.getppid()), "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             if not file.read():
@@ -71,7 +72,10 @@ class DistributedManager:
 
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""
-        return init_distributed_mode(self.config.rank_timeout)
+        local_rank = init_distributed_mode(self.config.rank_timeout)
+        if self.launched:
+            _mark(os.getppid()).unlink(missing_ok=True)  # all ranks are here, so none will ask for it
+        return local_rank
 
     def cleanup(self, state: TrainState | None = None) -> None:
         """Destroy the process group, on all ranks together. DDP must be freed before it, so the model is unwrapped."""
@@ -82,6 +86,20 @@ class DistributedManager:
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""
         return float(reduce_sum(torch.tensor(value, dtype=torch.float64)) / world_size())
+
+
+def _mark(launcher: int) -> Path:
+    """The file that says what the processes of a launcher (its process id) have done once."""
+    begin = psutil.Process(launcher).create_time()
+    return Path(tempfile.gettempdir()) / f"minimind-{launcher}-{begin:.0f}-{os.getuid()}.prepared"
+
+
+def _remove_old_marks() -> None:
+    """Remove the marks of launchers that are gone: their runs were killed before all ranks had met."""
+    for path in Path(tempfile.gettempdir()).glob(f"minimind-*-{os.getuid()}.prepared"):
+        launcher = int(path.name.split("-")[1])
+        if not psutil.pid_exists(launcher) or _mark(launcher) != path:
+            path.unlink(missing_ok=True)
 
 
 class Logger:

@@ -2,7 +2,6 @@
 with a task, told in one line."""
 
 import json
-import os
 import random
 import re
 import shlex
@@ -24,6 +23,7 @@ from trainer.components.checkpoint import half_state_dict
 from trainer.components.metrics import read_metrics
 from trainer.trainer_utils import load_tokenizer
 
+ENGINE = str(ROOT / "llm/training/train.py")
 PAGE = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
 (EXAMPLE,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "class TextClass" in block)
 TASK, NAME = "text_classifier:TextClassifier", "TextClassifier_32"
@@ -167,7 +167,7 @@ def test_two_processes_are_the_same_run_as_one(home, tmp_path):
 
 def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     """The interpreter itself, as a user calls it; --from_weight starts from a pretrained body."""
-    command = re.search(rf"^python (-m llm.training.train --task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M)
+    command = re.search(rf"^python -m llm.training.train (--task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M)
     torch.manual_seed(5)
     shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
     weights = half_state_dict(MiniMindForCausalLM(shape))
@@ -175,10 +175,9 @@ def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
         (tmp_path / name).mkdir()
     torch.save(weights, tmp_path / "out/pretrain_32.pth")
     settings = {"cache_dir": tmp_path / "cache", "epochs": 1, "learning_rate": 1e-12}
-    words = [sys.executable, *shlex.split(command[1]), *argv(tmp_path, **settings)[2:]]
+    words = [sys.executable, ENGINE, *shlex.split(command[1]), *argv(tmp_path, **settings)[2:]]
     before = repository()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # stands in for the installed project
-    done = subprocess.run(words, cwd=home, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, cwd=home, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert "weights: pretrain" in done.stdout and "done: 10 updates" in done.stdout
     trained = torch.load(tmp_path / f"out/{NAME}.pth", weights_only=True)
@@ -337,8 +336,7 @@ def test_a_callback_that_raises_is_named(broken, tmp_path):
 
 
 def test_a_callback_that_raises_in_spawned_processes_is_named_once(broken, tmp_path):
-    words = [sys.executable, "-m", "llm.training.train", *argv(tmp_path, "broken:BrokenCallback", world_size=2)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # stands in for the installed project
-    done = subprocess.run(words, cwd=broken, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    words = [sys.executable, ENGINE, *argv(tmp_path, "broken:BrokenCallback", world_size=2)]
+    done = subprocess.run(words, cwd=broken, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert_named_once(done.stderr)
