@@ -287,10 +287,13 @@ def test_the_usual_schedule_is_the_stage_scripts(tmp_path):
 
 
 def test_the_engine_stays_small():
-    """It delegates: its own code, without tasks, data and configs, is less than a third of what it delegates to."""
-    own = [ROOT / f"llm/training/{name}.py" for name in ("train", "core/engine", "core/utils", "core/callbacks")]
+    """It delegates: its own code, without tasks, data and configs, is less than half of `trainer/`."""
+    own = [path for path in (ROOT / "llm/training/core").glob("*.py") if not path.name.startswith("config")]
+    own.append(ROOT / "llm/training/train.py")
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
-    assert lines < 960
+    assert (
+        lines < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "trainer").rglob("*.py")) / 2
+    )
     text = "".join(path.read_text(encoding="utf-8") for path in own)
     assert ".backward(" not in text and "torch.save(" not in text and "optimizer.step(" not in text
 
