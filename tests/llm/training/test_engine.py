@@ -128,7 +128,8 @@ def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
     """The signal is passed on; the state is saved; nobody is left."""
     import psutil
 
-    argv = regression(tmp_path, world_size=2, batch_size=2, epochs=300, log_interval=50)
+    log = tmp_path / "run.log"
+    argv = regression(tmp_path, world_size=2, batch_size=2, epochs=300, log_interval=50, log_file=log)
     command = [sys.executable, "-m", "llm.training.train", *argv]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     path = tmp_path / f"out/{NAME}_metrics.jsonl"
@@ -136,10 +137,12 @@ def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
         pass
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     said = [line for line in err.splitlines() if line.startswith("stopped: by SIGTERM after update")]
     assert len(said) == 1 and "Traceback" not in err
+    logged = [line[28:] for line in log.read_text().splitlines()]
+    assert sorted(logged) == sorted(out.splitlines() + err.splitlines())
     assert not psutil.wait_procs(children, timeout=10)[1]
     assert saved_state(tmp_path, NAME)["update"] == int(re.search(r"after update (\d+)", said[0])[1])
 
