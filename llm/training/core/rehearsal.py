@@ -161,8 +161,7 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             model.train()
             for parameter in model.parameters():
                 parameter.grad = None
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
             random.setstate(python)
             np.random.set_state(numpy)
