@@ -147,7 +147,10 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         one of UNREADABLE: it is missing, damaged or something else.
     """
-    return sharded.read_rest(path) if path.is_dir() else read_file(path)
+    state = sharded.read_rest(path) if path.is_dir() else read_file(path)
+    if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
+        raise ValueError("it is not a state to resume from")
+    return state
 
 
 def _load_newest(newest: Path) -> dict[str, Any] | None:
@@ -156,8 +159,6 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
     for path in filter(Path.exists, newest_first(newest)):
         try:
             state = read_state(path)
-            if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
-                raise ValueError("it is not a state to resume from")
         except UNREADABLE as error:
             damaged.append(f"{path} ({reason(error)})")
             continue

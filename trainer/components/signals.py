@@ -47,8 +47,12 @@ class StopRequest:
         if not self.signal:
             self.signal, self._since = number, now
             if launch().local_rank == 0:
-                with suppress(OSError):  # the terminal may be what went away
-                    os.write(2, f"{name}: finishing this update, then saving\n".encode())
+                self.acknowledge(f"{name}: finishing this update, then saving")
+
+    def acknowledge(self, text: str) -> None:
+        """Tell that the signal was received; called in a signal handler, so it writes without Python's buffers."""
+        with suppress(OSError):  # the terminal may be what went away
+            os.write(2, f"{text}\n".encode())
 
 
 def ignore_stop_signals(_: int = 0) -> None:

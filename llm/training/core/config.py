@@ -45,6 +45,7 @@ class ModelConfig(settings.ModelConfig):
 class DataConfig(settings.DataConfig):
     """What the model is trained on."""
 
+    data_module: str | None = setting(None, "package.module:ClassName of a data module, instead of the task's own")
     num_samples: int = setting(2048, "size of the synthetic data, training and validation", "samples", ge=2)
     noise: float = setting(0.0, "standard deviation of the noise on the synthetic targets", ge=0)
     validation_share: float = setting(0.2, "share of the synthetic samples that is held out", gt=0, lt=1)
@@ -54,7 +55,7 @@ class DataConfig(settings.DataConfig):
 class TrainingConfig(settings.TrainingConfig):
     """How the model is trained."""
 
-    task: str = setting("", "name of a task, or package.module:ClassName for one of your own")
+    task: str = setting("", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own")
     patience: int = setting(0, "early stopping: evaluations without improvement before it stops; 0: off", ge=0)
     min_delta: float = setting(0.0, "a change of --monitor counts as an improvement if it is larger than this", ge=0)
     monitor: str = setting("eval_loss", "metric for early stopping and for the best checkpoint")
@@ -81,6 +82,7 @@ class OptimizationConfig(settings.OptimizationConfig):
 class CheckpointConfig(settings.CheckpointConfig):
     """What is saved, and what the run starts from."""
 
+    resume_from: str | None = setting(None, "checkpoint to continue from, instead of the newest one of --from_resume 1")
     keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
     keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
@@ -89,8 +91,12 @@ class CheckpointConfig(settings.CheckpointConfig):
 class LoggingConfig(settings.LoggingConfig):
     """What is reported, and where."""
 
-    log_file: str | None = setting(None, "file to which the engine's messages are appended")
-    tensorboard_dir: str | None = setting(None, "folder for TensorBoard event files")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines that are shown")
+    log_file: str | None = setting(None, "file to which every console line is appended, with its time and level")
+    log_dir: str | None = setting(None, "folder of the log file, which is then <run>.log; instead of --log_file")
+    tensorboard_dir: str | None = setting(
+        None, "folder of TensorBoard curves; to view them: tensorboard --logdir FOLDER"
+    )
 
 
 @dataclass(kw_only=True)
@@ -111,6 +117,10 @@ class EngineArgs(
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
         wrong = super().contradictions()
+        if self.log_file and self.log_dir:
+            wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
+        if self.resume_from and self.from_resume:
+            wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
         if not self.task:
             wrong.append("--task is missing: give the name of a task, or package.module:ClassName for one of your own")
         return wrong

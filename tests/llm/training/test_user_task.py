@@ -200,7 +200,7 @@ class NoTask:
 
 
 class Forgetful(TrainingTask):
-    """Three of the five abstract methods are missing."""
+    """Two of the four abstract methods are missing."""
 
     def build_model(self): ...
 
@@ -210,7 +210,7 @@ class Forgetful(TrainingTask):
 class NoData(TextClassifier):
     """Everything but the data."""
 
-    build_data = TrainingTask.build_data
+    data_module = None
 
 
 class WrongDefault(RegressionTask):
@@ -230,9 +230,7 @@ class Everything(LabelledTexts):
 class NothingHeldOut(TextClassifier):
     """Has no validation."""
 
-    def build_data(self):
-        self.data = Everything(self.config)
-        return self.data
+    data_module = Everything
 
 
 class Broken(Callback):
@@ -289,8 +287,12 @@ def broken(home) -> Path:
         ("broken:Missing", [], "broken.py has no 'Missing'"),
         ("half:Half", [], "half.py:1: '(' was never closed (--task half:Half)"),
         ("broken:NoTask", [], "--task broken:NoTask is not a subclass of TrainingTask"),
-        ("broken:Forgetful", [], "--task broken:Forgetful does not implement build_data, train_step, validation_step"),
-        ("broken:NoData", [], "--task broken:NoData does not implement build_data"),
+        ("broken:Forgetful", [], "--task broken:Forgetful does not implement train_step, validation_step"),
+        (
+            "broken:NoData",
+            [],
+            "NoData has no data: set its data_module, or give --data_module package.module:ClassName",
+        ),
         ("broken:WrongDefault", [], "its default batch_size must be a whole number, not 'three'"),
         ("broken:MisspeltCallback", [], "callback Misspelt: on_bach_end would never be called"),
         (

@@ -33,7 +33,7 @@ CONFIGS = sorted((ROOT / "llm" / "training" / "configs").glob("*.yaml"))
 # what the engine has beyond the stage scripts' flags
 OWN = {"task", "num_samples", "noise", "validation_share", "patience", "min_delta", "monitor"}
 OWN |= {"mode", "world_size", "master_addr", "master_port", "use_amp", "keep_every", "keep_last", "log_file"}
-OWN |= {"tensorboard_dir"}
+OWN |= {"tensorboard_dir", "data_module", "resume_from", "log_level", "log_dir"}
 STAGES = {"pretrain": train_pretrain.Args, "full_sft": train_full_sft.Args}
 TASKS = {name: own_defaults(args_class) for name, args_class in STAGES.items()}
 FULL_SFT = TASKS["full_sft"]
