@@ -29,6 +29,7 @@ TOOLS = ("tools", "functions")
 LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
 WIDER = ("train_on_inputs", "train_on_prompt")  # switches that would train more than the assistant's turns
 PREFERENCE = ("chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response")
+PREFERENCE += ("preferred_output", "non_preferred_output")
 BESIDE = MEDIA.union(SYSTEM, TOOLS, LABELS, WIDER, PREFERENCE, ["mask_history"])
 COLUMNS = BESIDE.union(["text", "history"], LISTS, ANSWERS, BELOW, *ANSWERS.values())  # all that anything reads
 
@@ -119,7 +120,7 @@ def _from_pair(record: dict, question: str, answer: str) -> list[Turn]:
     for number, turn in enumerate(history, 1):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)):
             raise BadRecord(f"turn {number} of 'history' is not [question, answer], both of them text")
-        turns += [_plain("user", turn[0]), _plain("assistant", turn[1])]
+        turns += [_text_turn("user", turn[0]), _text_turn("assistant", turn[1])]
     below = [text_of(record, key) for key in BELOW if record.get(key)]
     if question == "prompt" and isinstance(record[question], list):
         if turns or below:
@@ -129,13 +130,13 @@ def _from_pair(record: dict, question: str, answer: str) -> list[Turn]:
             for turn in _turns(record, question, "prompt's ")
         ]
     else:
-        turns.append(_plain("user", "\n".join([text_of(record, question), *below])))
+        turns.append(_text_turn("user", "\n".join([text_of(record, question), *below])))
     if answer == "completion" and isinstance(record.get(answer), list):
         return turns + _turns(record, answer, "completion's ")
-    return [*turns, _plain("assistant", text_of(record, answer))]
+    return [*turns, _text_turn("assistant", text_of(record, answer))]
 
 
-def _plain(role: str, text: str) -> Turn:
+def _text_turn(role: str, text: str) -> Turn:
     return Turn({"role": role, "content": text}, [])
 
 
@@ -143,7 +144,7 @@ def _with_system(record: dict, turns: list[Turn]) -> list[Turn]:
     """The turns with the system message that stands beside them, unless it repeats one of theirs."""
     for key in SYSTEM:
         if record.get(key):
-            turn = _plain("system", text_of(record, key))
+            turn = _text_turn("system", text_of(record, key))
             turns = turns if turn.message in [other.message for other in turns] else [turn, *turns]
     return turns
 

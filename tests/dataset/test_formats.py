@@ -181,6 +181,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO)"),
     ("sft", {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}, "a preference file (DPO)"),
     ("sft", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]}, "'chosen_messages' and 'rejected_mess"),
+    ("sft", {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]}, "a preference file (DPO), which"),
     ("sft", chat_of(USER, BOT, rejected_response="b"), "'rejected_response': a preference file (DPO)"),
     ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"),
     ("sft", chat_of(USER, BOT, image="1.jpg"), "'image' beside the conversation: the model reads text only"),
