@@ -28,8 +28,8 @@ from dataset.packing import pack
 from dataset.tokenizing import BlockTokenizer, Samples, TokenizerSpec
 from dataset.worker_pool import Results, in_processes
 
-SHOWN_FIELDS = 12  # of them those shown
 MOST_FIELDS = 100  # of the fields that nothing reads, the most frequent ones stand in the report
+SHOWN_FIELDS = 12  # and fewer in its text
 # Fields that are likely to change what a record means, wherever they are not read.
 MEANINGFUL = MEDIA.union(LABELS, PREFERENCE, BELOW, TOOLS, ("labels", "history", "weight", "loss_weight"))
 MEANINGFUL |= {"reasoning", "thinking", "mask"}  # of messages

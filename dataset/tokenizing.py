@@ -117,7 +117,8 @@ class BlockTokenizer:
             except BadRecord as error:
                 bad.append((line, str(error)))
                 continue
-            unused.update(unused_fields(record, self.kind))
+            if names := unused_fields(record, self.kind):
+                unused.update(names)
             if text is None:
                 continue
             texts.append(text)

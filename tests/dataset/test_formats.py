@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset import cache_build, data_files
 from dataset.data_files import Block, iter_blocks, parse_block
 from dataset.formats import COLUMNS, Chat, to_chat, to_text, unused_fields
 from dataset.json_records import BadRecord
@@ -318,6 +319,24 @@ def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_t
     names = "conversations.id 6, conversations.reasoning 3, source 3, a\\nb 1, label 1"
     assert f"\n  unused fields: {names}\n" in out
     assert "\n  warning: conversations.reasoning, label may change what a record means, and nothing reads them" in out
+
+
+def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_tokenizer, capsys):
+    records = [{"text": "a", "images": ["1.jpg"], "label": False, "url": "x", "meta": None}] * 2
+    cache = build_token_cache("pretrain", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
+    assert cache.report["unused_fields"] == {"images": 2, "label": 2, "url": 2}
+    out = capsys.readouterr().out
+    assert "\n  unused fields: images 2, label 2, url 2\n  warning: images, label may change what a record" in out
+
+
+def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
+    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1 << 10)
+    records = [chat_of(USER, {**BOT, "x": 1}, label=n % 2 == 0, **{f"k{n % 5}": 1}) for n in range(200)]
+    path = write("data.jsonl", records)
+    reports = [build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)]
+    assert reports[0] == reports[1] and reports[0]["labelled_bad"] == 100
+    assert list(reports[0]["unused_fields"].items()) == [("conversations.x", 200)] + [(f"k{n}", 40) for n in range(5)]
 
 
 def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, capsys):
