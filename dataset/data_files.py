@@ -13,10 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError, reason
-from dataset.json_records import BOM, BadRecord, check_value, decoder, not_an_object, not_utf8, parse_line
+from dataset.formats import COLUMNS
+from dataset.json_records import (
+    BOM,
+    BadRecord,
+    check_value,
+    decoder,
+    not_an_object,
+    not_utf8,
+    parse_line,
+    without_nulls,
+)
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-COLUMNS = {"text", "conversations", "messages", "instruction", "input", "output", "system", "history", "tools"}
 BLOCK_BYTES = 1 << 20  # large enough to outweigh the cost of passing it to a worker, small enough for memory
 BLOCK_ROWS = 1024
 DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
@@ -31,6 +40,7 @@ class Block:
     first: int  # line or row of its first record
     data: bytes | list  # raw lines; or [(line, record)] where the file can only be read by parsing it
     size: int  # bytes of the file that it covers, for the progress
+    unread: tuple[str, ...] = ()  # columns of a table that are not read
 
 
 def expand_paths(data_path: str | os.PathLike | Sequence[str]) -> list[str]:
@@ -130,11 +140,13 @@ def _parquet_blocks(index: int, path: str) -> Iterator[Block]:
             columns = [name for name in table.schema_arrow.names if name in COLUMNS]
             if len(set(columns)) < len(columns):
                 raise UserError(f"{path}: two columns have the same name ({', '.join(columns)}); write it again")
+            unread = tuple(name for name in table.schema_arrow.names if columns and name not in COLUMNS)
             bytes_per_row = os.path.getsize(path) / max(1, table.metadata.num_rows)
             # Without any known column all are read, so that the error can list the keys.
             for batch in table.iter_batches(BLOCK_ROWS, columns=columns or None):
-                rows = list(enumerate(batch.to_pylist(), row))
-                yield Block(index, path, row, rows, round(len(rows) * bytes_per_row))
+                records = ({key: without_nulls(value) for key, value in record.items()} for record in batch.to_pylist())
+                rows = list(enumerate(records, row))
+                yield Block(index, path, row, rows, round(len(rows) * bytes_per_row), unread)
                 row += len(rows)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # damaged, or no Python type for a value
         raise UserError(

@@ -55,6 +55,13 @@ def check_value(value: object) -> None:
         raise BadRecord(f"lone surrogate {half} (half a character); write the whole character or none") from None
 
 
+def without_nulls(value: object) -> object:
+    """The value without the keys that are null in its objects: typed files fill them in where a key is lacking."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
     """A JSON object as a dict. Raises BadRecord for duplicate keys."""
     record = dict(pairs)
@@ -98,9 +105,9 @@ def kind_of(value: object) -> str:
 
 
 def keys_of(record: dict) -> str:
-    """The first keys of a record."""
-    names = [short(key) for key in list(record)[:8]]
-    return ", ".join(names) + (", ..." if len(record) > 8 else "") if names else "none"
+    """The first keys of a record that are not null."""
+    names = [short(key) for key, value in record.items() if value is not None]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
 
 
 def short(value: object) -> str:

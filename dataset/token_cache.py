@@ -45,7 +45,7 @@ from dataset.worker_pool import stoppable
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 2  # raise it when the same data give other tokens or labels; checkpoints record it
+FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
 LAYOUT_VERSION = 3  # raise it when the same samples are stored in other files
 STAGE_LENGTH = {"pretrain": 340, "sft": 768}  # default --max_seq_len of the stage scripts
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use

@@ -6,8 +6,8 @@ has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they en
 of the three, documents are not delimited and their first token is not a target.
 
 SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after the last
-assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. All of
-this is counted.
+assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. An answer
+that its label calls a bad one (KTO) is left out. All of this is counted.
 
 The text of a special token (`<|im_end|>`) in the data becomes that token, as everywhere in transformers.
 Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and none for BOS and
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import Block, parse_block
-from dataset.formats import to_chat, to_text
+from dataset.formats import to_chat, to_text, unused_fields
 from dataset.json_records import BadRecord
 
 KINDS = ("pretrain", "sft")
@@ -79,6 +79,7 @@ class Samples:
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
     lines: np.ndarray  # int64 [S]: line or row of the record
     counts: Counter
+    unused_fields: Counter  # records (or messages) in which each field that nothing reads occurs
     bad: list[tuple[int, str]]  # (line, reason) of each bad record
 
 
@@ -104,16 +105,21 @@ class BlockTokenizer:
         Raises UserError for problems of the tokenizer rather than of a record.
         """
         self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, bytes, line
-        counts, bad = Counter(), []
+        counts, unused, bad = Counter(), Counter(), []
         texts, spans, lines = [], [], []
         for line, record in parse_block(block):
             counts["records"] += 1
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                text, span = (to_text(record), []) if self.kind == "pretrain" else self._render(block, line, record)
+                chat = self.kind == "sft"
+                text, span = self._render(block, line, record, counts) if chat else (to_text(record), [])
             except BadRecord as error:
                 bad.append((line, str(error)))
+                continue
+            if names := unused_fields(record, self.kind):
+                unused.update(names)
+            if text is None:
                 continue
             texts.append(text)
             spans.append(span)
@@ -124,13 +130,21 @@ class BlockTokenizer:
                 self._add_document(text, token_ids, offsets, line, counts)
             else:
                 self._add_chat(text, token_ids, offsets, span, line, counts)
-        return self._collected(counts, bad)
+        unused.update(dict.fromkeys(block.unread, counts["records"]))
+        return self._collected(counts, unused, bad)
 
-    def _render(self, block: Block, line: int, record: dict) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> tuple[str | None, list]:
+        """The text of a conversation and the spans to train; no text for an answer that must not be trained."""
+        chat = to_chat(record)
         try:
-            return self.template.render(to_chat(record))
+            text, spans = self.template.render(chat)
         except UserError as error:
             raise UserError(f"{block.path}:{line}: {error}") from None
+        counts["conversations"] += 1
+        counts["masked_turns"] += len(chat.masked)
+        if chat.is_good is not None:
+            counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
+        return (None, []) if chat.is_good is False else (text, spans)
 
     def _encode(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Token ids int64 [T] and their [start, end) characters int64 [T, 2], for each text."""
@@ -159,7 +173,6 @@ class BlockTokenizer:
             self._add_sample(tokens, loss_mask, spelled[first : first + self.max_length], line, counts)
 
     def _add_chat(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
-        counts["conversations"] += 1
         starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
         edges = bytes_before(text)
         ranges = token_ranges(starts, ends, spans)
@@ -183,7 +196,7 @@ class BlockTokenizer:
         else:
             counts["dropped_without_label"] += 1
 
-    def _collected(self, counts: Counter, bad: list[tuple[int, str]]) -> Samples:
+    def _collected(self, counts: Counter, unused: Counter, bad: list[tuple[int, str]]) -> Samples:
         tokens, loss_mask, spelled, lines = zip(*self.pieces, strict=True) if self.pieces else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
@@ -192,6 +205,7 @@ class BlockTokenizer:
             target_bytes=np.array(spelled, dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=counts,
+            unused_fields=unused,
             bad=bad,
         )
 

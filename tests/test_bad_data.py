@@ -184,7 +184,7 @@ CASES = {
     ),
     "content null": Case(SFT, chat(USER, {**BOT, "content": None}), "'content' of message 2 is null instead of text"),
     "content a list": Case(
-        SFT, chat({**USER, "content": [{}]}, BOT), "'content' of message 1 is a list instead of text"
+        SFT, chat({**USER, "content": [{}]}, BOT), "part 1 of 'content' of message 1 has the unknown type None; known"
     ),
     "content missing": Case(
         SFT, chat(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"
@@ -219,8 +219,65 @@ CASES = {
     "Alpaca without output": Case(SFT, {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
     "Alpaca output a number": Case(SFT, {**ALPACA, "output": 4}, "'output' is a number instead of text"),
     "Alpaca history": Case(SFT, {**ALPACA, "history": ["q"]}, "turn 1 of 'history' is not [question, answer]"),
-    "all samples dropped": Case(
-        SFT, line(LONG_QUESTION) * 2, "(2 have no label within --max_seq_len, 0 are empty); raise --m"
+    "all samples dropped": Case(SFT, line(LONG_QUESTION) * 2, "(2 have no label within --max_seq_len); raise --max_s"),
+    # --- for another stage, another kind of model, or marked in a way that cannot be followed
+    "preferences": Case(
+        SFT, {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO), which"
+    ),
+    "preferences beside turns": Case(
+        SFT, chat(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO), which is another"
+    ),
+    "preferences as lists of messages": Case(
+        SFT,
+        {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]},
+        "'chosen_messages' and 'rejected_messages': a preference file (DPO), which is another stage; for SFT write",
+    ),
+    "preferences for pretraining": Case(
+        PRE, {"chosen": "qa", "rejected": "qb"}, "'chosen' and 'rejected': a preference file (DPO), which is another"
+    ),
+    "pictures": Case(
+        SFT, chat(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"
+    ),
+    "a picture as a part": Case(
+        SFT,
+        chat({**USER, "content": [{"type": "image_url", "value": "1.jpg"}]}, BOT),
+        "part 1 of 'content' of message 1 is of type 'image_url': the model reads text only; leave such records out",
+    ),
+    "sound of a message": Case(
+        SFT, chat({**USER, "audios": ["1.mp3"]}, BOT), "'audios' of message 1: the model reads text only; leave the"
+    ),
+    "only bad answers": Case(
+        SFT, line(chat(USER, BOT, label=False)) * 2, "{data}: none of the 2 records gives a sample with something to"
+    ),
+    "only bad answers is told": Case(SFT, line(chat(USER, BOT, kto_tag=False)), "(1 are labelled as bad answers);"),
+    "label that is none": Case(
+        SFT, chat(USER, BOT, kto_tag=0.5), "'kto_tag' is 0.5 instead of true (a good answer) or false (a bad one)"
+    ),
+    "weight of a turn": Case(
+        SFT, chat(USER, {**BOT, "loss_weight": 0.5}), "'loss_weight' of message 2 is 0.5; it is a switch: write true"
+    ),
+    "training the user": Case(
+        SFT, chat({**USER, "train": True}, BOT), "'train' of message 1 asks to train the role user; only the assistant"
+    ),
+    "two switches": Case(
+        SFT, chat(USER, {**BOT, "train": True, "loss": 0}), "message 2 is to be trained and not to be trained (loss,"
+    ),
+    "training the inputs": Case(
+        SFT, chat(USER, BOT, train_on_inputs=True), "'train_on_inputs' asks to train the user's text too; only the"
+    ),
+    "no completion": Case(SFT, {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
+    "two questions": Case(
+        SFT,
+        {"prompt": "q", "completion": "a", "query": "q", "response": "a"},
+        "both 'prompt' and 'query' in one record",
+    ),
+    "no call in a call": Case(
+        SFT,
+        chat({"from": "human", "value": "q"}, {"from": "function_call", "value": "[]"}),
+        "'value' of message 2 holds no call; write {",
+    ),
+    "tools that are no objects": Case(
+        SFT, chat(USER, BOT, tools='["search"]'), "entry 1 of 'tools' does not parse as JSON (Expecting value)"
     ),
     # --- compressed files and Parquet
     "not gzip": Case(PRE, line(TEXT), ":1: after this line the .gz file is damaged or cut off", "x.jsonl.gz"),

@@ -36,7 +36,7 @@ from trainer.components.checkpoint import half_state_dict
 from trainer.components.state import Hooks, TrainState
 
 FRONT = ("README.md", "README_zh.md")
-ENGLISH_ONLY = {"ARCHITECTURE.md", "BENCHMARKS.md", "CALLBACKS.md", "DESCRIBED.md", "LOG.md"}
+ENGLISH_ONLY = {"ARCHITECTURE.md", "BENCHMARKS.md", "CALLBACKS.md", "DATA_TRIED.md", "DESCRIBED.md", "LOG.md"}
 SUBJECTS = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in ENGLISH_ONLY)
 PAIRS = [FRONT] + [(f"docs/{name}", f"docs/zh/{name}") for name in SUBJECTS]  # a page in English, in Chinese
 MANUALS = [*zip(*PAIRS, strict=True)]  # all pages in English, all in Chinese

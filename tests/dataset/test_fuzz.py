@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset.formats import COLUMNS
+from dataset.messages import MESSAGE_FIELDS
 from dataset.token_cache import build_token_cache
 
 LENGTH = 24
@@ -33,6 +35,8 @@ RECORDS = {
         {"messages": [{"role": "system", "content": "brief", "tools": json.dumps([TOOL])}, USER, BOT]},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
         {"instruction": "q", "input": "i", "output": "a", "history": [["q0", "a0"]]},
+        {"prompt": [USER], "completion": [{**BOT, "content": [{"type": "text", "text": "a"}]}], "label": True, "id": 1},
+        {"messages": [USER, {**BOT, "loss_weight": 0.0}, USER, {**BOT, "loss_weight": 1.0}], "tools": "[]"},
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {**USER, "role": "tool"}]},
     ],
 }
@@ -111,18 +115,34 @@ JSON = st.recursive(
     max_leaves=12,
 )
 NAMES = ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
-MESSAGE_KEYS = ["role", "content", "from", "value", "tool_calls", "tools", "reasoning_content", "name", "tool_call_id"]
+MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
+SWITCH = st.sampled_from([True, False, 0, 1, 0.0, 1.0, None]) | JSON
 CALLS = st.sampled_from([[CALL], json.dumps(CALL), [{"function": CALL}], "[", [TOOL], json.dumps([TOOL])])
+PART = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "reasoning"]), "value": st.text(max_size=9)}),
+    st.fixed_dictionaries({"type": st.just("tool_call"), "value": CALLS}),
+    st.dictionaries(st.sampled_from(["type", "text", "value"]), st.sampled_from(["text", "image"]) | JSON, max_size=3),
+)
+ANSWER = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.text(max_size=9) | st.lists(PART, max_size=3)},
+    optional={"loss_weight": SWITCH, "train": SWITCH, "tool_calls": CALLS, "images": JSON},
+)
 MESSAGE = st.one_of(
+    ANSWER,
     st.fixed_dictionaries({"role": st.sampled_from(NAMES), "content": st.text(max_size=30)}, optional={"tools": CALLS}),
     st.fixed_dictionaries({"from": st.sampled_from(NAMES), "value": st.text(max_size=30) | CALLS}),
     st.dictionaries(st.sampled_from(MESSAGE_KEYS), st.sampled_from(NAMES) | CALLS | JSON, max_size=5),
     JSON,
 )
-RECORD_KEYS = ["text", "conversations", "messages", "instruction", "input", "output", "system", "history", "tools"]
+RECORD_KEYS = sorted(COLUMNS)
 RECORD = st.one_of(
     st.fixed_dictionaries({"text": st.text(max_size=80)}),
     st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=5)}, optional={"tools": CALLS, "system": JSON}),
+    st.fixed_dictionaries({"messages": st.lists(ANSWER, min_size=1, max_size=3)}, optional={"label": SWITCH}),
+    st.fixed_dictionaries(
+        {"prompt": st.text(max_size=9) | st.lists(MESSAGE, max_size=2), "completion": st.text(max_size=9)},
+        optional={"kto_tag": SWITCH, "rejected": JSON, "mask_history": SWITCH},
+    ),
     st.fixed_dictionaries(
         {"instruction": st.text(max_size=9), "output": st.text(max_size=9)}, optional={"history": JSON}
     ),
