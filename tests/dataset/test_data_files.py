@@ -6,7 +6,7 @@ import json
 import pytest
 
 from common.errors import UserError
-from dataset import data_files
+from dataset import blocks
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 
 
@@ -59,14 +59,14 @@ def test_blank_lines_alone_are_no_data(write):
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
 def test_lines_keep_their_numbers_whatever_the_blocks(write, monkeypatch, block_bytes):
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
     path = write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "four"}\n\xef\xbb\xbf{"text": "five"}')
     assert records_of(path) == [(path, 1, {"text": "one"}), (path, 4, {"text": "four"}), (path, 5, {"text": "five"})]
     assert sum(block.size for block in iter_blocks([path])) == 60
 
 
 def test_gzip_reads_like_the_plain_file_and_reports_damage(tmp_path, write, monkeypatch):
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
     plain = write("x.jsonl", [{"text": f"record {i} {i * 7919}"} for i in range(2000)])
     packed = tmp_path / "x.jsonl.gz"
     content = gzip.compress((tmp_path / "x.jsonl").read_bytes())
