@@ -67,9 +67,7 @@ def expand_paths(data_path: str | os.PathLike | Sequence[str], plain_text: bool 
         if os.path.getsize(path) == 0:
             raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
         if file_kind(path) == PLAIN_TEXT and not plain_text:
-            raise UserError(
-                f"{path} is plain text, which only pretraining takes; SFT needs conversations"
-            )
+            raise UserError(f"{path} is plain text, which only pretraining takes; SFT needs conversations")
     return list(files.values())
 
 

@@ -1,9 +1,9 @@
 """Reads plain text: each file is one document, or several, between lines that hold only a separator.
 
 A document longer than a block is read in parts, so that neither memory nor the number of processes at work depends on
-how long a document is. Each part brings the end of the one before, from which the worker takes the token that its first
-sample begins with: as within a document, every token is a target once. (The tokens are those of the whole document,
-except where two parts meet and no line end separates tokens.)
+how long a document is. Each part brings the end of the one before, for the token that its first sample begins with: as
+everywhere in a document, each token is a target once. (The tokens are those of the whole document, except where two
+parts meet and a line end does not separate tokens.)
 
 Line ends become \\n, as everywhere in Python; blank lines around a document are not part of it.
 """
@@ -17,8 +17,10 @@ from dataset.blocks import Block, opened, read_on
 from dataset.json_records import BOM, BadRecord, not_utf8
 
 CONTEXT_BYTES = 1 << 10
-# Where a long document is divided, best place first: after a line end, before a blank, before a character.
-DIVISIONS = [re.compile(pattern, re.DOTALL) for pattern in (rb".*\n(?=\S)", rb".*\S(?= \S)", rb".+(?=[^\x80-\xbf])")]
+# Where a long document is divided, best place first: before a line (a whole one, so that it can be told from a
+# separator), before a blank, before a character.
+PLACES = (rb".*\n(?=\S[^\n]*\n)", rb".*(?= \S)", rb".*(?=[^\s\x80-\xbf])")
+DIVISIONS = [re.compile(rb"\s*\S" + place, re.DOTALL) for place in PLACES]
 
 
 class DocumentPart(dict):

@@ -137,13 +137,14 @@ class BlockTokenizer:
                 self._add_chat(text, token_ids, offsets, span, line, counts)
         return self._collected(counts, bad)
 
-    @staticmethod
-    def _document(record: dict, counts: Counter) -> tuple[str, tuple[int, bool, bool]]:
-        """The text to tokenise; of its characters those that only give context; whether a document begins and ends."""
-        if not isinstance(record, DocumentPart):
-            return to_text(record), (0, True, True)
-        counts["records"] -= not record.begins  # a part of the record counted before
-        return record.context + to_text(record), (len(record.context), record.begins, record.ends)
+    def _document(self, record: dict, counts: Counter) -> tuple[str, tuple]:
+        """The text of a document or of a part; the tokens before and after it; whether the document begins and ends."""
+        start, end = ([] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end))
+        begins, ends = (record.begins, record.ends) if isinstance(record, DocumentPart) else (True, True)
+        if isinstance(record, DocumentPart) and not begins:
+            counts["records"] -= 1  # it was counted when it began
+            start = self.backend.encode(record.context, add_special_tokens=False).ids[-1:]
+        return to_text(record), (start, end if ends else [], begins, ends)
 
     def _render(self, block: Block, line: int, record: dict) -> tuple[str, list[tuple[int, int]]]:
         try:
@@ -159,18 +160,13 @@ class BlockTokenizer:
 
     def _add_document(self, text: str, token_ids, offsets, part, line: int, counts: Counter) -> None:
         """Split a document into samples; `part` as `_document` gives it."""
-        context, begins, ends = part
+        before, after, begins, ends = part
         counts["documents"] += begins
-        counts["empty_documents"] += begins and len(token_ids) == 0
-        edges = bytes_before(text)
-        reached = self._bytes_reached(edges, token_ids, offsets)
-        first = 0 if begins else int(np.searchsorted(reached, edges[context], side="right"))  # after the context
-        before = token_ids[:first][-1:] if not begins else [] if self.spec.start is None else [self.spec.start]
-        after = [self.spec.end] if ends and self.spec.end is not None else []
-        if len(token_ids) == first and (begins or not after):
+        if len(token_ids) == 0 and begins:
+            counts["empty_documents"] += 1
             return
-        spelled = np.diff(reached[first:], prepend=edges[context])
-        token_ids = np.concatenate([before, token_ids[first:], after]).astype(self.dtype)
+        spelled = np.diff(self._bytes_reached(bytes_before(text), token_ids, offsets), prepend=0)
+        token_ids = np.concatenate([before, token_ids, after]).astype(self.dtype)
         spelled = np.concatenate([[0] * len(before), spelled, [0] * len(after)]).astype(np.int64)
         counts["documents_split"] += begins and (len(token_ids) > self.max_length or not ends)
         step = self.max_length - 1
