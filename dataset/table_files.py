@@ -78,7 +78,9 @@ def _rows(index: int, path: str, kind: str, batches: Iterator[tuple[Any, float]]
             rows = [(number, _with_lists(record)) for number, record in enumerate(batch.to_pylist(), row)]
             yield Block(index, path, row, rows, round(size))
             row += len(rows)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # damaged, or no Python type for a value
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # or no Python type for a value
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file, not of what is in it
         raise UserError(
             f"{path}:{row}: unreadable {kind} from this row on ({reason(error)}); write it again"
         ) from error
