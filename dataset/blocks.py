@@ -25,6 +25,7 @@ class Block:
     first: int  # line or row of its first record
     data: bytes | list  # raw lines; or [(line, record)] where the file can only be read by parsing it
     size: int  # bytes of the file that it covers, for the progress
+    unread: tuple[str, ...] = ()  # columns of a table that are not read
     separator: str | None = None  # of plain text: the line between documents, "" for none; None: JSON Lines
     context: bytes = b""  # of plain text: the end of what precedes, if the block begins inside a document
     continues: bool = False  # of plain text: the block is part of one document, which goes on in the next block

@@ -11,6 +11,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
+CHINESE = re.compile("[\u4e00-\u9fff]")
 BOM = b"\xef\xbb\xbf"
 MAX_DEPTH = 100
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep; make the record flatter"
@@ -86,7 +87,8 @@ def not_utf8(raw: bytes, at: int) -> str:
     guess = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
     if not guess:
         with suppress(UnicodeDecodeError):
-            guess = "GB18030" if re.search("[\u4e00-\u9fff]", raw.decode("gb18030")) else ""
+            found, read_so_far = (len(CHINESE.findall(raw.decode(*how))) for how in (("gb18030",), ("utf-8", "ignore")))
+            guess = "GB18030" if found > 1 + 2 * read_so_far else ""
     hint, change = (f"it looks like {guess}, ", f": iconv -f {guess} -t UTF-8 OLD > NEW") if guess else ("", "")
     return f"not UTF-8 ({hint}byte 0x{raw[at]:02x}); save the file as UTF-8{change}"
 

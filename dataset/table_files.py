@@ -17,6 +17,7 @@ from dataset.json_records import BOM, BadRecord, check_value, decoder, escaped_b
 FORMS = ("text", "conversations", "messages", "instruction", "prompt", "question", "query")  # one of them is needed
 COLUMNS = {*FORMS, "input", "output", "system", "history", "tools", "completion", "response", "answer", "chosen"}
 COLUMNS |= {"rejected", "label", "kto_tag", "images", "videos", "audios", "loss_weight", "train"}
+Batches = Iterator[tuple[Any, float, tuple[str, ...]]]  # a batch, the bytes of the file that it covers, columns unread
 LISTS = ("conversations", "messages", "history", "chosen", "rejected")
 
 
@@ -24,11 +25,12 @@ def parquet_blocks(index: int, path: str) -> Iterator[Block]:
     """Blocks of rows of a Parquet file."""
     import pyarrow.parquet  # only where Parquet is used
 
-    def batches() -> Iterator[tuple[Any, float]]:
+    def batches() -> Batches:
         with pyarrow.parquet.ParquetFile(path) as table:
             bytes_per_row = os.path.getsize(path) / max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(blocks.BLOCK_ROWS, columns=_columns(path, table.schema_arrow.names)):
-                yield batch, bytes_per_row * len(batch)
+            columns, unread = _columns(path, table.schema_arrow.names)
+            for batch in table.iter_batches(blocks.BLOCK_ROWS, columns=columns or None):
+                yield batch, bytes_per_row * len(batch), unread
 
     return _rows(index, path, "Parquet", batches())
 
@@ -37,7 +39,7 @@ def arrow_blocks(index: int, path: str) -> Iterator[Block]:
     """Blocks of rows of an Arrow file: the file format (also Feather) or the streaming format (also of `datasets`)."""
     import pyarrow.ipc
 
-    def batches() -> Iterator[tuple[Any, float]]:
+    def batches() -> Batches:
         with pyarrow.memory_map(path) as source:
             if source.read(6) == b"ARROW1":
                 table = pyarrow.ipc.open_file(source)
@@ -45,22 +47,22 @@ def arrow_blocks(index: int, path: str) -> Iterator[Block]:
             else:
                 source.seek(0)
                 table = parts = pyarrow.ipc.open_stream(source)
-            columns = _columns(path, table.schema.names)
+            columns, unread = _columns(path, table.schema.names)
             for part in parts:
                 part = part.select(columns) if columns else part
                 part.validate(full=True)
                 for start in range(0, len(part), blocks.BLOCK_ROWS):
                     rows = part.slice(start, blocks.BLOCK_ROWS)
-                    yield rows, rows.nbytes
+                    yield rows, rows.nbytes, unread
 
     return _rows(index, path, "Arrow", batches())
 
 
-def _columns(path: str, names: list[str]) -> list[str] | None:
-    """The known columns; None for all where none is known, so that the error can list them."""
+def _columns(path: str, names: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The known columns, and the others; where none is known all are read, so that the error can list them."""
     columns = [name for name in names if name in COLUMNS]
     _check_unique(f"{path}: ", columns)
-    return columns or None
+    return columns, tuple(name for name in names if columns and name not in columns)
 
 
 def _check_unique(where: str, names: list[str]) -> None:
@@ -68,15 +70,15 @@ def _check_unique(where: str, names: list[str]) -> None:
         raise UserError(f"{where}two columns have the same name ({', '.join(names)}); write it again")
 
 
-def _rows(index: int, path: str, kind: str, batches: Iterator[tuple[Any, float]]) -> Iterator[Block]:
-    """Blocks of the rows of batches, each with the bytes of the file that it covers."""
+def _rows(index: int, path: str, kind: str, batches: Batches) -> Iterator[Block]:
+    """Blocks of the rows of batches."""
     import pyarrow
 
     row = 1
     try:
-        for batch, size in batches:
+        for batch, size, unread in batches:
             rows = [(number, _with_lists(record)) for number, record in enumerate(batch.to_pylist(), row)]
-            yield Block(index, path, row, rows, round(size))
+            yield Block(index, path, row, rows, round(size), unread)
             row += len(rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # or no Python type for a value
         if isinstance(error, OSError) and error.errno is not None:
@@ -117,7 +119,7 @@ def csv_blocks(index: int, path: str, delimiter: str) -> Iterator[Block]:
             except csv.Error as error:
                 cells = _csv_error(path, line, error)
             if cells:
-                rows.append((line, _record(header, cells) if isinstance(cells, list) else cells))
+                rows.append((line, _row(header, cells) if isinstance(cells, list) else cells))
             if len(rows) == blocks.BLOCK_ROWS or (rows and position() - done > blocks.BLOCK_BYTES):
                 yield Block(index, path, rows[0][0], rows, position() - done)
                 rows, done = [], position()
@@ -158,7 +160,7 @@ def _csv_error(path: str, line: int, error: csv.Error) -> BadRecord:
     return BadRecord(f'not valid CSV ({error}); put text with quotes into quotes and double those inside ("")')
 
 
-def _record(header: list[str], cells: list[str]) -> dict | BadRecord:
+def _row(header: list[str], cells: list[str]) -> dict | BadRecord:
     if len(cells) != len(header):
         return BadRecord(f"{len(cells)} cells, but the header names {len(header)} columns; quote text with delimiters")
     if not_text := escaped_bytes("\n".join(cells)):

@@ -48,7 +48,7 @@ def text_blocks(index: int, path: str, separator: str) -> Iterator[Block]:
             part, rest, file_begins = data[:at], data[at:] + held, False
             if part:
                 continues = bool(read) and not ends
-                yield Block(index, path, line, part, position() - done, separator, context, continues)
+                yield Block(index, path, line, part, position() - done, (), separator, context, continues)
                 context = _end_of(part) if continues else b""
                 done, line = position(), line + part.count(b"\n")
             if not read:
@@ -85,12 +85,12 @@ def text_records(block: Block) -> Iterator[tuple[int, DocumentPart | BadRecord]]
         raw = data[position:start].rstrip(b"\n") if ends else data[position:start]
         text = raw.lstrip(b"\n") if begins else raw
         if text.strip() or not (begins and ends):
-            yield _record(text, line + len(raw) - len(text), DocumentPart(block.context, begins, ends))
+            yield _document(text, line + len(raw) - len(text), DocumentPart(block.context, begins, ends))
         line += data.count(b"\n", position, end)
         position = end
 
 
-def _record(raw: bytes, line: int, record: DocumentPart) -> tuple[int, DocumentPart | BadRecord]:
+def _document(raw: bytes, line: int, record: DocumentPart) -> tuple[int, DocumentPart | BadRecord]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
