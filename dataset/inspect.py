@@ -18,6 +18,7 @@ from pathlib import Path
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError, say
+from dataset.data_files import describe_files
 from dataset.inspect_page import page
 from dataset.lm_dataset import TokenDataset
 from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
@@ -65,9 +66,9 @@ def show(dataset: TokenDataset, tokenizer, count: int, colour: bool, as_table: b
 
 
 def report_of(dataset: TokenDataset) -> str:
-    """The report of the cache, and how full packed rows are."""
+    """Which files were read, the report of the cache, and how full packed rows are."""
     packing = f"\n  {dataset.describe()}" if dataset.packing else ""
-    return format_report(dataset.cache.report) + packing
+    return f"{describe_files(dataset.cache.files)}\n{format_report(dataset.cache.report)}{packing}"
 
 
 def write_page(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UserError
 from dataset import blocks
-from dataset.data_files import expand_paths, iter_blocks, parse_block
+from dataset.data_files import describe_files, expand_paths, iter_blocks, parse_block
 from dataset.json_records import BadRecord
 
 
@@ -28,6 +28,14 @@ def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
     assert expand_paths(tmp_path) == [two, one, str(packed), deep]
     assert expand_paths(f"{two},{tmp_path}/*.jsonl") == [two, one]  # named twice, read once
     assert expand_paths([one, two]) == [one, two]
+
+
+def test_the_files_read_are_told():
+    names = [f"d/{i}.jsonl.gz" for i in range(4)] + ["d/x.parquet", "d/y.parquet", "log"]
+    assert describe_files(names) == (
+        "data: 4 .jsonl, 2 .parquet, 1 other "
+        "(d/0.jsonl.gz, d/1.jsonl.gz, d/2.jsonl.gz, d/3.jsonl.gz, d/x.parquet and 2 more)"
+    )
 
 
 def test_a_path_with_a_comma_or_brackets_that_exists_is_taken_as_it_is(write):

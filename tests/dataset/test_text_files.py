@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import tracemalloc
 
 import numpy as np
 import pyarrow
@@ -11,11 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.settings import StageArgs
 from dataset import blocks
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.json_records import BadRecord
+from dataset.lm_dataset import PretrainDataset
 from dataset.token_cache import build_token_cache
 from dataset.tokenizing import BlockTokenizer, TokenizerSpec
+from trainer.components.data import open_datasets
 
 
 def documents(path, separator=""):
@@ -149,6 +153,32 @@ def test_a_part_that_cannot_be_read_costs_only_itself(other_tokenizer, write, ca
     report = cache.report
     assert report["documents"] == 1 and report["skipped_bad_records"] == 1 and report["records"] == 2
     assert len(text) - 900 < report["target_bytes"] < len(text)
+
+
+def test_memory_stays_flat_however_long_a_document_is(write, other_tokenizer, cache_dir, monkeypatch):
+    def encode(self, texts):  # tokenising takes long and is not what is measured here
+        for text in texts:
+            starts = np.arange(0, len(text), 4)
+            yield starts % 400, np.stack([starts, np.minimum(starts + 4, len(text))], axis=1)
+
+    monkeypatch.setattr(BlockTokenizer, "_encode", encode)
+    peaks = []
+    for megabytes in (3, 12):
+        path = write(f"{megabytes}.txt", (b"x" * 3999 + b"\n") * (megabytes * 250))
+        tracemalloc.start()
+        cache = build_token_cache("pretrain", path, other_tokenizer, 512, cache_dir, 1)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert cache.report["documents"] == 1 and cache.report["target_bytes"] == megabytes * 1_000_000 - 1
+    assert peaks[1] < peaks[0] + 2e6, peaks
+
+
+def test_a_stage_takes_the_separator(write, tokenizer, cache_dir):
+    texts = {"data_path": "one\n---\ntwo", "eval_data_path": "three\n--- \nfour\n---\nfive"}
+    paths = {name: write(f"{name}.txt", text.encode()) for name, text in texts.items()}
+    args = StageArgs(**paths, cache_dir=str(cache_dir), text_separator="---")
+    train, held_out = open_datasets(PretrainDataset, args, tokenizer)
+    assert (len(train), len(held_out)) == (2, 3)
 
 
 def test_the_separator_and_the_kind_of_file_are_part_of_the_cache(other_tokenizer, write, cache_dir):
