@@ -18,9 +18,10 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from common.errors import UserError
-from dataset import data_files
+from dataset import blocks
 from dataset.bad_records import BadRecords, bad_records_message
-from dataset.data_files import Block, iter_blocks
+from dataset.blocks import Block
+from dataset.data_files import iter_blocks
 from dataset.formats import BELOW, LABELS, PREFERENCE, TOOLS
 from dataset.json_records import short
 from dataset.messages import MEDIA
@@ -72,7 +73,14 @@ class ArrayFile:
 
 
 def build_arrays(
-    folder: Path, paths: list[str], spec: TokenizerSpec, kind: str, max_length: int, num_proc: int, skip_bad: bool
+    folder: Path,
+    paths: list[str],
+    spec: TokenizerSpec,
+    kind: str,
+    max_length: int,
+    num_proc: int,
+    skip_bad: bool,
+    text_separator: str = "",
 ) -> dict:
     """Tokenise the files into `folder` (an existing, empty one) and return the report.
 
@@ -81,7 +89,7 @@ def build_arrays(
     """
     total = sum(os.path.getsize(path) for path in paths)
     tokenizer = BlockTokenizer(spec, kind, max_length)  # also validates the tokenizer
-    num_proc = min(num_proc, 1 + total // data_files.BLOCK_BYTES)
+    num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
     parallel = num_proc > 1 and total > SMALL and not multiprocessing.current_process().daemon
     tokenised = in_processes if parallel else _in_this_process
     counts, unused, check_only = Counter(), Counter(), threading.Event()
@@ -91,8 +99,8 @@ def build_arrays(
             stack.callback(file.close)
         progress = stack.enter_context(closing(Progress(total)))
         bad = stack.enter_context(closing(BadRecords(folder / "bad_records.txt")))
-        blocks = iter_blocks(paths)
-        results = stack.enter_context(closing(tokenised(blocks, tokenizer, num_proc, check_only, folder)))
+        unread = iter_blocks(paths, text_separator)
+        results = stack.enter_context(closing(tokenised(unread, tokenizer, num_proc, check_only, folder)))
         for block, samples in results:
             counts.update(samples.counts)
             unused.update(samples.unused_fields)

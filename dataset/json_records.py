@@ -1,4 +1,4 @@
-"""Decodes and checks one line of JSON, with a readable error message for a bad record.
+"""Decodes and checks one record of JSON, with a readable error message for a bad record.
 
 Accepted silently: a UTF-8 byte order mark, CRLF line ends, blank lines, a last line without a line end.
 An escaped NUL (\\u0000) is a character like any other. Refused: a duplicate key in an object, of which JSON readers
@@ -7,8 +7,11 @@ limit depends on the depth of the call stack).
 """
 
 import json
+import re
+from contextlib import suppress
 from typing import Any
 
+CHINESE = re.compile("[\u4e00-\u9fff]")
 BOM = b"\xef\xbb\xbf"
 MAX_DEPTH = 100
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep; make the record flatter"
@@ -23,7 +26,7 @@ def parse_line(raw: bytes, last: bool = False) -> dict:
     try:
         record = decoder.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadRecord(not_utf8(error)) from None
+        raise BadRecord(not_utf8(raw, error.start)) from None
     except json.JSONDecodeError as error:
         cut = ", and the file ends here, so it looks cut off" if last else ""
         reason = f"{error.msg} at column {error.colno}"
@@ -38,6 +41,14 @@ def parse_line(raw: bytes, last: bool = False) -> dict:
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or b"\\ud" in raw or b"\\uD" in raw:
         check_value(record)
     return record
+
+
+def check_element(record: object, raw: str) -> None:
+    """Check a record that was decoded from `raw`, in which bytes other than UTF-8 are escaped. Raises BadRecord."""
+    if not_text := escaped_bytes(raw):
+        raise BadRecord(not_text)
+    if raw.count("[") + raw.count("{") > MAX_DEPTH or "\\ud" in raw or "\\uD" in raw:
+        check_value(record)
 
 
 def check_value(value: object) -> None:
@@ -78,10 +89,25 @@ decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
 # --- parts of error messages ---------------------------------------------------------------------------------------
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """The message for bytes that are not UTF-8."""
-    hint = "it looks like UTF-16, " if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-    return f"not UTF-8 ({hint}byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
+def not_utf8(raw: bytes, at: int) -> str:
+    """The message for bytes of which the one at `at` is not UTF-8, with a guess what they are."""
+    guess = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    if not guess:
+        with suppress(UnicodeDecodeError):
+            found, read_so_far = (len(CHINESE.findall(raw.decode(*how))) for how in (("gb18030",), ("utf-8", "ignore")))
+            guess = "GB18030" if found > 1 + 2 * read_so_far else ""
+    hint, change = (f"it looks like {guess}, ", f": iconv -f {guess} -t UTF-8 OLD > NEW") if guess else ("", "")
+    return f"not UTF-8 ({hint}byte 0x{raw[at]:02x}); save the file as UTF-8{change}"
+
+
+def escaped_bytes(text: str) -> str | None:
+    """The message for text decoded with `surrogateescape` from bytes that are not UTF-8; None if they are."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raw = text.encode("utf-8", "surrogateescape")
+        return not_utf8(raw, len(text[: error.start].encode("utf-8")))
+    return None
 
 
 def not_an_object(value: object) -> str:

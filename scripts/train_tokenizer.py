@@ -6,8 +6,8 @@ A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scri
 The shipped vocabulary, from the files that model/README.md names:
     python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
 
-Input: JSON lines (.jsonl) with `text`, `conversations`, `messages` or Alpaca fields; any other file is plain text, one
-record per line. All of it is held in memory; ten million characters are plenty for a small vocabulary.
+Input: every kind of file that training takes, with `text`, `conversations`, `messages` or Alpaca fields; of plain text
+each line is a record. All of it is held in memory; ten million characters are plenty for a small vocabulary.
 Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
 Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
 """
@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import ROOT
+from dataset.data_files import expand_paths, iter_blocks, parse_block
+from dataset.json_records import BadRecord
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 
@@ -76,32 +78,25 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def read_records(path: str | Path) -> Iterator[str]:
-    """Yield the text of each record of a file, skipping empty ones.
+    """Yield the text of each record of a file or folder, skipping empty ones; of plain text, each line.
 
-    Raises UserError for a missing file, a line that is not UTF-8 or not JSON, and a record without a text field.
+    Raises UserError for a missing file, a record that cannot be read, and one without a text field.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} is not a file; give --data_path existing JSONL or text files")
-    is_json = path.suffix in (".jsonl", ".json")
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8")
-                text = json_text(json.loads(line)) if is_json and line.strip() else line.rstrip("\r\n")
-                text.encode("utf-8")  # refuses lone surrogates, which JSON can contain
-            except ValueError as error:
-                raise UserError(f"{path}:{number} {error}; fix or remove it (one record per line)") from error
-            if text.strip():
-                yield text
+    for block in iter_blocks(expand_paths([str(path)])):
+        for line, record in parse_block(block):
+            if isinstance(record, BadRecord):
+                raise UserError(f"{block.path}:{line}: {record}")
+            text = text_of(record)
+            if text is None:
+                fields = ", ".join(TEXT_FIELDS)
+                raise UserError(f"{block.path}:{line}: needs one of the fields {fields}; add it or remove the record")
+            yield from filter(str.strip, text.split("\n") if block.separator is not None else [text])
 
 
-def json_text(record: object) -> str:
-    """Join all text of a JSON record; ValueError if it has none of the known fields."""
-    fields = [record[key] for key in TEXT_FIELDS if key in record] if isinstance(record, dict) else []
-    if not fields:
-        raise ValueError(f"needs a JSON object with one of the fields {', '.join(TEXT_FIELDS)}")
-    return "\n".join(strings_in(fields))
+def text_of(record: dict) -> str | None:
+    """All text of a record; None if it has none of the known fields."""
+    fields = [record[key] for key in TEXT_FIELDS if key in record]
+    return "\n".join(strings_in(fields)) if fields else None
 
 
 def language_of(text: str) -> str:

@@ -74,6 +74,7 @@ def folder_of(*names: str) -> Callable[[Path], None]:
 
 PRE, SFT = "pretrain", "sft"
 GZ = gzip.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)))
+ZST = pa.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)), "zstd", asbytes=True)
 DAMAGED_GZ = GZ[:300] + b"\x00\xff" * 9 + GZ[318:]
 PARQUET = parquet({"text": [f"text {i}" for i in range(100)]})
 SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n{"text": "c",}\r\n{"text": "d"}\r\n'
@@ -90,7 +91,9 @@ CASES = {
     "no match": Case(PRE, nothing, ": no file matches this pattern; check --data_path", "*.jsonl"),
     "broken link": Case(SFT, lambda path: path.symlink_to("gone"), ": no such file; check --data_path"),
     "empty folder": Case(PRE, folder_of(), "{data} is a folder without data; it must hold files named", "x"),
-    "folder without data": Case(SFT, folder_of("a.txt", ".b.jsonl"), "{data} is a folder without data", "x"),
+    "folder without data": Case(
+        SFT, folder_of("a.md", ".b.jsonl", "state.json"), "{data} is a folder without data", "x"
+    ),
     "folder named as a file": Case(SFT, folder_of(), "{data} is a folder without data"),
     "empty file": Case(PRE, b"", "{data} is an empty file; remove it from --data_path or write it again"),
     "blank lines": Case(PRE, b"\n \n\t\r\n", "{data} holds no record; remove it from --data_path or write it again"),
@@ -99,7 +102,7 @@ CASES = {
     "empty Parquet": Case(PRE, parquet({"text": pa.array([], "string")}), "{data} holds no record", "x.parquet"),
     # --- characters
     "not UTF-8": Case(PRE, line(TEXT) + b'{"text": "\xe4\xb8"}\n', ":2: not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    "GB18030": Case(PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8 (byte 0xd6)"),
+    "GB18030": Case(PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8 (it looks like GB18030, byte 0xd6"),
     "UTF-16": Case(PRE, line(TEXT).decode().encode("utf-16"), ":1: not UTF-8 (it looks like UTF-16, byte 0xff)"),
     "array not UTF-8": Case(PRE, b'[\n{"text": "\xff"}]', ":2: not UTF-8 (byte 0xff)", "x.json"),
     "lone surrogate": Case(
@@ -118,7 +121,7 @@ CASES = {
     "truncated last line": Case(PRE, line(TEXT) * 2 + b'{"text": "the di', ":3: not valid JSON (Unterminated string"),
     "truncated last line is told": Case(SFT, line(CHAT) + line(CHAT)[:-9], "the file ends here, so it looks cut off"),
     "plain text": Case(
-        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value at column 1); each line", "x.txt"
+        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value at column 1); each line", "x.md"
     ),
     "list": Case(PRE, line(TEXT) + b'["text"]\n', ":2: a list instead of a JSON object; each line must hold one {"),
     "number": Case(PRE, b"17", ":1: a number instead of a JSON object"),
@@ -133,7 +136,10 @@ CASES = {
     "array cut off": Case(
         PRE, b'[\n{"text": "a"},\n{"text": "b"}\n', ":3: after this record a ',' or ']' is", "x.json"
     ),
-    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: not a valid JSON array from this line on", "x.json"),
+    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: not valid JSON: Expecting value", "x.json"),
+    "array with a stray quote": Case(
+        SFT, b'[\n\n{"messages": "a"b"}]', ":3: not a valid JSON array from this line on", "x.json"
+    ),
     "two arrays": Case(PRE, b'[{"text": "a"}]\n[{"text": "b"}]', ":2: the array has ended before this", "x.json"),
     # --- pretraining records
     "missing key": Case(PRE, {"content": "a"}, "no 'text' in this record (its keys: 'content'); write {"),
@@ -298,6 +304,20 @@ CASES = {
     "text for messages": Case(
         SFT, parquet({"messages": ["hi"]}), ":1: 'messages' is text instead of a list", "x.parquet"
     ),
+    "truncated .zst": Case(PRE, ZST[:-99], ":1: after this line the .zst file is damaged or cut off", "x.jsonl.zst"),
+    "not Arrow": Case(PRE, line(TEXT) * 9, ":1: unreadable Arrow from this row on", "x.arrow"),
+    "CSV without a known column": Case(PRE, b"body\na\n", ":1: no known column in the header ('body')", "x.csv"),
+    "CSV for another kind": Case(PRE, b"instruction,output\nq,a\n", ":2: no 'text' in this record", "x.csv"),
+    "ragged CSV": Case(PRE, b"text,id\na,1\nb,2,3\n", ":3: 3 cells, but the header names 2 columns", "x.csv"),
+    "open quote in CSV": Case(PRE, b'text\n"a\nb\n', ":2: a quote that this row opens is never closed", "x.csv"),
+    # --- plain text
+    "text for SFT": Case(SFT, b"Call me Ishmael.", "{data} is plain text, which only pretraining takes", "x.txt"),
+    "text in GBK": Case(PRE, "第一回\n甄士隐".encode("gbk"), ":1: not UTF-8 (it looks like GB18030", "x.txt"),
+    "text in UTF-16": Case(PRE, "one\ntwo".encode("utf-16"), ":1: not UTF-8 (it looks like UTF-16", "x.txt"),
+    "blank text": Case(PRE, b"\n \n", "{data} holds no record", "x.txt"),
+    "text beside records": Case(
+        PRE, folder_of("README.txt", "a.jsonl"), "{data} holds both plain text ({data}/README.txt) and records", "x"
+    ),
     # --- what goes with the data
     "no tokenizer folder": Case(
         PRE, line(TEXT), "--tokenizer_path {tmp}/gone: no such folder; it must", tokenizer="gone"
@@ -443,6 +463,9 @@ def test_the_same_records_in_every_kind_of_file(texts):
     assert texts(lines, "x.json") == ["one", "two"]
     assert texts(b"[" + lines.replace(b"\n", b",", 1) + b"]", "y.json") == ["one", "two"]
     assert texts(parquet({"text": ["one", "two"], "other": [None, 1]}), "x.parquet") == ["one", "two"]
+    assert texts(pa.compress(lines, "zstd", asbytes=True), "x.jsonl.zst") == ["one", "two"]
+    assert texts(b"id,text\n1,one\n2,two\n", "x.csv") == texts(b"text\tid\none\t1\ntwo\t2\n", "x.tsv") == ["one", "two"]
+    assert texts(b"one\n\ntwo\n", "x.txt") == ["one\n\ntwo"]
 
 
 def test_spellings_may_be_mixed_over_records(tokenizer, tmp_path):

@@ -84,7 +84,7 @@ def records_of(cache: TokenCache, samples: list[int]) -> list[dict[str, Any]]:
     """The records of the samples in MiniMind's format: `{"text"}` or `{"conversations"}`."""
     places = [tuple(map(int, cache.sources[i])) for i in samples]
     wanted, found = set(places), {}
-    for block in iter_blocks(cache.files):
+    for block in iter_blocks(cache.files, cache.meta["text_separator"]):
         for line, record in parse_block(block):
             if (block.file, line) in wanted:
                 found[block.file, line] = record

@@ -1,6 +1,7 @@
 """Whatever bytes a data file holds: the outcome is a sound cache or one line for the user, with nothing half-built."""
 
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset import blocks
 from dataset.formats import COLUMNS
 from dataset.messages import MESSAGE_FIELDS
 from dataset.token_cache import build_token_cache
@@ -219,12 +221,17 @@ def check_lines(outcome, kind: str, content: bytes, suffix: str = ".jsonl") -> N
 
 
 def check_array(outcome, kind: str, content: bytes) -> None:
-    """A `.json` file: no record is lost, as Python's own parser reads it; anything it refuses is refused."""
+    """A `.json` file: no record is lost, as Python's own parser reads it; anything it refuses holds a bad record."""
     stopped, _ = outcome(kind, "x.json", content, "stop")
     skipped, bad = outcome(kind, "x.json", content, "skip")
     assert stopped is None if bad else same(stopped, skipped)
     if skipped is not None and content.removeprefix(BOM).lstrip().startswith(b"["):
-        assert skipped["records"] == len(json.loads(content.decode("utf-8-sig")))
+        try:
+            records = json.loads(content.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            assert bad
+        else:
+            assert skipped["records"] == len(records)
 
 
 def same(one: dict | None, other: dict | None) -> bool:
@@ -233,6 +240,7 @@ def same(one: dict | None, other: dict | None) -> bool:
     return all(np.array_equal(one[key], other[key]) for key in ARRAYS if key in one)
 
 
+OTHERS = [".txt", ".csv", ".tsv", ".arrow", ".jsonl.zst"]
 few = settings(max_examples=60, deadline=None)
 more = settings(max_examples=150, deadline=None)
 
@@ -244,7 +252,7 @@ def test_the_undamaged_records_give_samples(kind, outcome):
 
 
 @few
-@given(KINDS, st.binary(max_size=200), st.sampled_from([".jsonl", ".json", ".jsonl.gz", ".parquet"]))
+@given(KINDS, st.binary(max_size=200), st.sampled_from([".jsonl", ".json", ".jsonl.gz", ".parquet", *OTHERS]))
 def test_arbitrary_bytes(outcome, kind, content, suffix):
     for on_bad_data in ("stop", "skip"):
         outcome(kind, "x" + suffix, content, on_bad_data)
@@ -286,6 +294,37 @@ def test_damaged_parquet(outcome, given):
     kind, content = given
     stopped, _ = outcome(kind, "x.parquet", content, "stop")
     skipped, bad = outcome(kind, "x.parquet", content, "skip")
+    assert stopped is None if bad else same(stopped, skipped)
+
+
+def arrow(records) -> bytes:
+    with pa.ipc.new_stream(memory := io.BytesIO(), pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.Table.from_pylist(records))
+    return memory.getvalue()
+
+
+def csv_table(records) -> bytes:
+    csv.DictWriter(memory := io.StringIO(newline=""), records[0]).writerows([{"text": "text"}, *records])
+    return memory.getvalue().encode()
+
+
+def plain_text(records) -> bytes:
+    return "\n***\n".join(record["text"] for record in records).encode()
+
+
+@few
+@given(
+    st.sampled_from([(arrow, ".arrow"), (csv_table, ".csv"), (plain_text, ".txt")]).flatmap(
+        lambda pair: st.tuples(st.just(pair[1]), damaged(pair[0](RECORDS["pretrain"])))
+    ),
+    st.integers(20, 400),
+)
+def test_other_damaged_files(outcome, given, block_bytes):
+    suffix, content = given
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+        stopped, _ = outcome("pretrain", "x" + suffix, content, "stop")
+        skipped, bad = outcome("pretrain", "x" + suffix, content, "skip")
     assert stopped is None if bad else same(stopped, skipped)
 
 
