@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
 from llm.training.core.config import Config
-from llm.training.core.rehearsal import check_criterion, checked_loss, rehearse
+from llm.training.core.rehearsal import check_criterion, check_forms, checked_loss, rehearse
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -51,6 +51,7 @@ class TrainingEngine(Hooks):
     ):
         self.config, self.task, self.data, self.logger = config, task, data_module, Logger.of(config)
         task.data = data_module
+        check_forms(task, data_module)
         self.args = config.to_args()
         self.is_main_process = is_main_process()
         self.run_name = run_name(self.args.save_weight, self.args)

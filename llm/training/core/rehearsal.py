@@ -2,6 +2,7 @@
 in one line and at once. It changes nothing: buffers and random states are put back.
 """
 
+import inspect
 import math
 import random
 from collections.abc import Iterator
@@ -20,7 +21,28 @@ from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.state import TrainState
 from trainer.loop import to_device
 
+CALLED = {  # method -> the names of its arguments
+    "build_model": (),
+    "build_optimizer": ("model",),
+    "build_criterion": (),
+    "train_step": ("model", "batch"),
+    "validation_step": ("model", "batch"),
+}
 SUMS = "the loop divides the sums by the number of targets of the whole update"
+
+
+def check_forms(task: TrainingTask, data: DataModule) -> None:
+    """Raise UserError if a method is declared so that the engine cannot call it, or would mix up its arguments."""
+    for owner, forms in ((task, CALLED), (data, {"train_dataloader": ("epoch", "skip_batches")})):
+        for name, arguments in forms.items():
+            signature = inspect.signature(getattr(owner, name))
+            try:
+                bound = signature.bind(*arguments).arguments
+            except TypeError:
+                bound = None
+            if bound is None or any(key != value and key in arguments for key, value in bound.items()):
+                told = f"{type(owner).__name__}.{name} is declared with {signature}"
+                raise UserError(f"{told}, but it is called as {name}({', '.join(arguments)})")
 
 
 def check_criterion(task: TrainingTask, criterion: Any) -> None:

@@ -263,6 +263,30 @@ def test_a_criterion_of_means_and_batches_that_are_no_dicts_are_refused(tmp_path
         made(RegressionTask, tmp_path, data_class=Pairs).run()
 
 
+class TakesCriterion(RegressionTask):
+    def train_step(self, batch, model, criterion): ...
+
+
+class Swapped(RegressionTask):
+    def validation_step(self, batch, model): ...
+
+
+class OwnLoader(SyntheticDataModule):
+    def train_dataloader(self): ...
+
+
+def test_methods_that_cannot_be_called_are_told_with_their_form(tmp_path):
+    told = "Swapped.validation_step is declared with (batch, model), but it is called as validation_step(model, batch)"
+    with pytest.raises(UserError, match=re.escape(told)):
+        made(Swapped, tmp_path)
+    with pytest.raises(
+        UserError, match=r"TakesCriterion\.train_step is .*but it is called as train_step\(model, batch\)"
+    ):
+        made(TakesCriterion, tmp_path)
+    with pytest.raises(UserError, match=r"OwnLoader\.train_dataloader .* as train_dataloader\(epoch, skip_batches\)"):
+        made(RegressionTask, tmp_path, data_class=OwnLoader)
+
+
 @pytest.mark.parametrize(
     ("values", "targets", "mean"),
     [
