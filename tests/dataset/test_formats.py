@@ -119,6 +119,7 @@ def test_turns_that_are_not_trained():
 def test_the_labels_of_kto(record, key, value, is_good):
     assert to_chat({**record, key: value}) == Chat([USER, BOT], None, is_good=is_good)
     assert to_chat({**record, key: None}).is_good is None
+    assert to_chat({**record, key: ""}).is_good is None  # an empty cell of a CSV file
 
 
 def test_fields_that_nothing_reads():
