@@ -178,7 +178,7 @@ def _label(record: dict) -> bool | None:
             value = {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, bool):
             return value
-        if key == "kto_tag" and value is not None:
+        if key == "kto_tag" and value not in (None, ""):
             raise BadRecord(f"'kto_tag' is {short(value)} instead of true (a good answer) or false (a bad one)")
     return None
 
