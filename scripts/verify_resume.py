@@ -211,8 +211,7 @@ class Launch:
 
 
 def draw_kills(rng: random.Random, count: int, records: list[dict]) -> list[Kill]:
-    """Kills spread over a run with these records: the i-th in the i-th part if possible, all kinds equally often, and
-    `cache` first, since a cache is built at the beginning."""
+    """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is built."""
     kinds = ["cache"] * (rng.randint(0, 1) if count < 3 else 1 + (count >= 10 and rng.randint(0, 1)))
     while len(kinds) < count:
         kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
@@ -341,9 +340,8 @@ def main() -> None:
         done += check(runs[0], runs[1], runs[2], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in done.items())
-    seconds = time.monotonic() - begin
-    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({kinds}; --seed {seed}, {seconds:.0f} s)")
+    how = ", ".join(f"{count} {kind}" for kind, count in done.items()) + f"; --seed {seed}"
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}, {time.monotonic() - begin:.0f} s)")
 
 
 if __name__ == "__main__":

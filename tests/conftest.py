@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,8 @@ def temporary_folder(tmp_path_factory):
         folder.chmod(0o1777)  # some of these processes give up root's rights
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
+        Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # after multiprocessing's own, in it, at -100
         yield
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

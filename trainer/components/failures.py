@@ -3,7 +3,6 @@
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import extract_tb
 
 import torch
 import torch.distributed as dist
@@ -49,9 +48,7 @@ def translated_failures() -> Iterator[None]:
             raise LostRank(lost_rank_message(error)) from error
         if any(phrase in text for phrase in NO_LOADER):
             raise UserError(_loader_message(error)) from error
-        raise
-    except OSError as error:
-        if any("torch/_inductor" in frame.filename for frame in extract_tb(error.__traceback__)):
+        if type(error).__name__ == "InductorError" and "OSError" in text:
             raise UserError(
                 f"--use_compile cannot write its cache ({reason(error)}); make room, or name another folder in the "
                 "environment variable TORCHINDUCTOR_CACHE_DIR"
@@ -59,10 +56,10 @@ def translated_failures() -> Iterator[None]:
         raise
 
 
-def check_shared_memory() -> None:
-    """Make a semaphore, as the processes of a data loader need some. Raises UserError if there is no room for it."""
+def check_shared_memory(num_workers: int) -> None:
+    """Make as many semaphores as the queues of a data loader need. Raises UserError if there is no room for them."""
     try:
-        multiprocessing.Lock()
+        _ = [multiprocessing.Lock() for _ in range(8 * (num_workers + 1))]
     except OSError as error:
         raise UserError(_loader_message(error)) from error
 

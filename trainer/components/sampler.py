@@ -78,7 +78,7 @@ def epoch_loader(
 ) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
     if num_workers:
-        check_shared_memory()
+        check_shared_memory(num_workers)
     order = rank_share(epoch_order(len(dataset), seed, epoch), batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(order, batch_size, skip_batches, steps_per_epoch(len(dataset), batch_size))
     return DataLoader(

@@ -140,6 +140,20 @@ def test_a_port_that_is_taken(corpus, tmp_path):
     assert "--master_port" in process.error_lines[-1]
 
 
+def test_waiting_for_the_other_ranks_ends_at_a_signal(corpus, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+    process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **env)
+    with socket.socket() as there:
+        while there.connect_ex(address):  # until it listens for the others
+            time.sleep(0.1)
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert "stopped: by SIGTERM" in process.err
+
+
 # --- updates that are not finite -----------------------------------------------------------------------------------
 
 
