@@ -116,7 +116,7 @@ BAD_LINES = [
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6)"),
+    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (it looks like GB18030, byte 0xd6); save"),
     ("pretrain", b'{"text": "\xed\xa0\xbd"}', "not UTF-8 (byte 0xed)"),
     ("sft", b'{"text": "a"}', "is this pretraining data?"),
     ("sft", b'{"conversations": null}', "no 'conversations', 'messages' or 'instruction' in this record"),
