@@ -41,7 +41,9 @@ class DataConfig:
     eval_data_path: str | None = setting(
         None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"
     )
-    text_separator: str = setting("", "line between documents in .txt files; without it each file is one document")
+    text_separator: str | None = setting(
+        None, "line between documents in .txt files; without it each file is one document"
+    )
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
     max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")

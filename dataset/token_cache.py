@@ -110,7 +110,7 @@ def build_token_cache(
     on_bad_data: str = "stop",
     *,
     max_bad_share: float = DataConfig.max_bad_share,
-    text_separator: str = "",
+    text_separator: str | None = None,
 ) -> TokenCache:
     """Open the token cache of these data, tokenizer and settings, building it first if necessary.
 
@@ -132,13 +132,13 @@ def build_token_cache(
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         stamps = [_stamp(path) for path in paths]
-        hashes = [how_read(path, text_separator) + file_hash(path, cache_dir) for path in paths]
+        hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
         settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
-            settings |= {"fingerprint": key, "text_separator": text_separator}
+            settings |= {"fingerprint": key, "text_separator": text_separator or ""}
             options = {"num_proc": num_proc or available_cores(), "skip_bad": on_bad_data == "skip"}
             _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, settings, options)
         cache = TokenCache(folder, paths)

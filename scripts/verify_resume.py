@@ -5,8 +5,8 @@
     python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
 
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
-and resumed: weights, optimizer, counters, metrics. That takes the time of two runs, and a start per kill. Kill kinds:
-`start`, `cache` (tokens are being cached), `update` (at any time), `save` (a file is being written), `evaluation`.
+and resumed: weights, optimizer, counters, metrics. Kill kinds: `start`, `cache` (tokens are being cached), `update`,
+`save` (a file is being written), `evaluation`.
 """
 
 import json

@@ -300,7 +300,7 @@ CASES = {
         PRE, parquet({"content": ["a"]}), ":1: no 'text' in this record (its keys: 'content')", "x.parquet"
     ),
     "wrong type of column": Case(PRE, parquet({"text": [1, 2]}), ":1: 'text' is a number instead of text", "x.parquet"),
-    "null in Parquet": Case(PRE, parquet({"text": ["a", None]}), ":2: 'text' is null instead of text", "x.parquet"),
+    "null in Parquet": Case(PRE, parquet({"text": ["a", None]}), ":2: no 'text' in this record", "x.parquet"),
     "text for messages": Case(
         SFT, parquet({"messages": ["hi"]}), ":1: 'messages' is text instead of a list", "x.parquet"
     ),

@@ -27,7 +27,8 @@ from trainer.trainer_utils import load_tokenizer, model_config
 STAGES = {"train_pretrain": train_pretrain.Args, "train_full_sft": train_full_sft.Args}
 SETTINGS = settings_of(StageArgs)
 SECTIONS = {
-    "data": "data_path eval_data_path cache_dir max_seq_len packing on_bad_data max_bad_share num_workers",
+    "data": "data_path eval_data_path text_separator cache_dir max_seq_len packing on_bad_data max_bad_share "
+    "num_workers",
     "model": "hidden_size num_hidden_layers use_moe num_experts num_experts_per_tok dropout tokenizer_path",
     "training": "epochs batch_size accumulation_steps learning_rate warmup_updates optimizer weight_decay grad_clip "
     "seed max_bad_updates",
@@ -56,6 +57,7 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
     "use_wandb": False,
     "use_compile": False,
     "eval_data_path": None,
+    "text_separator": None,
     "cache_dir": str(ROOT / "dataset/cache"),
     "packing": False,
     "on_bad_data": "stop",
@@ -104,7 +106,7 @@ TYPES = {
     "accumulation_steps warmup_updates seed max_bad_updates rank_timeout save_interval log_interval eval_interval",
     float: "max_bad_share dropout learning_rate weight_decay grad_clip",
     str: "cache_dir tokenizer_path device save_dir save_weight checkpoint_dir from_weight wandb_project",
-    str | None: "data_path eval_data_path",
+    str | None: "data_path eval_data_path text_separator",
 }
 CHOICES = {
     "on_bad_data": ("stop", "skip"),

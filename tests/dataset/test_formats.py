@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset import cache_build, data_files
-from dataset.data_files import Block, iter_blocks, parse_block
+from dataset import blocks, cache_build
+from dataset.blocks import Block
+from dataset.data_files import iter_blocks, parse_block
 from dataset.formats import COLUMNS, Chat, to_chat, to_text, unused_fields
 from dataset.json_records import BadRecord
 from dataset.messages import MESSAGE_FIELDS, PARTS
@@ -172,7 +173,7 @@ BAD_LINES = [
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6)"),
+    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (it looks like GB18030, byte 0xd6); save"),
     ("pretrain", b'{"text": "\xed\xa0\xbd"}', "not UTF-8 (byte 0xed)"),
     ("pretrain", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO)"),
     ("pretrain", {"prompt": "q", "completion": "a"}, "is this SFT data?"),
@@ -332,7 +333,7 @@ def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_toke
 
 def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
     monkeypatch.setattr(cache_build, "SMALL", 0)
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
     records = [chat_of(USER, {**BOT, "x": 1}, label=n % 2 == 0, **{f"k{n % 5}": 1}) for n in range(200)]
     path = write("data.jsonl", records)
     reports = [build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)]
