@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -171,7 +172,8 @@ def test_a_turn_that_must_not_be_trained_keeps_its_tokens(tokenizer, turns, data
     for (first, last), index in zip(edges, answers, strict=True):
         expected[first:last] = index not in off
     assert mine.tokens.tolist() == theirs["input_ids"] and mine.loss_mask.tolist() == expected.tolist()
-    spoken = sum(len(messages[index]["content"].encode()) for index in answers if index not in off)
+    said = {index: re.sub(r"\A\s*[\r\n]", "", messages[index]["content"]) for index in answers}  # as the template does
+    spoken = sum(len(said[index].encode()) for index in answers if index not in off)
     special = sum(messages[index]["content"].count("<|im_") for index in answers)
     assert special or mine.target_bytes.tolist() == [spoken]
     assert mine.counts["masked_turns"] == len(off)
