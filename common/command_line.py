@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO, cast
 
 from common.errors import Interrupted, LostRank, UserError
+from common.launcher import launch
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -25,6 +27,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None or action.required else super()._get_help_string(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)  # keeps paths in one piece
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,8 +67,7 @@ class LastingStream:
 
 def outlast_console() -> None:
     """Have nothing that happens to stdout or stderr end this process from now on: training outlives its terminal."""
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 (for a stream that was closed from the start, which is None)
-    sys.stdout, sys.stderr = cast(Any, [LastingStream(stream or nowhere) for stream in (sys.stdout, sys.stderr)])
+    sys.stdout, sys.stderr = cast(Any, [LastingStream(stream) for stream in (sys.stdout, sys.stderr)])
 
 
 @contextmanager
@@ -73,31 +77,37 @@ def one_line_errors() -> Iterator[None]:
     Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then terminates
     the others before they repeat it. Each rank leaves its message where torchrun's closing report finds it.
     """
+    _replace_closed_streams()
     try:
         yield
     except UserError as error:
-        _exit(f"error: {error}", 2, print_first=_local_rank() == 0, is_cause=not isinstance(error, LostRank))
+        _exit(f"error: {error}", 2, print_first=launch().local_rank == 0, is_cause=not isinstance(error, LostRank))
     except Interrupted as error:
-        _exit(f"stopped: {error}", 128 + error.number, silent=_local_rank() > 0)  # the ranks stop together
+        _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)  # the ranks stop together
     except KeyboardInterrupt:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
 
 
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def _replace_closed_streams() -> None:
+    """Open /dev/null for a stream that is closed (`>&-`): print would fail, and the next file would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
+            setattr(sys, name, open(null, "w" if number else "r", closefd=False, encoding="utf-8"))  # noqa: SIM115
 
 
 def _exit(line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False) -> NoReturn:
-    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    distributed = launch().world_size > 1
     for number in STOP_SIGNALS if distributed else ():  # from here on torchrun may terminate this rank at any moment
         signal.signal(number, signal.SIG_DFL)
     if distributed and is_cause:
         _write_torchrun_error_file(line)
     if silent or not print_first:
         time.sleep(2)
-    sys.stdout.flush()
-    if not silent:
-        print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may be gone
+        sys.stdout.flush()
+        if not silent:
+            print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
     if distributed and not is_cause:
         time.sleep(2)  # torchrun reports the rank that exits first, which must be the one that caused the failure
     if distributed:

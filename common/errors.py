@@ -1,7 +1,8 @@
 """Errors that a user can act on, and the lines that report them."""
 
-import os
 import sys
+
+from common.launcher import launch
 
 
 class UserError(Exception):
@@ -33,5 +34,5 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     """Print one `warning: ...` line on stderr, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if launch().rank == 0:
         print(f"warning: {text}", file=sys.stderr, flush=True)

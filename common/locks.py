@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError, say
+from common.launcher import launch
 
 _held: list = []  # lock files of this process, open until it ends
 
@@ -26,7 +27,7 @@ def locked(path: Path, message: str) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if launch().local_rank == 0:
                 say(message)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:  # a file system without locks
@@ -43,7 +44,7 @@ def lock_output(run: str, **folders: str) -> None:
     Raises:
         UserError: another run has the name, or a folder cannot be written.
     """
-    for flag, folder in folders.items() if os.environ.get("RANK", "0") == "0" else ():
+    for flag, folder in folders.items() if launch().rank == 0 else ():
         path = Path(folder) / f".{run}_{flag}.lock"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,13 @@ class DataConfig:
 
     section: ClassVar[str] = "data"
     data_path: str | None = setting(
-        None, "training data: file, folder or glob, several separated by commas (.jsonl .json .gz .parquet)"
+        None, "training data: file, folder or glob, several separated by commas (JSON, Parquet, CSV, Arrow, text)"
     )
     eval_data_path: str | None = setting(
         None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"
+    )
+    text_separator: str | None = setting(
+        None, "line between documents in .txt files; without it each file is one document"
     )
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
     max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
@@ -57,6 +60,8 @@ class ModelConfig:
     hidden_size: int = setting(512, "width; divisible by 16 (8 heads of an even size)", ge=16, multiple_of=16)
     num_hidden_layers: int = setting(8, "depth", "layers", ge=1)
     use_moe: bool = setting(False, "1: mixture of experts instead of a dense model")
+    num_experts: int = setting(4, "experts per layer, with --use_moe 1", ge=1)
+    num_experts_per_tok: int = setting(1, "experts that each token goes through, with --use_moe 1", ge=1)
     dropout: float = setting(0.0, "dropout probability, after the embedding and each attention", ge=0, lt=1)
     tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
 
@@ -145,6 +150,13 @@ class StageArgs(
             for name, value in (("save_weight", self.save_weight), ("from_weight", self.from_weight))
             if Path(value).name != value
         ]
+        experts, per_token = self.num_experts, self.num_experts_per_tok
+        if not self.use_moe and (experts, per_token) != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
+            wrong.append(
+                "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1, or leave them out"
+            )
+        if per_token > experts:
+            wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
         if self.use_compile and self.parallel == "fsdp":
             wrong.append("--use_compile 1 does not go with --parallel fsdp; leave one of them out")
         if self.optimizer == "muon" and self.parallel == "fsdp":
@@ -286,13 +298,6 @@ def add_flags(
         default = int(each.default) if isinstance(each.default, bool) else each.default
         shown = "" if default is None or default == "" else f" (default: {default} {each.unit}".rstrip() + ")"
         parser.add_argument(f"--{each.name}", help=(each.help + shown).replace("%", "%%"), **options)
-
-
-def add_trained_model_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of tools that use trained weights: which weights, their shape, where to run."""
-    parser.add_argument("--weight", default="full_sft", help="name of the weights in --save_dir")
-    names = ("hidden_size", "num_hidden_layers", "use_moe", "save_dir", "tokenizer_path", "device")
-    add_flags(parser, (settings_of(StageArgs)[name] for name in names))
 
 
 def add_grouped_flags(parser: Parser, args_class: type) -> None:

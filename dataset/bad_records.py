@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TextIO
 
-from dataset.data_files import Block
+from dataset.blocks import Block
 
 
 class BadRecords:

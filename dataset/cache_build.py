@@ -18,13 +18,22 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from common.errors import UserError
-from dataset import data_files
+from dataset import blocks
 from dataset.bad_records import BadRecords, bad_records_message
-from dataset.data_files import Block, iter_blocks
+from dataset.blocks import Block
+from dataset.data_files import iter_blocks
+from dataset.formats import BELOW, LABELS, PREFERENCE, TOOLS
+from dataset.json_records import short
+from dataset.messages import MEDIA
 from dataset.packing import pack
 from dataset.tokenizing import BlockTokenizer, Samples, TokenizerSpec
 from dataset.worker_pool import Results, in_processes
 
+MOST_FIELDS = 100  # of the fields that nothing reads, the most frequent ones stand in the report
+SHOWN_FIELDS = 12  # and fewer in its text
+# Fields that are likely to change what a record means, wherever they are not read.
+MEANINGFUL = MEDIA.union(LABELS, PREFERENCE, BELOW, TOOLS, ("labels", "history", "weight", "loss_weight"))
+MEANINGFUL |= {"reasoning", "thinking", "mask"}  # of messages
 SMALL = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
 
 
@@ -64,7 +73,14 @@ class ArrayFile:
 
 
 def build_arrays(
-    folder: Path, paths: list[str], spec: TokenizerSpec, kind: str, max_length: int, num_proc: int, skip_bad: bool
+    folder: Path,
+    paths: list[str],
+    spec: TokenizerSpec,
+    kind: str,
+    max_length: int,
+    num_proc: int,
+    skip_bad: bool,
+    text_separator: str = "",
 ) -> dict:
     """Tokenise the files into `folder` (an existing, empty one) and return the report.
 
@@ -73,20 +89,21 @@ def build_arrays(
     """
     total = sum(os.path.getsize(path) for path in paths)
     tokenizer = BlockTokenizer(spec, kind, max_length)  # also validates the tokenizer
-    num_proc = min(num_proc, 1 + total // data_files.BLOCK_BYTES)
+    num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
     parallel = num_proc > 1 and total > SMALL and not multiprocessing.current_process().daemon
     tokenised = in_processes if parallel else _in_this_process
-    counts, check_only = Counter(), threading.Event()
+    counts, unused, check_only = Counter(), Counter(), threading.Event()
     with ExitStack() as stack:
         files = _array_files(folder, kind, tokenizer.dtype)
         for file in files.values():
             stack.callback(file.close)
         progress = stack.enter_context(closing(Progress(total)))
         bad = stack.enter_context(closing(BadRecords(folder / "bad_records.txt")))
-        blocks = iter_blocks(paths)
-        results = stack.enter_context(closing(tokenised(blocks, tokenizer, num_proc, check_only, folder)))
+        unread = iter_blocks(paths, text_separator)
+        results = stack.enter_context(closing(tokenised(unread, tokenizer, num_proc, check_only, folder)))
         for block, samples in results:
             counts.update(samples.counts)
+            unused.update(samples.unused_fields)
             bad.add(block, samples.bad)
             if bad.count and not skip_bad:
                 check_only.set()  # only count the remaining bad records
@@ -101,7 +118,8 @@ def build_arrays(
             file.finish()
     lengths = np.diff(np.load(folder / "offsets.npy")).astype(np.min_scalar_type(max_length))
     _write_rows(folder, lengths, max_length)
-    return _report(lengths, kind, max_length, counts, bad, len(paths))
+    report = _report(lengths, kind, max_length, counts, bad, len(paths))
+    return {**report, "unused_fields": dict(sorted(unused.items(), key=lambda item: (-item[1], item[0]))[:MOST_FIELDS])}
 
 
 def _array_files(folder: Path, kind: str, token_dtype: np.dtype) -> dict[str, ArrayFile]:
@@ -151,7 +169,8 @@ def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, ba
     if kind == "pretrain":
         own = {"documents": 0, "empty_documents": 0, "documents_split": 0}
     else:
-        own = {"conversations": 0, "cut_at_turn": 0, "cut_inside_turn": 0}
+        own = {"conversations": 0, "masked_turns": 0, "labelled_good": 0, "labelled_bad": 0}
+        own |= {"cut_at_turn": 0, "cut_inside_turn": 0}
     names = ["records", *own, "dropped_without_label", "samples", "tokens", "targets", "target_bytes"]
     shares = (1, 10, 25, 50, 75, 90, 99, 100)
     return {
@@ -180,24 +199,52 @@ def format_report(report: dict) -> str:
     else:
         cuts = f"cut after a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
         lines.append(f"  conversations {r['conversations']:,}, {cuts}")
+        if r["masked_turns"]:
+            lines.append(f"  turns of the assistant marked as not to be trained {r['masked_turns']:,}")
+        if r["labelled_good"] + r["labelled_bad"]:
+            good = f"{r['labelled_good']:,} good answers are trained as SFT data"
+            lines.append(f"  labels (KTO): {good}, {r['labelled_bad']:,} bad ones are left out")
     lines.append(f"  dropped for lack of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
     share = r["targets"] / r["tokens"]
     lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})")
     lengths = ", ".join(f"{share} % {length:,}" for share, length in r["length_percentiles"].items())
     lines.append(f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}")
     lines.append(f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens")
-    return "\n".join(lines)
+    return "\n".join(lines + _about_unused(r["unused_fields"]))
+
+
+def _about_unused(fields: dict[str, int]) -> list[str]:
+    """The lines of the report about fields that nothing reads."""
+    names = list(fields)
+    told = ", ".join(f"{_printable(name)} {fields[name]:,}" for name in names[:SHOWN_FIELDS])
+    more = f", and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
+    lines = [f"  unused fields: {told}{more}"] if names else []
+    grave = [_printable(name) for name in names if name.rsplit(".", 1)[-1] in MEANINGFUL]
+    if grave:
+        lines.append(f"  warning: {', '.join(grave)} may change what a record means, and nothing reads them")
+    return lines
+
+
+def _printable(name: str) -> str:
+    return short(name)[1:-1] if not name.isprintable() or len(name) > 40 else name
 
 
 def _nothing_left(paths: list[str], counts: Counter, bad: BadRecords) -> str:
     if bad.count and bad.count == counts["records"]:
         return f"every one of the {bad.count} records is bad; the first: {bad.first_text}"
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
-    also_bad = f", {bad.count} are bad, the first: {bad.first_text}" if bad.count else ""
+    reasons = {
+        "have no label within --max_seq_len": counts["dropped_without_label"],
+        "are empty": counts["empty_documents"],
+        "are labelled as bad answers": counts["labelled_bad"],
+        f"are bad, the first: {bad.first_text}": bad.count,
+    }
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    masked = counts["masked_turns"]
+    told = f"; {masked} turns are marked as not to be trained" if masked else ""
     return (
         f"{where}: none of the {counts['records']} records gives a sample with something to train on "
-        f"({counts['dropped_without_label']} have no label within --max_seq_len, {counts['empty_documents']} are "
-        f"empty{also_bad}); raise --max_seq_len or check the data with python -m dataset.inspect"
+        f"({why}{told}); raise --max_seq_len or check the data with python -m dataset.inspect"
     )
 
 

@@ -1,4 +1,5 @@
-"""Which tokens of a conversation are targets: every assistant turn, with its end-of-turn token.
+"""Which tokens of a conversation are targets: every assistant turn, with its end-of-turn token, unless the data say
+that it must not be trained.
 
 The chat template decides where these are. If it has `{% generation %}` marks, transformers reports the characters
 inside them while rendering; no token patterns are searched for, so a user who writes `<|im_start|>assistant` is not
@@ -33,7 +34,7 @@ class ChatTemplate:
         self.special_tokens = special_tokens
 
     def render(self, chat: Chat) -> Rendered:
-        """Render the conversation.
+        """Render the conversation; the spans are of the assistant's turns that may be trained.
 
         Raises BadRecord if the template refuses the conversation, UserError if the turns cannot be located.
         """
@@ -42,8 +43,10 @@ class ChatTemplate:
         if template is None:
             raise UserError(f"the tokenizer has chat templates named {sorted(self.templates)}, none named 'default'")
         if GENERATION_MARK.search(template):
-            return self._rendered(template, chat.messages, chat.tools, return_assistant_tokens_mask=True)
-        return self._render_by_prefixes(template, chat)
+            text, spans = self._rendered(template, chat.messages, chat.tools, return_assistant_tokens_mask=True)
+        else:
+            text, spans = self._render_by_prefixes(template, chat)
+        return text, _without(chat, spans) if chat.masked else spans
 
     def _rendered(self, template: str, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
         options |= {"tools": tools, "chat_template": template, **self.special_tokens}
@@ -83,6 +86,17 @@ class ChatTemplate:
         """Whether the template writes a header, such as the role's name, before the assistant's text."""
         first = (message.get("reasoning_content") or message["content"]).strip()
         return not first or not turn.lstrip().startswith(first)
+
+
+def _without(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans of the assistant's turns without those of turns that must not be trained."""
+    spoken = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    if len(spans) != len(spoken):
+        raise UserError(
+            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns of the "
+            f"assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
+        )
+    return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 
 
 def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

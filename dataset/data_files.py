@@ -1,44 +1,56 @@
 """Finds the files of a `--data_path` and reads them in blocks, which workers parse independently.
 
-Files: JSONL (plain or .gz), `.json` with either JSON Lines or one array, and Parquet.
-Line numbers count from 1; for Parquet they are row numbers, from 1.
+Files: JSONL, `.json` with either JSON Lines or one array, CSV, TSV and plain text, each also as .gz or .zst; Parquet,
+Arrow and Feather; folders written by `datasets.save_to_disk`.
+Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1.
 """
 
 import glob
-import gzip
+import json
 import os
-import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError, reason
-from dataset.json_records import BOM, BadRecord, check_value, decoder, not_an_object, not_utf8, parse_line
+from dataset.blocks import COMPRESSED, Block
+from dataset.json_files import array_blocks, line_blocks, line_records, starts_an_array
+from dataset.json_records import BOM, BadRecord, not_an_object
+from dataset.table_files import arrow_blocks, csv_blocks, parquet_blocks
+from dataset.text_files import text_blocks, text_records
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-COLUMNS = {"text", "conversations", "messages", "instruction", "input", "output", "system", "history", "tools"}
-BLOCK_BYTES = 1 << 20  # large enough to outweigh the cost of passing it to a worker, small enough for memory
-BLOCK_ROWS = 1024
-DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive, unparsed records of one file: what a worker gets at a time."""
-
-    file: int  # index into the list of files
-    path: str
-    first: int  # line or row of its first record
-    data: bytes | list  # raw lines; or [(line, record)] where the file can only be read by parsing it
-    size: int  # bytes of the file that it covers, for the progress
+PLAIN_TEXT = ".txt"
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", PLAIN_TEXT)
+TABLES = (".parquet", ".arrow", ".feather")
+DATA = f"*{', *'.join(SUFFIXES)} (also {' or '.join(COMPRESSED)}), *{', *'.join(TABLES)}"
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of data, of `datasets`
 
 
-def expand_paths(data_path: str | os.PathLike | Sequence[str]) -> list[str]:
+def file_kind(path: str | os.PathLike) -> str:
+    """The suffix that tells how a file is read, without that of a compression; any other file is JSON Lines."""
+    name = os.path.basename(os.fspath(path)).lower()
+    if name.endswith(TABLES):
+        return name[name.rindex(".") :]
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
+def how_read(path: str, text_separator: str) -> str:
+    """What decides, beside its bytes, which records a file holds; empty for the kinds that tell it themselves."""
+    kind = file_kind(path)
+    if kind == PLAIN_TEXT:
+        return f"{kind} {text_separator.strip()!r} "
+    return f"{kind} " if kind in (".csv", ".tsv") else ""
+
+
+def expand_paths(data_path: str | os.PathLike | Sequence[str], plain_text: bool = True) -> list[str]:
     """The files of `data_path`: files, globs and folders (searched recursively), separated by commas.
 
     The parts keep their order; within a glob or folder the paths are sorted. A file named twice is read once. A path
-    that exists as typed is never read as a pattern or a list.
-    Raises UserError for a missing or empty file and for a pattern or folder without data.
+    that exists as typed is never read as a pattern or a list. Plain text and records are not searched for together: a
+    folder that holds both is refused, or without `plain_text` only its records are taken.
+    Raises UserError for a missing or empty file, for a pattern or folder without data, and for unwanted plain text.
     """
     if isinstance(data_path, (str, os.PathLike)):
         typed = os.fspath(data_path)
@@ -49,21 +61,19 @@ def expand_paths(data_path: str | os.PathLike | Sequence[str]) -> list[str]:
         raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
     files: dict[str, str] = {}
     for part in parts:
-        for path in _expand_one(os.path.expanduser(part)):
+        for path in _expand_one(os.path.expanduser(part), plain_text):
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():
         if os.path.getsize(path) == 0:
             raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
+        if file_kind(path) == PLAIN_TEXT and not plain_text:
+            raise UserError(f"{path} is plain text, which only pretraining takes; SFT needs conversations")
     return list(files.values())
 
 
-def _expand_one(part: str) -> list[str]:
+def _expand_one(part: str, plain_text: bool) -> list[str]:
     if os.path.isdir(part):
-        found = [path for path in Path(part).rglob("*") if path.name.endswith(SUFFIXES) and path.is_file()]
-        found = [path for path in found if not any(name.startswith(".") for name in path.relative_to(part).parts)]
-        if not found:
-            raise UserError(f"{part} is a folder without data; it must hold files named *{', *'.join(SUFFIXES)}")
-        return sorted(str(path) for path in found)
+        return _choose(part, sorted(map(str, _files_of_folder(Path(part)))), plain_text)
     if os.path.exists(part):
         return [part]
     found = [path for path in glob.glob(part, recursive=True) if os.path.isfile(path)]
@@ -73,149 +83,106 @@ def _expand_one(part: str) -> list[str]:
     return sorted(found)
 
 
-def iter_blocks(paths: Sequence[str]) -> Iterator[Block]:
-    """Read the files one after another as blocks of raw records. Raises UserError where a file cannot be read."""
+def _choose(folder: str, found: list[str], plain_text: bool) -> list[str]:
+    """The files of a folder to read, so that a README.txt beside the data is not trained in silence."""
+    texts = [path for path in found if file_kind(path) == PLAIN_TEXT]
+    records = [path for path in found if file_kind(path) != PLAIN_TEXT]
+    if texts and records and plain_text:
+        wanted = os.path.join(folder, "**", f"*{file_kind(records[0])}")
+        raise UserError(
+            f"{folder} holds both plain text ({texts[0]}) and records ({records[0]}); say which to read with a "
+            f"pattern, such as --data_path '{wanted}'"
+        )
+    if not found:
+        raise UserError(f"{folder} is a folder without data; it must hold files named {DATA}")
+    return found if plain_text else records or texts
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    """The data files below a folder, without hidden ones; those that a saved dataset consists of."""
+    saved = _files_of_saved_dataset(folder)
+    if saved is not None:
+        return saved
+    found = []
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            found += _files_of_folder(path)
+        elif path.is_file() and file_kind(path) and path.name not in DESCRIPTIONS:
+            found.append(path)
+    return found
+
+
+def _files_of_saved_dataset(folder: Path) -> list[Path] | None:
+    """The files of a folder that `datasets.save_to_disk` wrote, of several splits those of `train`; else None."""
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = json.loads(splits.read_bytes())["splits"]
+            if "train" not in names:
+                raise UserError(f"{folder} holds the splits {', '.join(names)}; name one of them: {folder / names[0]}")
+            return _files_of_folder(folder / "train")
+        if not state.is_file() or not list(folder.glob("*.arrow")):
+            return None
+        content = json.loads(state.read_bytes())
+        if content.get("_indices_data_files"):
+            raise UserError(f"{folder} holds a selection of rows, not the rows; save it with a newer `datasets`")
+        return [folder / entry["filename"] for entry in content["_data_files"]]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{folder}: its {splits.name} or {state.name} is damaged ({reason(error)}); save it again"
+        ) from error
+
+
+def describe_files(paths: Sequence[str]) -> str:
+    """Which files are read, in a line."""
+    kinds = Counter(file_kind(path) or "other" for path in paths)
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+    more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
+    return f"data: {counts} ({', '.join(paths[:5])}{more})"
+
+
+def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Block]:
+    """Read the files one after another as blocks of raw records. Raises UserError where a file cannot be read.
+
+    text_separator: the line that separates documents in plain text; empty for one document per file.
+    """
     for index, path in enumerate(paths):
         try:
-            yield from _blocks_of_file(index, path)
+            yield from _blocks_of_file(index, path, text_separator)
         except OSError as error:
             why = error.strerror or reason(error)
             raise UserError(f"{path} cannot be read ({why}); check the file or remove it from --data_path") from error
 
 
-def _blocks_of_file(index: int, path: str) -> Iterator[Block]:
-    if path.endswith(".parquet"):
-        blocks = _parquet_blocks(index, path)
-    elif path.endswith((".json", ".json.gz")) and _starts_an_array(path):
-        blocks = _array_blocks(index, path)
+def _blocks_of_file(index: int, path: str, text_separator: str) -> Iterator[Block]:
+    kind = file_kind(path)
+    if kind == ".parquet":
+        found = parquet_blocks(index, path)
+    elif kind in TABLES:
+        found = arrow_blocks(index, path)
+    elif kind in (".csv", ".tsv"):
+        found = csv_blocks(index, path, delimiter="," if kind == ".csv" else "\t")
+    elif kind == PLAIN_TEXT:
+        found = text_blocks(index, path, text_separator)
+    elif kind == ".json" and starts_an_array(path):
+        found = array_blocks(index, path)
     else:
-        blocks = _line_blocks(index, path)
+        found = line_blocks(index, path)
     empty = True
-    for block in blocks:
+    for block in found:
         empty = empty and not (block.data.replace(BOM, b"").strip() if isinstance(block.data, bytes) else block.data)
         yield block
     if empty:
         raise UserError(f"{path} holds no record; remove it from --data_path or write it again")
 
 
-def _open(path: str):
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
-
-
-def _line_blocks(index: int, path: str) -> Iterator[Block]:
-    """Blocks that end at a line end."""
-    line, done = 1, 0
-    with _open(path) as file:
-        stored = getattr(file, "fileobj", file)  # of a .gz the compressed file: progress counts its bytes
-        while True:
-            try:
-                data = file.read(BLOCK_BYTES)
-                data += file.readline() if data else b""
-            except DAMAGED_GZIP as error:
-                why = f"after this line the .gz file is damaged or cut off ({error}); get it again"
-                raise UserError(f"{path}:{line}: {why}") from error
-            if not data:
-                return
-            position = stored.tell()
-            yield Block(index, path, line, data, position - done)
-            done, line = position, line + data.count(b"\n")
-
-
-def _parquet_blocks(index: int, path: str) -> Iterator[Block]:
-    import pyarrow.parquet  # only where Parquet is used
-
-    row = 1
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            columns = [name for name in table.schema_arrow.names if name in COLUMNS]
-            if len(set(columns)) < len(columns):
-                raise UserError(f"{path}: two columns have the same name ({', '.join(columns)}); write it again")
-            bytes_per_row = os.path.getsize(path) / max(1, table.metadata.num_rows)
-            # Without any known column all are read, so that the error can list the keys.
-            for batch in table.iter_batches(BLOCK_ROWS, columns=columns or None):
-                rows = list(enumerate(batch.to_pylist(), row))
-                yield Block(index, path, row, rows, round(len(rows) * bytes_per_row))
-                row += len(rows)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # damaged, or no Python type for a value
-        raise UserError(
-            f"{path}:{row}: unreadable Parquet from this row on ({reason(error)}); write it again"
-        ) from error
-
-
-def _starts_an_array(path: str) -> bool:
-    try:
-        with _open(path) as file:
-            return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
-    except DAMAGED_GZIP:
-        return False  # reading it as lines reports the damage
-
-
-def _array_blocks(index: int, path: str) -> Iterator[Block]:
-    """A `.json` file that holds one array of records, which must be read at once: only JSON Lines can be streamed."""
-    try:
-        with _open(path) as file:
-            raw = file.read().removeprefix(BOM)
-        text = raw.decode("utf-8")
-    except DAMAGED_GZIP as error:
-        raise UserError(f"{path} is damaged or cut off ({error}); get it again") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}:{error.object.count(10, 0, error.start) + 1}: {not_utf8(error)}") from error
-    rows = list(_array_records(path, text))
-    for start in range(0, len(rows), BLOCK_ROWS):
-        part = rows[start : start + BLOCK_ROWS]
-        yield Block(index, path, part[0][0], part, os.path.getsize(path) * len(part) // len(rows))
-
-
-def _array_records(path: str, text: str) -> Iterator[tuple[int, object]]:
-    """Yield (line, record) of a JSON array. What follows a syntax error is unreliable, so it always stops there."""
-    line, counted, position = 1, 0, text.index("[") + 1
-    separator = ""
-    while True:
-        position = _skip_blanks(text, position)
-        if separator and text.startswith(separator, position):
-            position = _skip_blanks(text, position + 1)
-        elif separator and not text.startswith("]", position):
-            raise UserError(f"{path}:{line}: after this record a ',' or ']' is missing; the array looks cut off")
-        elif text.startswith("]", position):
-            _check_end(path, text, position + 1)
-            return
-        line, counted = line + text.count("\n", counted, position), position
-        try:
-            record, position = decoder.raw_decode(text, position)
-            check_value(record)
-        except (BadRecord, ValueError, RecursionError) as error:
-            why = str(error).split(": line")[0]
-            raise UserError(f"{path}:{line}: not a valid JSON array from this line on ({why}); fix it") from error
-        yield line, record
-        separator = ","
-
-
-def _check_end(path: str, text: str, end: int) -> None:
-    """Raise UserError if anything but blanks follows the array: it would be ignored silently."""
-    position = _skip_blanks(text, end)
-    if position < len(text):
-        line = text.count("\n", 0, position) + 1
-        raise UserError(f"{path}:{line}: the array has ended before this; a .json file holds one array, or JSON Lines")
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    while text[position : position + 1] in (" ", "\t", "\r", "\n"):
-        position += 1
-    return position
-
-
 def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
     """Yield (line or row, record) for each record of a block; an unusable one is replaced by its BadRecord."""
-    if isinstance(block.data, list):
-        for line, record in block.data:
-            yield line, record if isinstance(record, dict) else BadRecord(not_an_object(record))
+    if isinstance(block.data, bytes):
+        yield from line_records(block) if block.separator is None else text_records(block)
         return
-    lines = block.data.split(b"\n")
-    for offset, raw in enumerate(lines):
-        raw = raw.removeprefix(BOM).strip(b" \t\r")
-        if not raw:
-            continue
-        try:
-            yield block.first + offset, parse_line(raw, last=offset == len(lines) - 1)
-        except BadRecord as error:
-            yield block.first + offset, error
+    for line, record in block.data:
+        usable = isinstance(record, (dict, BadRecord))
+        yield line, record if usable else BadRecord(not_an_object(record))

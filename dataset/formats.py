@@ -1,26 +1,37 @@
 """What a record must look like: a text (pretraining) or a conversation (SFT).
 
-pretrain  {"text": str}
-SFT       {"conversations" | "messages": [{"role", "content", optional "reasoning_content", "tools", "tool_calls"}]}
-          ShareGPT: {"conversations": [{"from", "value"}]}, optional "system" and "tools" beside it
-          Alpaca: {"instruction", "output", optional "input", "system", "history": [[question, answer], ...]}
+pretrain  {"text"}
+SFT       {"conversations" | "messages": [...]}, with messages in any spelling of dataset/messages.py;
+          or a question and its answer: {"instruction", "output"} (Alpaca), {"prompt", "completion"} (TRL) and the
+          other pairs of ANSWERS, optional "input" or "context" (below the question) and "history": [[question,
+          answer], ...]; beside either, optional "system" or "system_prompt", "tools" or "functions"
 
-Other keys are ignored.
+Data of another stage (preferences) or another kind of model (images) are refused. What nothing reads is counted.
 """
 
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
-from dataset.json_records import BadRecord, check_value, decoder, keys_of, kind_of, short
+from dataset.fields import objects_of, switch_of, text_of
+from dataset.json_records import BadRecord, keys_of, kind_of, short
+from dataset.messages import MEDIA, Turn, parse_message, refuse_media, unused_message_fields
 
-CHAT_KEYS = ("conversations", "messages", "instruction")
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
+LISTS = ("conversations", "messages")
+ANSWERS = {
+    "instruction": ("output", "response"),
+    "prompt": ("completion", "response"),
+    "question": ("answer", "response"),
+    "query": ("response", "answer"),
 }
+BELOW = ("input", "context")
+SYSTEM = ("system", "system_prompt")
+TOOLS = ("tools", "functions")
+LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
+WIDER = ("train_on_inputs", "train_on_prompt")  # switches that would train more than the assistant's turns
+PREFERENCE = ("chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response")
+PREFERENCE += ("preferred_output", "non_preferred_output")
+BESIDE = MEDIA.union(SYSTEM, TOOLS, LABELS, WIDER, PREFERENCE, ["mask_history"])
+COLUMNS = BESIDE.union(["text", "history"], LISTS, ANSWERS, BELOW, *ANSWERS.values())  # all that anything reads
 
 
 class Chat(NamedTuple):
@@ -28,92 +39,117 @@ class Chat(NamedTuple):
 
     messages: list[dict]
     tools: list[dict] | None
+    masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
+    is_good: bool | None = None  # a KTO record's label; a bad answer must not be trained
 
 
 def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
     if "text" not in record:
-        hint = "is this SFT data? " if any(key in record for key in CHAT_KEYS) else ""
+        _refuse_preferences(record)
+        is_chat = any(record.get(key) is not None for key in (*LISTS, *ANSWERS))
+        hint = "is this SFT data? " if is_chat else ""
         raise BadRecord(f"no 'text' in this record (its keys: {keys_of(record)}); {hint}write {{\"text\": ...}}")
-    return _text(record, "text")
+    return text_of(record, "text")
 
 
 def to_chat(record: dict) -> Chat:
     """The conversation of an SFT record in any of the formats. Raises BadRecord."""
-    present = [key for key in CHAT_KEYS if record.get(key) is not None]
-    if len(present) > 1:
-        raise BadRecord(f"both '{present[0]}' and '{present[1]}' in one record; keep one of them")
-    if not present:
+    is_alone = BESIDE.isdisjoint(record)  # nothing that matters stands beside the conversation
+    if not is_alone:
+        _refuse_preferences(record)
+        refuse_media(record, "beside the conversation")
+    form = _form_of(record)
+    if not form:
         hint = "is this pretraining data? " if "text" in record else ""
         raise BadRecord(
             f"no 'conversations', 'messages' or 'instruction' in this record (its keys: {keys_of(record)}); "
             f'{hint}write {{"conversations": [{{"role": ..., "content": ...}}, ...]}}'
         )
-    if present == ["instruction"]:
-        return Chat(_check_order(_from_alpaca(record)), None)
-    items = record[present[0]]
-    if not isinstance(items, list):
-        raise BadRecord(f"'{present[0]}' is {kind_of(items)} instead of a list of messages")
-    if not items:
-        raise BadRecord(f"'{present[0]}' is an empty list; write messages into it or remove the line")
-    messages = [_message(item, f"message {number}") for number, item in enumerate(items, 1)]
-    if record.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(record, "system")})
-    tools = [message.pop("tools") for message in messages if "tools" in message]
-    if record.get("tools"):
-        tools.append(_objects(record["tools"], "'tools'"))
+    turns = _turns(record, form[0]) if len(form) == 1 else _from_pair(record, *form)
+    tools = [turn.tools for turn in turns if turn.tools]
+    if not is_alone:
+        turns = _masked(record, _with_system(record, turns))
+        tools += [found for key in TOOLS if (found := objects_of(record.get(key), f"'{key}'"))]
     if len(tools) > 1:
         raise BadRecord("'tools' are given more than once; keep one list of them")
-    return Chat(_check_order(messages), tools[0] if tools else None)
+    messages = [turn.message for turn in turns]
+    _check_order(messages)
+    masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
+    return Chat(messages, tools[0] if tools else None, masked, None if is_alone else _label(record))
 
 
-def _message(item: object, where: str) -> dict:
-    """A message (`role`/`content`, or ShareGPT's `from`/`value`) as role, content and extras."""
-    if not isinstance(item, dict):
-        raise BadRecord(f"{where} is {kind_of(item)} instead of an object with 'role' and 'content'")
-    is_sharegpt = item.get("role") is None and item.get("from") is not None
-    typed = item.get("from" if is_sharegpt else "role")
-    role = SHAREGPT_ROLES.get(typed, typed) if isinstance(typed, str) else typed
-    if role is None:
-        raise BadRecord(f"{where} has no 'role' (its keys: {keys_of(item)}); write one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise BadRecord(f"{where} has the unknown role {short(typed)}; known are {', '.join(ROLES)}")
-    key = "value" if is_sharegpt else "content"
-    if typed == "function_call":
-        return {"role": role, "content": "", "tool_calls": _objects(item.get(key), f"'{key}' of {where}", "name")}
-    calls = _objects(item["tool_calls"], f"'tool_calls' of {where}", "name") if item.get("tool_calls") else None
-    if calls and role != "assistant":
-        raise BadRecord(f"{where} has 'tool_calls' but the role {role}; only the assistant calls tools")
-    only_calls = bool(calls) and item.get(key) is None  # such a turn may lack the content
-    message: dict[str, Any] = {"role": role, "content": "" if only_calls else _text(item, key, f" of {where}")}
-    if calls:
-        message["tool_calls"] = calls
-    if item.get("reasoning_content") is not None:
-        message["reasoning_content"] = _text(item, "reasoning_content", f" of {where}")
-    if item.get("tools"):
-        message["tools"] = _objects(item["tools"], f"'tools' of {where}")
-    for extra in ("name", "tool_call_id"):
-        if item.get(extra) is not None:
-            message[extra] = _text(item, extra, f" of {where}")
-    return message
+def _form_of(record: dict) -> tuple[str, ...]:
+    """The fields that hold the conversation: a list of messages, or a question and its answer; () if there is none."""
+    found: list[tuple[str, ...]] = [(key,) for key in LISTS if record.get(key) is not None]
+    unanswered: list[tuple[str, ...]] = []
+    for question, answers in ANSWERS.items():
+        if record.get(question) is not None:
+            answer = next((key for key in answers if record.get(key) is not None), None)
+            (found if answer else unanswered).append((question, answer or answers[0]))
+    if len(found) > 1:
+        raise BadRecord(f"both '{found[0][0]}' and '{found[1][0]}' in one record; keep one of them")
+    return (*found, *unanswered, ())[0]
 
 
-def _from_alpaca(record: dict) -> list[dict]:
-    messages = [{"role": "system", "content": _text(record, "system")}] if record.get("system") else []
+def _refuse_preferences(record: dict) -> None:
+    found = [f"'{key}'" for key in PREFERENCE if record.get(key)]
+    if found:
+        raise BadRecord(
+            f"{' and '.join(found)}: a preference file (DPO), which is another stage; "
+            f"for SFT write the good answer as the last message and remove the other one"
+        )
+
+
+def _turns(record: dict, key: str, prefix: str = "") -> list[Turn]:
+    """A list of messages."""
+    items = record[key]
+    if not isinstance(items, list):
+        raise BadRecord(f"'{key}' is {kind_of(items)} instead of a list of messages")
+    if not items:
+        raise BadRecord(f"'{key}' is an empty list; write messages into it or remove the line")
+    return [parse_message(item, f"{prefix}message {number}") for number, item in enumerate(items, 1)]
+
+
+def _from_pair(record: dict, question: str, answer: str) -> list[Turn]:
+    """The turns of a question and its answer. Of TRL's conversational pairs only the completion is trained."""
     history = record.get("history") or []
     if not isinstance(history, list):
         raise BadRecord(f"'history' is {kind_of(history)} instead of a list of [question, answer]")
+    turns = []
     for number, turn in enumerate(history, 1):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)):
             raise BadRecord(f"turn {number} of 'history' is not [question, answer], both of them text")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    question = _text(record, "instruction")
-    if record.get("input"):
-        question += "\n" + _text(record, "input")
-    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": _text(record, "output")}]
+        turns += [_text_turn("user", turn[0]), _text_turn("assistant", turn[1])]
+    below = [text_of(record, key) for key in BELOW if record.get(key)]
+    if question == "prompt" and isinstance(record[question], list):
+        if turns or below:
+            raise BadRecord("'prompt' is a list of messages, so 'history', 'input' and 'context' belong into it")
+        turns = [
+            turn._replace(is_masked=turn.message["role"] == "assistant")
+            for turn in _turns(record, question, "prompt's ")
+        ]
+    else:
+        turns.append(_text_turn("user", "\n".join([text_of(record, question), *below])))
+    if answer == "completion" and isinstance(record.get(answer), list):
+        return turns + _turns(record, answer, "completion's ")
+    return [*turns, _text_turn("assistant", text_of(record, answer))]
 
 
-def _check_order(messages: list[dict]) -> list[dict]:
+def _text_turn(role: str, text: str) -> Turn:
+    return Turn({"role": role, "content": text}, [])
+
+
+def _with_system(record: dict, turns: list[Turn]) -> list[Turn]:
+    """The turns with the system message that stands beside them, unless it repeats one of theirs."""
+    for key in SYSTEM:
+        if record.get(key):
+            turn = _text_turn("system", text_of(record, key))
+            turns = turns if turn.message in [other.message for other in turns] else [turn, *turns]
+    return turns
+
+
+def _check_order(messages: list[dict]) -> None:
     roles = [message["role"] for message in messages]
     if roles.count("system") > 1:
         raise BadRecord("two system messages in one conversation; join them into one")
@@ -121,31 +157,48 @@ def _check_order(messages: list[dict]) -> list[dict]:
         raise BadRecord("the system message is not the first one; move it to the front")
     if "assistant" not in roles:
         raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
-    return messages
 
 
-def _text(record: dict, key: str, where: str = "") -> str:
-    if key not in record:
-        raise BadRecord(f"no '{key}'{where} (its keys: {keys_of(record)}); add it")
-    value = record[key]
-    if not isinstance(value, str):
-        raise BadRecord(f"'{key}'{where} is {kind_of(value)} instead of text; write it as a string or remove the line")
-    return value
+def _masked(record: dict, turns: list[Turn]) -> list[Turn]:
+    """The turns after the switches that stand beside the conversation."""
+    for key in WIDER:
+        if switch_of(record, key):
+            raise BadRecord(f"'{key}' asks to train the user's text too; only the assistant is trained: remove it")
+    if switch_of(record, "mask_history"):
+        spoken = [index for index, turn in enumerate(turns) if turn.message["role"] == "assistant"]
+        turns = [turn._replace(is_masked=True) if index in spoken[:-1] else turn for index, turn in enumerate(turns)]
+    return turns
 
 
-def _objects(value: object, where: str, name: str | None = None) -> list[dict]:
-    """A list of JSON objects, given as such or as JSON text; `name`: a key that each (or its function) must have."""
-    if isinstance(value, str):
-        try:
-            value = decoder.decode(value)
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"{where} does not parse as JSON ({str(error).split(': line')[0]})") from None
-        check_value(value)
-    value = [value] if isinstance(value, dict) else value
-    if not (isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value)):
-        raise BadRecord(f"{where} is {kind_of(value)} instead of a list of JSON objects")
-    for entry in value:
-        function = entry.get("function", entry)
-        if name and not (isinstance(function, dict) and isinstance(function.get(name), str)):
-            raise BadRecord(f'{where} holds a call without a \'{name}\'; write {{"name": ..., "arguments": {{...}}}}')
-    return value
+def _label(record: dict) -> bool | None:
+    """A KTO record's label; a `label` that is neither true nor false means something else and is not read."""
+    for key in LABELS:
+        value = record.get(key)
+        if isinstance(value, str):  # of a CSV file
+            value = {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, bool):
+            return value
+        if key == "kto_tag" and value not in (None, ""):
+            raise BadRecord(f"'kto_tag' is {short(value)} instead of true (a good answer) or false (a bad one)")
+    return None
+
+
+@cache
+def _known(form: tuple[str, ...]) -> frozenset[str]:
+    """The fields that a record of this form may have."""
+    return BESIDE.union(form, () if len(form) == 1 else (*BELOW, "history"))
+
+
+def unused_fields(record: dict, kind: str) -> list[str]:
+    """Names of the fields of an accepted record that nothing reads; those of its messages as `messages.name`."""
+    if kind == "pretrain":
+        return [key for key, value in record.items() if key != "text" and value is not None]
+    form = _form_of(record)
+    known = _known(form)
+    names = [key for key, value in record.items() if key not in known and value is not None]
+    if record.get("label") is not None and _label(record) is None:
+        names.append("label")
+    for key in form:
+        if isinstance(record[key], list):
+            names += [f"{key}.{name}" for name in unused_message_fields(record[key])]
+    return names

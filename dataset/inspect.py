@@ -1,78 +1,105 @@
-"""Shows, token by token, what is a target and what is masked, and the report of lengths, cuts and drops.
+"""Shows what is a target and what is masked, and the report of lengths, cuts and drops.
 
     python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 2
-    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 1 --packing 1
+    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 1 --packing 1 --table 1
+    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 50 --html out/samples.html
 
-On a terminal the targets are green. Start it with -m as above: run as a file, it would shadow Python's own `inspect`.
+Samples are shown as running text, in which targets are green, or without colours stand between ⟦ and ⟧; with --table 1
+token by token. Start it with -m as above: run as a file, it would shadow Python's own `inspect`.
 """
 
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Iterator
-
-import numpy as np
+from pathlib import Path
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError
+from common.durable_files import atomic_write
+from common.errors import UserError, say
+from dataset.data_files import describe_files
+from dataset.inspect_page import page
 from dataset.lm_dataset import TokenDataset
 from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
+from dataset.token_text import describe_sample, printable, token_texts
 
 GREEN, GREY, PLAIN = "\033[32m", "\033[90m", "\033[0m"
-
-
-def pieces(tokenizer, token_ids: list[int]) -> list[str]:
-    """The printable text of each token; a token that is only part of a character is shown by its vocabulary entry."""
-    entries = tokenizer.convert_ids_to_tokens(token_ids)
-    texts = [tokenizer.decode([token_id], clean_up_tokenization_spaces=False) for token_id in token_ids]
-    return [
-        f"<part {entry}>" if "\N{REPLACEMENT CHARACTER}" in text else repr(text)[1:-1]
-        for entry, text in zip(entries, texts, strict=True)
-    ]
 
 
 def table(tokenizer, sample: dict, colour: bool) -> Iterator[str]:
     """One line per token: position, id, target or not, text."""
     token_ids = sample["input_ids"].tolist()
-    for position, (token_id, is_target, text) in enumerate(
-        zip(token_ids, sample["loss_mask"], pieces(tokenizer, token_ids), strict=True)
-    ):
+    texts = token_texts(tokenizer, token_ids)
+    for position, (token_id, is_target, text) in enumerate(zip(token_ids, sample["loss_mask"], texts, strict=True)):
         line = f"{position:6d} {token_id:7d}  {'target' if is_target else '  .   '}  {text}"
         yield f"{GREEN if is_target else GREY}{line}{PLAIN}" if colour else line
 
 
-def show(dataset: TokenDataset, tokenizer, count: int, colour: bool) -> None:
+def running_text(tokenizer, sample: dict, colour: bool) -> Iterator[str]:
+    """The lines of a sample's text, with its targets marked. What a terminal would obey is escaped."""
+    shown = ""
+    tokens = zip(sample["input_ids"].tolist(), sample["loss_mask"].tolist(), strict=True)
+    for is_target, group in itertools.groupby(tokens, key=lambda token: token[1]):
+        token_ids = [token_id for token_id, _ in group]
+        text = printable(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        if colour:  # line by line, so that a pager shows it as well
+            mark = GREEN if is_target else GREY
+            text = "\n".join(f"{mark}{line}{PLAIN}" if line else "" for line in text.split("\n"))
+        shown += f"⟦{text}⟧" if is_target and not colour else text
+    yield from shown.split("\n")
+
+
+def show(dataset: TokenDataset, tokenizer, count: int, colour: bool, as_table: bool = False) -> None:
     """Print the first `count` items of the dataset, then its report."""
+    view = table if as_table else running_text
     for index in range(min(count, len(dataset))):
         row = dataset[index]
         if dataset.packing:
-            print(f"row {index}: {len(row)} samples, {sum(len(sample['input_ids']) for sample in row)} tokens")
+            say(f"row {index}: {len(row)} samples, {sum(len(sample['input_ids']) for sample in row)} tokens")
         for sample in row:
-            number = sample["sample_id"]
-            targets = int(np.sum(sample["loss_mask"]))
-            size = f"{len(sample['input_ids'])} tokens, {targets} targets of {sample['target_bytes']} bytes"
-            print(f"sample {number} from {dataset.cache.source(number)}: {size}")
-            for line in table(tokenizer, sample, colour):
-                print(line)
-            print()
-    print(format_report(dataset.cache.report))
-    if dataset.packing:
-        print(f"  {dataset.describe()}")
+            say(describe_sample(dataset.cache, sample))
+            for line in view(tokenizer, sample, colour):
+                say(line)
+            say("")
+    say(report_of(dataset))
+
+
+def report_of(dataset: TokenDataset) -> str:
+    """Which files were read, the report of the cache, and how full packed rows are."""
+    packing = f"\n  {dataset.describe()}" if dataset.packing else ""
+    return f"{describe_files(dataset.cache.files)}\n{format_report(dataset.cache.report)}{packing}"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write the page and tell where it is. Raises UserError."""
+    try:
+        atomic_write(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+    except UserError as error:
+        raise UserError(f"--html {path} cannot be written ({error.__cause__}); give another file") from error
+    say(f"written: {path}")
 
 
 def main() -> None:
-    """Read the options, build or open the cache, print."""
+    """Read the options, build or open the cache, print or write the page."""
     parser = Parser(prog="python -m dataset.inspect", description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")
     parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows")
+    parser.add_argument("--table", type=int, choices=(0, 1), default=0, help="show a table of the tokens")
+    parser.add_argument("--html", metavar="FILE", help="write the samples to a page for the browser instead")
     args = parser.parse_args()
     if args.samples < 0:
         raise UserError(f"--samples {args.samples} is negative; use 0 for the report alone")
+    if args.html is not None and not args.html.endswith((".html", ".htm")):
+        raise UserError(f"--html {args.html}: the name must end in .html, so that no other file is replaced by mistake")
     tokenizer = load_tokenizer(args.tokenizer_path)
     dataset = TokenDataset(cache_of_arguments(args, tokenizer), packing=bool(args.packing))
+    if args.html is not None:
+        write_page(Path(args.html), page(dataset, tokenizer, args.samples, report_of(dataset)))
+        return
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    show(dataset, tokenizer, args.samples, colour)
+    show(dataset, tokenizer, args.samples, colour, bool(args.table))
 
 
 if __name__ == "__main__":

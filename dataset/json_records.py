@@ -1,4 +1,4 @@
-"""Decodes and checks one line of JSON, with a readable error message for a bad record.
+"""Decodes and checks one record of JSON, with a readable error message for a bad record.
 
 Accepted silently: a UTF-8 byte order mark, CRLF line ends, blank lines, a last line without a line end.
 An escaped NUL (\\u0000) is a character like any other. Refused: a duplicate key in an object, of which JSON readers
@@ -7,8 +7,11 @@ limit depends on the depth of the call stack).
 """
 
 import json
+import re
+from contextlib import suppress
 from typing import Any
 
+CHINESE = re.compile("[\u4e00-\u9fff]")
 BOM = b"\xef\xbb\xbf"
 MAX_DEPTH = 100
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep; make the record flatter"
@@ -23,7 +26,7 @@ def parse_line(raw: bytes, last: bool = False) -> dict:
     try:
         record = decoder.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadRecord(not_utf8(error)) from None
+        raise BadRecord(not_utf8(raw, error.start)) from None
     except json.JSONDecodeError as error:
         cut = ", and the file ends here, so it looks cut off" if last else ""
         reason = f"{error.msg} at column {error.colno}"
@@ -40,6 +43,14 @@ def parse_line(raw: bytes, last: bool = False) -> dict:
     return record
 
 
+def check_element(record: object, raw: str) -> None:
+    """Check a record that was decoded from `raw`, in which bytes other than UTF-8 are escaped. Raises BadRecord."""
+    if not_text := escaped_bytes(raw):
+        raise BadRecord(not_text)
+    if raw.count("[") + raw.count("{") > MAX_DEPTH or "\\ud" in raw or "\\uD" in raw:
+        check_value(record)
+
+
 def check_value(value: object) -> None:
     """Raise BadRecord if lists and objects are nested deeper than MAX_DEPTH, or any text holds a lone surrogate."""
     level = [value]
@@ -53,6 +64,13 @@ def check_value(value: object) -> None:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])[1:-1]
         raise BadRecord(f"lone surrogate {half} (half a character); write the whole character or none") from None
+
+
+def without_nulls(value: object) -> object:
+    """The value without the keys that are null in its objects: typed files fill them in where a key is lacking."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
@@ -71,10 +89,25 @@ decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
 # --- parts of error messages ---------------------------------------------------------------------------------------
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """The message for bytes that are not UTF-8."""
-    hint = "it looks like UTF-16, " if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-    return f"not UTF-8 ({hint}byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
+def not_utf8(raw: bytes, at: int) -> str:
+    """The message for bytes of which the one at `at` is not UTF-8, with a guess what they are."""
+    guess = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    if not guess:
+        with suppress(UnicodeDecodeError):
+            found, read_so_far = (len(CHINESE.findall(raw.decode(*how))) for how in (("gb18030",), ("utf-8", "ignore")))
+            guess = "GB18030" if found > 1 + 2 * read_so_far else ""
+    hint, change = (f"it looks like {guess}, ", f": iconv -f {guess} -t UTF-8 OLD > NEW") if guess else ("", "")
+    return f"not UTF-8 ({hint}byte 0x{raw[at]:02x}); save the file as UTF-8{change}"
+
+
+def escaped_bytes(text: str) -> str | None:
+    """The message for text decoded with `surrogateescape` from bytes that are not UTF-8; None if they are."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raw = text.encode("utf-8", "surrogateescape")
+        return not_utf8(raw, len(text[: error.start].encode("utf-8")))
+    return None
 
 
 def not_an_object(value: object) -> str:
@@ -98,9 +131,9 @@ def kind_of(value: object) -> str:
 
 
 def keys_of(record: dict) -> str:
-    """The first keys of a record."""
-    names = [short(key) for key in list(record)[:8]]
-    return ", ".join(names) + (", ..." if len(record) > 8 else "") if names else "none"
+    """The first keys of a record that are not null."""
+    names = [short(key) for key, value in record.items() if value is not None]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
 
 
 def short(value: object) -> str:

@@ -32,20 +32,21 @@ import numpy as np
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write, sync_folder, write_json
 from common.errors import UserError, reason, say
+from common.launcher import launch
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig, StageArgs, add_flags, settings_of
 from dataset.bad_records import bad_records_message
 from dataset.cache_build import build_arrays, format_report
-from dataset.data_files import expand_paths
+from dataset.data_files import describe_files, expand_paths, how_read
 from dataset.tokenizing import KINDS, TokenizerSpec
 from dataset.worker_pool import stoppable
 
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 2  # raise it when the same data give other tokens or labels; checkpoints record it
-LAYOUT_VERSION = 3  # raise it when the same samples are stored in other files
+FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
+LAYOUT_VERSION = 4  # raise it when the same samples are stored in other files, or counted in another way
 STAGE_LENGTH = {"pretrain": 340, "sft": 768}  # default --max_seq_len of the stage scripts
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
@@ -109,13 +110,15 @@ def build_token_cache(
     on_bad_data: str = "stop",
     *,
     max_bad_share: float = DataConfig.max_bad_share,
+    text_separator: str | None = None,
 ) -> TokenCache:
     """Open the token cache of these data, tokenizer and settings, building it first if necessary.
 
     kind: "pretrain" or "sft". data_path: files, globs and folders, separated by commas. tokenizer: a transformers
     tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository. num_proc:
     processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip" and list each.
-    max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. Raises UserError.
+    max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the line between
+    documents of .txt files. Raises UserError.
     """
     if kind not in KINDS or on_bad_data not in ("stop", "skip"):
         raise UserError(f"kind is one of {KINDS} and on_bad_data 'stop' or 'skip', not {kind!r} and {on_bad_data!r}")
@@ -123,20 +126,21 @@ def build_token_cache(
         raise UserError(f"--max_bad_share {max_bad_share} is not a share of the records; give a number from 0 to 1")
     if max_length < 2:
         raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
-    paths = expand_paths(data_path)
+    paths = expand_paths(data_path, plain_text=kind == "pretrain")
     spec = TokenizerSpec.of(tokenizer)
     cache_dir = Path(cache_dir or DataConfig.cache_dir).expanduser()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         stamps = [_stamp(path) for path in paths]
-        hashes = [file_hash(path, cache_dir) for path in paths]
+        hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
         settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
+            settings |= {"fingerprint": key, "text_separator": text_separator or ""}
             options = {"num_proc": num_proc or available_cores(), "skip_bad": on_bad_data == "skip"}
-            _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, {**settings, "fingerprint": key}, options)
+            _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, settings, options)
         cache = TokenCache(folder, paths)
     except OSError as error:
         raise UserError(
@@ -167,7 +171,7 @@ def _judge_bad_records(cache: TokenCache, on_bad_data: str, max_bad_share: float
             f"{first}; {share} are bad, more than --max_bad_share {max_bad_share:g} allows; {listed}; "
             f"fix them or raise --max_bad_share"
         )
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if launch().local_rank == 0:
         say(f"bad records are skipped: {share}; {listed}")
 
 
@@ -226,6 +230,7 @@ def _put_in_place(building: Path, folder: Path) -> None:
 def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
     begin = time.monotonic()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # see cache_build: the processes are the parallelism
+    options |= {"text_separator": settings["text_separator"]}
     report = build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], **options)
     changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
     if changed:
@@ -234,6 +239,7 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
     write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes})
     sync_folder(folder)
     seconds = time.monotonic() - begin
+    say(describe_files(list(stamps)))
     say(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
     say(format_report(report))
     if report["skipped_bad_records"]:
@@ -311,9 +317,9 @@ def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a cache."""
     rows = settings_of(StageArgs)
-    names = ("data_path", "tokenizer_path", "max_seq_len", "cache_dir", "on_bad_data", "max_bad_share")
+    names = ("data_path", "text_separator", "tokenizer_path", "max_seq_len", "cache_dir", "on_bad_data")
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
-    add_flags(parser, (rows[name] for name in names))
+    add_flags(parser, (rows[name] for name in (*names, "max_bad_share")))
     parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
     parser.set_defaults(max_seq_len=None)  # that of the stage: STAGE_LENGTH
 
@@ -322,12 +328,11 @@ def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
     """The cache that the options of `add_arguments` select."""
     if args.data_path is None:
         raise UserError("--data_path is missing: give files, globs or folders, separated by commas")
-    bad_data = {"on_bad_data": args.on_bad_data, "max_bad_share": args.max_bad_share}
+    names = ("cache_dir", "num_proc", "on_bad_data", "max_bad_share", "text_separator")
+    options = {name: getattr(args, name) for name in names}
     length = args.max_seq_len or STAGE_LENGTH[args.kind]
     with stoppable():
-        return build_token_cache(
-            args.kind, args.data_path, tokenizer, length, args.cache_dir, args.num_proc, **bad_data
-        )
+        return build_token_cache(args.kind, args.data_path, tokenizer, length, **options)
 
 
 def main() -> None:

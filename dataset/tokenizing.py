@@ -1,13 +1,14 @@
 """Turns a block of raw records into training samples. Runs in worker processes, so nothing here imports torch.
 
 pretrain: BOS + document + EOS. A document longer than `max_length` becomes consecutive samples, each of which begins
-with the last token of the previous one, so that every token but the first is a target exactly once. If the tokenizer
+with the last token of the previous one, so that every token but the first is a target exactly once. (A document of
+plain text may arrive in parts, one block each; see dataset/text_files.py.) If the tokenizer
 has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they end with the padding token; if it has none
 of the three, documents are not delimited and their first token is not a target.
 
 SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after the last
-assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. All of
-this is counted.
+assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. An answer
+that its label calls a bad one (KTO) is left out. All of this is counted.
 
 The text of a special token (`<|im_end|>`) in the data becomes that token, as everywhere in transformers.
 Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and none for BOS and
@@ -16,6 +17,7 @@ EOS; in SFT those of the assistant's text, and none for special tokens.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -24,13 +26,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import UserError
+from dataset.blocks import Block
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
-from dataset.data_files import Block, parse_block
-from dataset.formats import to_chat, to_text
+from dataset.data_files import parse_block
+from dataset.formats import to_chat, to_text, unused_fields
 from dataset.json_records import BadRecord
+from dataset.text_files import DocumentPart
 
 KINDS = ("pretrain", "sft")
 WINDOW = 1 << 17  # characters tokenised at once
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of vocabularies that spell rare characters byte by byte
 OVERLAP = 1 << 10  # characters shared by consecutive windows
 
 
@@ -79,6 +84,7 @@ class Samples:
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
     lines: np.ndarray  # int64 [S]: line or row of the record
     counts: Counter
+    unused_fields: Counter  # records (or messages) in which each field that nothing reads occurs
     bad: list[tuple[int, str]]  # (line, reason) of each bad record
 
 
@@ -93,6 +99,10 @@ class BlockTokenizer:
         self.dtype = np.min_scalar_type(vocabulary - 1)  # the smallest unsigned type that holds every id
         self.is_special = np.zeros(vocabulary, dtype=bool)
         self.is_special[[token_id for token_id, token in added.items() if token.special]] = True
+        self.is_byte_level = '"ByteLevel"' in json.dumps(json.loads(spec.backend)["decoder"])
+        self.token_bytes = np.zeros(vocabulary, dtype=np.int64)
+        for entry, token_id in self.backend.get_vocab(with_added_tokens=True).items():
+            self.token_bytes[token_id] = 1 if BYTE_TOKEN.fullmatch(entry) else len(entry)  # of byte-level entries
         if kind == "sft":
             if not spec.chat_template:
                 raise UserError("--tokenizer_path: this tokenizer has no chat template, which SFT needs; add one to it")
@@ -104,16 +114,21 @@ class BlockTokenizer:
         Raises UserError for problems of the tokenizer rather than of a record.
         """
         self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, bytes, line
-        counts, bad = Counter(), []
+        counts, unused, bad = Counter(), Counter(), []
         texts, spans, lines = [], [], []
         for line, record in parse_block(block):
             counts["records"] += 1
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                text, span = (to_text(record), []) if self.kind == "pretrain" else self._render(block, line, record)
+                chat = self.kind == "sft"
+                text, span = self._render(block, line, record, counts) if chat else self._document(record, counts)
             except BadRecord as error:
                 bad.append((line, str(error)))
+                continue
+            if names := unused_fields(record, self.kind):
+                unused.update(names)
+            if text is None:
                 continue
             texts.append(text)
             spans.append(span)
@@ -121,16 +136,33 @@ class BlockTokenizer:
         encoded = [] if check_only else self._encode(texts)
         for text, span, line, (token_ids, offsets) in zip(texts, spans, lines, encoded, strict=not check_only):
             if self.kind == "pretrain":
-                self._add_document(text, token_ids, offsets, line, counts)
+                self._add_document(text, token_ids, offsets, span, line, counts)
             else:
                 self._add_chat(text, token_ids, offsets, span, line, counts)
-        return self._collected(counts, bad)
+        unused.update(dict.fromkeys(block.unread, counts["records"]))
+        return self._collected(counts, unused, bad)
 
-    def _render(self, block: Block, line: int, record: dict) -> tuple[str, list[tuple[int, int]]]:
+    def _document(self, record: dict, counts: Counter) -> tuple[str, tuple]:
+        """The text of a document or of a part; the tokens before and after it; whether the document begins and ends."""
+        start, end = ([] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end))
+        begins, ends = (record.begins, record.ends) if isinstance(record, DocumentPart) else (True, True)
+        if isinstance(record, DocumentPart) and not begins:
+            counts["records"] -= 1  # it was counted when it began
+            start = self.backend.encode(record.context, add_special_tokens=False).ids[-1:]
+        return to_text(record), (start, end if ends else [], begins, ends)
+
+    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> tuple[str | None, list]:
+        """The text of a conversation and the spans to train; no text for an answer that must not be trained."""
+        chat = to_chat(record)
         try:
-            return self.template.render(to_chat(record))
+            text, spans = self.template.render(chat)
         except UserError as error:
             raise UserError(f"{block.path}:{line}: {error}") from None
+        counts["conversations"] += 1
+        counts["masked_turns"] += len(chat.masked)
+        if chat.is_good is not None:
+            counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
+        return (None, []) if chat.is_good is False else (text, spans)
 
     def _encode(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Token ids int64 [T] and their [start, end) characters int64 [T, 2], for each text."""
@@ -138,36 +170,33 @@ class BlockTokenizer:
         for text in texts:
             yield next(short) if len(text) <= WINDOW else encode_long(self.backend, text)
 
-    def _add_document(self, text: str, token_ids, offsets, line: int, counts: Counter) -> None:
-        counts["documents"] += 1
-        if len(token_ids) == 0:
+    def _add_document(self, text: str, token_ids, offsets, part, line: int, counts: Counter) -> None:
+        """Split a document into samples; `part` as `_document` gives it."""
+        before, after, begins, ends = part
+        counts["documents"] += begins
+        if len(token_ids) == 0 and begins:
             counts["empty_documents"] += 1
             return
-        edges = bytes_before(text)
-        reached = edges[np.maximum.accumulate(offsets[:, 1])]
-        reached[-1] = edges[-1]  # text after the last token counts as part of it
-        spelled = np.diff(reached, prepend=0)
-        start = [] if self.spec.start is None else [self.spec.start]
-        end = [] if self.spec.end is None else [self.spec.end]
-        token_ids = np.concatenate([start, token_ids, end]).astype(self.dtype)
-        spelled = np.concatenate([[0] * len(start), spelled, [0] * len(end)]).astype(np.int64)
+        spelled = np.diff(self._bytes_reached(bytes_before(text), token_ids, offsets), prepend=0)
+        token_ids = np.concatenate([before, token_ids, after]).astype(self.dtype)
+        spelled = np.concatenate([[0] * len(before), spelled, [0] * len(after)]).astype(np.int64)
+        counts["documents_split"] += begins and (len(token_ids) > self.max_length or not ends)
         step = self.max_length - 1
-        counts["documents_split"] += len(token_ids) > self.max_length
         for first in range(0, max(1, len(token_ids) - 1), step):
             tokens = token_ids[first : first + self.max_length]
             loss_mask = np.ones(len(tokens), dtype=bool)
             self._add_sample(tokens, loss_mask, spelled[first : first + self.max_length], line, counts)
 
     def _add_chat(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
-        counts["conversations"] += 1
         starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
         edges = bytes_before(text)
+        reached = self._bytes_reached(edges, token_ids, offsets)
         ranges = token_ranges(starts, ends, spans)
         loss_mask = np.zeros(len(token_ids), dtype=bool)
         spelled = np.zeros(len(token_ids), dtype=np.int64)
         for (start, end), (first, last) in zip(spans, ranges, strict=True):
             loss_mask[first:last] = True
-            spelled[first:last] = np.diff(edges[np.clip(ends[first:last], start, end)], prepend=edges[start])
+            spelled[first:last] = np.diff(np.clip(reached[first:last], edges[start], edges[end]), prepend=edges[start])
         spelled[self.is_special[token_ids]] = 0
         kept = len(token_ids)
         if kept > self.max_length:
@@ -176,6 +205,35 @@ class BlockTokenizer:
             counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
         self._add_sample(token_ids[:kept].astype(self.dtype), loss_mask[:kept], spelled[:kept], line, counts)
 
+    def _bytes_reached(self, edges: np.ndarray, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """int64 [T]: UTF-8 bytes of the text that the tokens up to and including each spell; `edges`: `bytes_before`.
+
+        Entries of a byte-level vocabulary tell how many bytes they spell; if the sum is that of the text, no normaliser
+        has changed it. Otherwise the offsets tell, in characters. Then a token that ends inside a character begins a
+        run of tokens that share some; their lengths are used if they add up to these characters, else its first token
+        gets the whole character.
+        """
+        if len(token_ids) == 0:
+            return np.zeros(0, dtype=np.int64)
+        lengths = np.cumsum(self.token_bytes[token_ids])
+        if self.is_byte_level and lengths[-1] == edges[-1]:
+            return lengths
+        ends = np.maximum.accumulate(offsets[:, 1])
+        reached = edges[ends]
+        reached[-1] = edges[-1]  # text after the last token counts as part of it
+        inside = np.append(offsets[1:, 0] < ends[:-1], False)  # this token ends inside a character
+        if not inside.any():
+            return reached
+        firsts = np.flatnonzero(inside & ~np.insert(inside[:-1], 0, False))  # tokens of each run
+        lasts = np.flatnonzero(inside & ~np.append(inside[1:], False)) + 1
+        lengths = np.insert(lengths, 0, 0)
+        begins = np.insert(reached, 0, 0)[firsts] - lengths[firsts]
+        exact = begins + lengths[lasts + 1] == reached[lasts]
+        firsts, sizes, begins = firsts[exact], (lasts - firsts + 1)[exact], begins[exact]
+        tokens = np.arange(sizes.sum()) + np.repeat(firsts - np.cumsum(sizes) + sizes, sizes)
+        reached[tokens] = np.repeat(begins, sizes) + lengths[tokens + 1]
+        return reached
+
     def _add_sample(self, tokens, loss_mask, spelled, line: int, counts: Counter) -> None:
         loss_mask[:1] = False  # the first token has no context to be predicted from
         if loss_mask.any():
@@ -183,7 +241,7 @@ class BlockTokenizer:
         else:
             counts["dropped_without_label"] += 1
 
-    def _collected(self, counts: Counter, bad: list[tuple[int, str]]) -> Samples:
+    def _collected(self, counts: Counter, unused: Counter, bad: list[tuple[int, str]]) -> Samples:
         tokens, loss_mask, spelled, lines = zip(*self.pieces, strict=True) if self.pieces else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
@@ -192,6 +250,7 @@ class BlockTokenizer:
             target_bytes=np.array(spelled, dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=counts,
+            unused_fields=unused,
             bad=bad,
         )
 

@@ -22,7 +22,7 @@ from typing import cast
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.errors import Interrupted, UserError
-from dataset.data_files import Block
+from dataset.blocks import Block
 from dataset.tokenizing import BlockTokenizer, Samples
 
 Results = Generator[tuple[Block, Samples], None, None]

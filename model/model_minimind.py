@@ -25,14 +25,21 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 
+from common.errors import UserError
 from model.feed_forward import FeedForward, MOEFeedForward, load_balancing_loss, product_dtype
+
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others' frequencies depend on the length of the input
 
 
 class MiniMindConfig(PretrainedConfig):
     """The shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
 
     For contexts beyond the training length pass transformers' `rope_scaling`, such as `{"rope_type": "yarn",
-    "factor": 4.0, "original_max_position_embeddings": 2048}`; `inference_rope_scaling` is MiniMind's setting of it."""
+    "factor": 4.0, "original_max_position_embeddings": 2048}`, of a type in ROPE_TYPES; `inference_rope_scaling` is
+    MiniMind's setting of it.
+
+    Raises:
+        UserError: of `rope_scaling`, or of more experts per token than there are."""
 
     model_type = "minimind"
     default_theta = 1e6  # rope_theta, unless given
@@ -68,6 +75,13 @@ class MiniMindConfig(PretrainedConfig):
             yarn = {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.0}
             kwargs["rope_scaling"] = yarn | {"original_max_position_embeddings": 2048}
         super().__post_init__(**kwargs)
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise UserError(f"rope_scaling of type {rope_type} is not supported; use one of {', '.join(ROPE_TYPES)}")
+        if self.use_moe and self.num_experts_per_tok > self.num_experts:
+            raise UserError(
+                f"num_experts_per_tok {self.num_experts_per_tok} must be num_experts {self.num_experts} or less"
+            )
 
 
 def pad_rows(rows: Tensor) -> int:
@@ -91,7 +105,8 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), by YaRN (arXiv:2309.00071) if so configured."""
+    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), with transformers' frequencies for longer contexts
+    if so configured, such as YaRN's (arXiv:2309.00071)."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -101,7 +116,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)  # [D / 2]
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Inverse frequencies [D / 2] and the factor on cos and sin (1.0 without YaRN)."""
+        """Inverse frequencies [D / 2] and the factor on cos and sin (other than 1.0 with YaRN only)."""
         rope, dim = self.config.rope_parameters or {}, self.config.head_dim
         if rope["rope_type"] != "default":
             return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
@@ -205,6 +220,9 @@ class MiniMindBlock(GradientCheckpointingLayer):
         return (x + out[0], out[1]) if isinstance(out, tuple) else (x + out, None)
 
 
+TransformerBlock = MiniMindBlock  # by its general name
+
+
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer."""
 
@@ -272,7 +290,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the head
         runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
         counts of the whole update. Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V].
-        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means.
+        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means. Without labels there
+        is an aux_loss, too, unless the call has a cache: generation does not compute it.
         """
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
@@ -284,14 +303,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
         hidden, routings = self.model(embeds, position_ids, mask, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
-        if labels is None:
-            return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        loss, aux_loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs), None
-        if self.config.use_moe:
-            real = torch.ones_like(labels) if attention_mask is None else attention_mask
+        loss = aux_loss = None
+        if self.config.use_moe and (labels is not None or cache is None):
+            ones = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            real = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else ones  # [B, T]
             sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
             aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
-            loss = loss + aux_loss
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+            loss = loss if aux_loss is None else loss + aux_loss
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
     def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):

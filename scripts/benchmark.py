@@ -28,6 +28,8 @@ import psutil
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, parse_args, setting, settings_of
@@ -128,8 +130,7 @@ class Ours:
         init_distributed_mode()
         prepare_device(device)
         setup_seed(args.seed)
-        shape = (args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
-        config = model_config(self.tokenizer, *shape, **SHAPES.get(args.preset, {}))
+        config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
         model, _ = init_model(config, "none", args.tokenizer_path, args.save_dir)
         self.initial = snapshot(model.state_dict()) if args.peer != "none" else {}
         data = data_fingerprint(self.train_set.cache)

@@ -1,21 +1,23 @@
 """Chat with trained weights in the terminal; answers are streamed.
 
-python scripts/chat.py --weight full_sft --hidden_size 512
-python scripts/chat.py --weight full_sft --hidden_size 512 --prompt "Who are you?"      a single answer
+python scripts/chat.py --weight full_sft
+python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
 """
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
-from common.settings import add_trained_model_flags
 from trainer.components.device import prepare_device, select_device
-from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.components.trained_weights import add_trained_model_flags, given_shape, load_trained
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,12 +36,9 @@ def parse_args() -> argparse.Namespace:
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model and the tokenizer that the flags of `add_trained_model_flags` select."""
-    tokenizer = load_tokenizer(args.tokenizer_path)
-    config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe)
     device = select_device(args.device)
     prepare_device(device)
-    model, tokenizer = init_model(config, args.weight, args.tokenizer_path, args.save_dir, device)
-    return model.eval(), tokenizer
+    return load_trained(args.weight, args.save_dir, args.tokenizer_path, device, **given_shape(args))
 
 
 @torch.no_grad()

@@ -6,7 +6,10 @@
 The weights file is like that of any run. Any run, sharded or not, on any number of ranks, can resume from the state.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write

@@ -1,6 +1,6 @@
 """Evaluate a model on the exam of the demo corpus: chat questions about people whom SFT never mentioned.
 
-    python scripts/demo_exam.py --save_dir out/demo --hidden_size 256 --num_hidden_layers 3 --show 6
+    python scripts/demo_exam.py --save_dir out/demo --show 6
 
 An answer is right if it names the right value and no other value of that attribute: naming all of them, or none, is
 wrong, and a guess is right 1 time in 12. With --control the score is reported as that of a model without pretraining.
@@ -9,16 +9,20 @@ wrong, and a guess is right 1 time in 12. With --control the score is reported a
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError
-from common.settings import ROOT, add_trained_model_flags
+from common.settings import ROOT
 from scripts.chat import generate, load_model
 from trainer.components.run_files import metrics_path, run_name
+from trainer.components.trained_weights import add_trained_model_flags
 
 FIELDS = {"question": str, "accepted": list, "rejected": list, "attribute": str, "language": str}
 
@@ -138,7 +142,7 @@ def main() -> None:
         raise UserError("--batch_size and --max_new_tokens must be at least 1, --show must not be negative")
     questions = read_exam(args.exam_path)
     model, tokenizer = load_model(args)
-    costs = run_costs(args.save_dir, [run_name(run, args) for run in args.runs])
+    costs = run_costs(args.save_dir, [run_name(run, model.config) for run in args.runs])
     answers = ask(model, tokenizer, [q["question"] for q in questions], args.batch_size, args.max_new_tokens)
     right = [is_right(answer, question) for answer, question in zip(answers, questions, strict=True)]
     accuracy = sum(right) / len(right)

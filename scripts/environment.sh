@@ -10,10 +10,20 @@ fi
 # Waiting CPU threads sleep early instead of spinning: several times faster on cores shared with other work, a few
 # percent slower on idle ones (docs/LOG.md).
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
-# pip takes seconds even when nothing is missing: run it only if the requirements or the clone have changed.
-installed="$(python -c 'import sys; print(sys.prefix)')/minimind_requirements.txt"
-if [ "$(cat requirements.txt; pwd)" != "$(cat "$installed" 2>/dev/null)" ]; then
-    echo "installing requirements.txt"
-    python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-    { cat requirements.txt; pwd; } >"$installed"
-fi
+
+# Install a requirements file. pip takes seconds even when nothing is missing, so it runs only if a pin is not met; a
+# build of the pinned version for another device (2.13.0+cpu) meets it. This project itself is not installed: every
+# script runs the code that it lies beside.
+install_requirements() {
+    python - "$1" <<'END' || { echo "installing $1" && python -m pip install --quiet --disable-pip-version-check -r "$1"; }
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+pins = [line.split("==") for line in open(sys.argv[1], encoding="utf-8").read().splitlines() if "==" in line]
+try:
+    sys.exit(any(version(name).split("+")[0] != pin for name, pin in pins))
+except PackageNotFoundError:
+    sys.exit(1)
+END
+}
+install_requirements requirements.txt

@@ -3,14 +3,17 @@
     python scripts/plot_metrics.py out/full_sft_512_metrics.jsonl
     python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png out/curves.png
 
-It reads the metrics files that training writes, also while a run is in progress. It needs matplotlib:
-pip install -e '.[bench]'.
+It reads the metrics files that training writes, also while a run is in progress. It needs matplotlib
+(pip install matplotlib).
 """
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
@@ -59,7 +62,7 @@ def new_figure(**options: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("plotting needs matplotlib: pip install -e '.[bench]'") from error
+        raise UserError("plotting needs matplotlib: pip install matplotlib") from error
     return Figure(layout="constrained", **options)
 
 

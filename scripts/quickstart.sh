@@ -20,8 +20,7 @@ source scripts/environment.sh
 weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
 [ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo
 
-shape=(--hidden_size 256 --num_hidden_layers 3)
-run=("${shape[@]}" --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
+run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
 trap 'echo "The demo stopped. To start it over: bash scripts/quickstart.sh --fresh" >&2' ERR
 sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)
@@ -37,14 +36,14 @@ python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
 python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
 echo "== 5/5 the exam: people whom fine-tuning never mentioned"
-exam=("${shape[@]}" --save_dir "$weights" --exam_path dataset/demo/exam.jsonl --report "$report")
+exam=(--save_dir "$weights" --exam_path dataset/demo/exam.jsonl --report "$report")
 python scripts/demo_exam.py --weight sft_only --control "${exam[@]}"
 python scripts/demo_exam.py --weight full_sft --runs pretrain full_sft sft_only --show 6 "${exam[@]}"
 cat "$report"
 cat <<END
 
 Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):
-  python scripts/chat.py --save_dir $weights ${shape[*]}     chat with it
+  python scripts/chat.py --save_dir $weights     chat with it
   python -m dataset.inspect --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
   PRETRAIN_DATA=a.jsonl SFT_DATA=b.jsonl bash scripts/run_pretrain_sft.sh     your own data (README.md)
 END

@@ -44,4 +44,4 @@ echo "== supervised fine-tuning"
 "${launch[@]}" "$root/trainer/train_full_sft.py" --data_path "$SFT_DATA" --from_weight pretrain "${shared[@]}" \
     ${SFT_EVAL_DATA:+--eval_data_path "$SFT_EVAL_DATA"} ${SFT_ARGS:-}
 echo "chat with it: python $root/scripts/chat.py --weight full_sft --hidden_size ${HIDDEN_SIZE:-512}" \
-    "--num_hidden_layers ${LAYERS:-8} --use_moe ${USE_MOE:-0} --save_dir $SAVE_DIR"
+    "--use_moe ${USE_MOE:-0} --save_dir $SAVE_DIR"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-pip install --quiet --disable-pip-version-check -e ".[test]"
+install_requirements requirements-test.txt
 ruff check .
 ruff format --check .
 pyrefly check

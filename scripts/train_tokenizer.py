@@ -6,23 +6,29 @@ A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scri
 The shipped vocabulary, from the files that model/README.md names:
     python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
 
-Input: JSON lines (.jsonl) with `text`, `conversations`, `messages` or Alpaca fields; any other file is plain text, one
-record per line. All of it is held in memory; ten million characters are plenty for a small vocabulary.
-Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them.
+Input: every kind of file that training takes, with `text`, `conversations`, `messages` or Alpaca fields; of plain text
+each line is a record. All of it is held in memory; ten million characters are plenty for a small vocabulary.
+Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
+Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
 """
 
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import ROOT
+from dataset.data_files import expand_paths, iter_blocks, parse_block
+from dataset.json_records import BadRecord
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 
@@ -32,19 +38,12 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only within the pieces matched by this pattern; the pieces cover every string, so no text is lost.
-PIECES = "|".join(
-    [
-        # The newline of a chat header is a piece of its own; otherwise it would merge with a newline at the start of an
-        # answer, and the tokens of a prompt would not be a prefix of the tokens of the conversation.
-        r"(?<=\Asystem|\Auser|\Aassistant|\Atool)\n",
-        # A word with the one mark or blank before it (Chinese "，但", English " but"), or both (", but").
-        r"(?:[^\r\n\p{L}\p{M}\p{N}]|[,.;:!?] )?[\p{L}\p{M}]+",
-        r" ?\p{N}",  # single digits, so that all numbers are split alike
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",  # punctuation, with the line end that often follows
-        r"\s*[\r\n]+",  # line ends, with the blanks before them
-        r"\s+(?!\S)|\s+",  # blanks; the last one before a word belongs to the word
-    ]
+# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. The pattern
+# is Qwen2's, character for character: llama.cpp and what is built on it know patterns by name only, and call this one
+# "qwen2". Any change of it, or a normaliser, would give other tokens there.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # At most 4 Chinese or 14 English characters: a phrase that one source repeats is not worth an id.
@@ -79,32 +78,25 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def read_records(path: str | Path) -> Iterator[str]:
-    """Yield the text of each record of a file, skipping empty ones.
+    """Yield the text of each record of a file or folder, skipping empty ones; of plain text, each line.
 
-    Raises UserError for a missing file, a line that is not UTF-8 or not JSON, and a record without a text field.
+    Raises UserError for a missing file, a record that cannot be read, and one without a text field.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} is not a file; give --data_path existing JSONL or text files")
-    is_json = path.suffix in (".jsonl", ".json")
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8")
-                text = json_text(json.loads(line)) if is_json and line.strip() else line.rstrip("\r\n")
-                text.encode("utf-8")  # refuses lone surrogates, which JSON can contain
-            except ValueError as error:
-                raise UserError(f"{path}:{number} {error}; fix or remove it (one record per line)") from error
-            if text.strip():
-                yield text
+    for block in iter_blocks(expand_paths([str(path)])):
+        for line, record in parse_block(block):
+            if isinstance(record, BadRecord):
+                raise UserError(f"{block.path}:{line}: {record}")
+            text = text_of(record)
+            if text is None:
+                fields = ", ".join(TEXT_FIELDS)
+                raise UserError(f"{block.path}:{line}: needs one of the fields {fields}; add it or remove the record")
+            yield from filter(str.strip, text.split("\n") if block.separator is not None else [text])
 
 
-def json_text(record: object) -> str:
-    """Join all text of a JSON record; ValueError if it has none of the known fields."""
-    fields = [record[key] for key in TEXT_FIELDS if key in record] if isinstance(record, dict) else []
-    if not fields:
-        raise ValueError(f"needs a JSON object with one of the fields {', '.join(TEXT_FIELDS)}")
-    return "\n".join(strings_in(fields))
+def text_of(record: dict) -> str | None:
+    """All text of a record; None if it has none of the known fields."""
+    fields = [record[key] for key in TEXT_FIELDS if key in record]
+    return "\n".join(strings_in(fields)) if fields else None
 
 
 def language_of(text: str) -> str:

@@ -5,8 +5,8 @@
     python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
 
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
-and resumed: weights, optimizer, counters, metrics. That takes the time of two runs, and a start per kill. Kill kinds:
-`start`, `cache` (tokens are being cached), `update` (at any time), `save` (a file is being written), `evaluation`.
+and resumed: weights, optimizer, counters, metrics. Kill kinds: `start`, `cache` (tokens are being cached), `update`,
+`save` (a file is being written), `evaluation`.
 """
 
 import json
@@ -30,6 +30,8 @@ import psutil
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
 from common.settings import parse_args as parse_stage_args
@@ -48,7 +50,7 @@ SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate"
 SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
 FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
-FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "expert_load", "dead_experts")  # all but speeds and times
+FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "overflows", "expert_load", "dead_experts")  # no speed, time
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 POLL, MAX_DELAY, TIMEOUT = 0.001, 0.02, 600.0  # seconds: between polls, from an event to its kill, without output
 Kill = tuple[str, int, float, bool]  # kind, first update, delay (0 to 1), while writing weights (not a checkpoint)
@@ -209,8 +211,7 @@ class Launch:
 
 
 def draw_kills(rng: random.Random, count: int, records: list[dict]) -> list[Kill]:
-    """Kills spread over a run with these records: the i-th in the i-th part if possible, all kinds equally often, and
-    `cache` first, since a cache is built at the beginning."""
+    """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is built."""
     kinds = ["cache"] * (rng.randint(0, 1) if count < 3 else 1 + (count >= 10 and rng.randint(0, 1)))
     while len(kinds) < count:
         kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
@@ -339,9 +340,8 @@ def main() -> None:
         done += check(runs[0], runs[1], runs[2], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in done.items())
-    seconds = time.monotonic() - begin
-    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({kinds}; --seed {seed}, {seconds:.0f} s)")
+    how = ", ".join(f"{count} {kind}" for kind, count in done.items()) + f"; --seed {seed}"
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}, {time.monotonic() - begin:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,19 @@ def sentence(rng: random.Random, low: int, high: int) -> str:
 def write_jsonl(path: Path, records: list[dict]) -> Path:
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory):
+    """What the tests and the processes that they start put into the temporary folder is gone at the end."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is
+    with pytest.MonkeyPatch.context() as patch:
+        folder = Path(tempfile.mkdtemp(prefix="tests-"))
+        folder.chmod(0o1777)  # some of these processes give up root's rights
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # after multiprocessing's own, in it, at -100
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ def folder_of(*names: str) -> Callable[[Path], None]:
 
 PRE, SFT = "pretrain", "sft"
 GZ = gzip.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)))
+ZST = pa.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)), "zstd", asbytes=True)
 DAMAGED_GZ = GZ[:300] + b"\x00\xff" * 9 + GZ[318:]
 PARQUET = parquet({"text": [f"text {i}" for i in range(100)]})
 SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n{"text": "c",}\r\n{"text": "d"}\r\n'
@@ -90,7 +91,9 @@ CASES = {
     "no match": Case(PRE, nothing, ": no file matches this pattern; check --data_path", "*.jsonl"),
     "broken link": Case(SFT, lambda path: path.symlink_to("gone"), ": no such file; check --data_path"),
     "empty folder": Case(PRE, folder_of(), "{data} is a folder without data; it must hold files named", "x"),
-    "folder without data": Case(SFT, folder_of("a.txt", ".b.jsonl"), "{data} is a folder without data", "x"),
+    "folder without data": Case(
+        SFT, folder_of("a.md", ".b.jsonl", "state.json"), "{data} is a folder without data", "x"
+    ),
     "folder named as a file": Case(SFT, folder_of(), "{data} is a folder without data"),
     "empty file": Case(PRE, b"", "{data} is an empty file; remove it from --data_path or write it again"),
     "blank lines": Case(PRE, b"\n \n\t\r\n", "{data} holds no record; remove it from --data_path or write it again"),
@@ -99,7 +102,7 @@ CASES = {
     "empty Parquet": Case(PRE, parquet({"text": pa.array([], "string")}), "{data} holds no record", "x.parquet"),
     # --- characters
     "not UTF-8": Case(PRE, line(TEXT) + b'{"text": "\xe4\xb8"}\n', ":2: not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    "GB18030": Case(PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8 (byte 0xd6)"),
+    "GB18030": Case(PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8 (it looks like GB18030, byte 0xd6"),
     "UTF-16": Case(PRE, line(TEXT).decode().encode("utf-16"), ":1: not UTF-8 (it looks like UTF-16, byte 0xff)"),
     "array not UTF-8": Case(PRE, b'[\n{"text": "\xff"}]', ":2: not UTF-8 (byte 0xff)", "x.json"),
     "lone surrogate": Case(
@@ -118,7 +121,7 @@ CASES = {
     "truncated last line": Case(PRE, line(TEXT) * 2 + b'{"text": "the di', ":3: not valid JSON (Unterminated string"),
     "truncated last line is told": Case(SFT, line(CHAT) + line(CHAT)[:-9], "the file ends here, so it looks cut off"),
     "plain text": Case(
-        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value at column 1); each line", "x.txt"
+        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value at column 1); each line", "x.md"
     ),
     "list": Case(PRE, line(TEXT) + b'["text"]\n', ":2: a list instead of a JSON object; each line must hold one {"),
     "number": Case(PRE, b"17", ":1: a number instead of a JSON object"),
@@ -133,7 +136,10 @@ CASES = {
     "array cut off": Case(
         PRE, b'[\n{"text": "a"},\n{"text": "b"}\n', ":3: after this record a ',' or ']' is", "x.json"
     ),
-    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: not a valid JSON array from this line on", "x.json"),
+    "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: not valid JSON: Expecting value", "x.json"),
+    "array with a stray quote": Case(
+        SFT, b'[\n\n{"messages": "a"b"}]', ":3: not a valid JSON array from this line on", "x.json"
+    ),
     "two arrays": Case(PRE, b'[{"text": "a"}]\n[{"text": "b"}]', ":2: the array has ended before this", "x.json"),
     # --- pretraining records
     "missing key": Case(PRE, {"content": "a"}, "no 'text' in this record (its keys: 'content'); write {"),
@@ -184,7 +190,7 @@ CASES = {
     ),
     "content null": Case(SFT, chat(USER, {**BOT, "content": None}), "'content' of message 2 is null instead of text"),
     "content a list": Case(
-        SFT, chat({**USER, "content": [{}]}, BOT), "'content' of message 1 is a list instead of text"
+        SFT, chat({**USER, "content": [{}]}, BOT), "part 1 of 'content' of message 1 has the unknown type None; known"
     ),
     "content missing": Case(
         SFT, chat(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"
@@ -219,8 +225,65 @@ CASES = {
     "Alpaca without output": Case(SFT, {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
     "Alpaca output a number": Case(SFT, {**ALPACA, "output": 4}, "'output' is a number instead of text"),
     "Alpaca history": Case(SFT, {**ALPACA, "history": ["q"]}, "turn 1 of 'history' is not [question, answer]"),
-    "all samples dropped": Case(
-        SFT, line(LONG_QUESTION) * 2, "(2 have no label within --max_seq_len, 0 are empty); raise --m"
+    "all samples dropped": Case(SFT, line(LONG_QUESTION) * 2, "(2 have no label within --max_seq_len); raise --max_s"),
+    # --- for another stage, another kind of model, or marked in a way that cannot be followed
+    "preferences": Case(
+        SFT, {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO), which"
+    ),
+    "preferences beside turns": Case(
+        SFT, chat(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO), which is another"
+    ),
+    "preferences as lists of messages": Case(
+        SFT,
+        {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]},
+        "'chosen_messages' and 'rejected_messages': a preference file (DPO), which is another stage; for SFT write",
+    ),
+    "preferences for pretraining": Case(
+        PRE, {"chosen": "qa", "rejected": "qb"}, "'chosen' and 'rejected': a preference file (DPO), which is another"
+    ),
+    "pictures": Case(
+        SFT, chat(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"
+    ),
+    "a picture as a part": Case(
+        SFT,
+        chat({**USER, "content": [{"type": "image_url", "value": "1.jpg"}]}, BOT),
+        "part 1 of 'content' of message 1 is of type 'image_url': the model reads text only; leave such records out",
+    ),
+    "sound of a message": Case(
+        SFT, chat({**USER, "audios": ["1.mp3"]}, BOT), "'audios' of message 1: the model reads text only; leave the"
+    ),
+    "only bad answers": Case(
+        SFT, line(chat(USER, BOT, label=False)) * 2, "{data}: none of the 2 records gives a sample with something to"
+    ),
+    "only bad answers is told": Case(SFT, line(chat(USER, BOT, kto_tag=False)), "(1 are labelled as bad answers);"),
+    "label that is none": Case(
+        SFT, chat(USER, BOT, kto_tag=0.5), "'kto_tag' is 0.5 instead of true (a good answer) or false (a bad one)"
+    ),
+    "weight of a turn": Case(
+        SFT, chat(USER, {**BOT, "loss_weight": 0.5}), "'loss_weight' of message 2 is 0.5; it is a switch: write true"
+    ),
+    "training the user": Case(
+        SFT, chat({**USER, "train": True}, BOT), "'train' of message 1 asks to train the role user; only the assistant"
+    ),
+    "two switches": Case(
+        SFT, chat(USER, {**BOT, "train": True, "loss": 0}), "message 2 is to be trained and not to be trained (loss,"
+    ),
+    "training the inputs": Case(
+        SFT, chat(USER, BOT, train_on_inputs=True), "'train_on_inputs' asks to train the user's text too; only the"
+    ),
+    "no completion": Case(SFT, {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
+    "two questions": Case(
+        SFT,
+        {"prompt": "q", "completion": "a", "query": "q", "response": "a"},
+        "both 'prompt' and 'query' in one record",
+    ),
+    "no call in a call": Case(
+        SFT,
+        chat({"from": "human", "value": "q"}, {"from": "function_call", "value": "[]"}),
+        "'value' of message 2 holds no call; write {",
+    ),
+    "tools that are no objects": Case(
+        SFT, chat(USER, BOT, tools='["search"]'), "entry 1 of 'tools' does not parse as JSON (Expecting value)"
     ),
     # --- compressed files and Parquet
     "not gzip": Case(PRE, line(TEXT), ":1: after this line the .gz file is damaged or cut off", "x.jsonl.gz"),
@@ -237,9 +300,23 @@ CASES = {
         PRE, parquet({"content": ["a"]}), ":1: no 'text' in this record (its keys: 'content')", "x.parquet"
     ),
     "wrong type of column": Case(PRE, parquet({"text": [1, 2]}), ":1: 'text' is a number instead of text", "x.parquet"),
-    "null in Parquet": Case(PRE, parquet({"text": ["a", None]}), ":2: 'text' is null instead of text", "x.parquet"),
+    "null in Parquet": Case(PRE, parquet({"text": ["a", None]}), ":2: no 'text' in this record", "x.parquet"),
     "text for messages": Case(
         SFT, parquet({"messages": ["hi"]}), ":1: 'messages' is text instead of a list", "x.parquet"
+    ),
+    "truncated .zst": Case(PRE, ZST[:-99], ":1: after this line the .zst file is damaged or cut off", "x.jsonl.zst"),
+    "not Arrow": Case(PRE, line(TEXT) * 9, ":1: unreadable Arrow from this row on", "x.arrow"),
+    "CSV without a known column": Case(PRE, b"body\na\n", ":1: no known column in the header ('body')", "x.csv"),
+    "CSV for another kind": Case(PRE, b"instruction,output\nq,a\n", ":2: no 'text' in this record", "x.csv"),
+    "ragged CSV": Case(PRE, b"text,id\na,1\nb,2,3\n", ":3: 3 cells, but the header names 2 columns", "x.csv"),
+    "open quote in CSV": Case(PRE, b'text\n"a\nb\n', ":2: a quote that this row opens is never closed", "x.csv"),
+    # --- plain text
+    "text for SFT": Case(SFT, b"Call me Ishmael.", "{data} is plain text, which only pretraining takes", "x.txt"),
+    "text in GBK": Case(PRE, "第一回\n甄士隐".encode("gbk"), ":1: not UTF-8 (it looks like GB18030", "x.txt"),
+    "text in UTF-16": Case(PRE, "one\ntwo".encode("utf-16"), ":1: not UTF-8 (it looks like UTF-16", "x.txt"),
+    "blank text": Case(PRE, b"\n \n", "{data} holds no record", "x.txt"),
+    "text beside records": Case(
+        PRE, folder_of("README.txt", "a.jsonl"), "{data} holds both plain text ({data}/README.txt) and records", "x"
     ),
     # --- what goes with the data
     "no tokenizer folder": Case(
@@ -386,6 +463,9 @@ def test_the_same_records_in_every_kind_of_file(texts):
     assert texts(lines, "x.json") == ["one", "two"]
     assert texts(b"[" + lines.replace(b"\n", b",", 1) + b"]", "y.json") == ["one", "two"]
     assert texts(parquet({"text": ["one", "two"], "other": [None, 1]}), "x.parquet") == ["one", "two"]
+    assert texts(pa.compress(lines, "zstd", asbytes=True), "x.jsonl.zst") == ["one", "two"]
+    assert texts(b"id,text\n1,one\n2,two\n", "x.csv") == texts(b"text\tid\none\t1\ntwo\t2\n", "x.tsv") == ["one", "two"]
+    assert texts(b"one\n\ntwo\n", "x.txt") == ["one\n\ntwo"]
 
 
 def test_spellings_may_be_mixed_over_records(tokenizer, tmp_path):

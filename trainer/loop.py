@@ -191,6 +191,8 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
         record["evaluating"] = True
     if skipped:
         record["skipped"] = skipped
+    if overflows := state.bad_updates.take_overflows():
+        record["overflows"] = overflows
     return record
 
 

@@ -13,7 +13,11 @@ To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `
 `main`. The engine's task `full_sft` uses the same Args, loss_fn, schedule and frozen.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.locks import lock_output
 from common.settings import ROOT, StageArgs, parse_args
@@ -96,7 +100,7 @@ def main() -> None:
         Logger(train_set.describe())
 
     # 4. Model config, and the checkpoint to resume from.
-    lm_config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
+    lm_config = model_config(tokenizer, args)
     checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
     run = run_fingerprint(args, model_fingerprint(lm_config), data_fingerprint(train_set.cache), len(train_set))

@@ -10,13 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.checkpoint import lm_checkpoint, load_weights
 from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group
-from trainer.components.language_model import model_config, next_token_loss, target_logits
+from trainer.components.language_model import (
+    check_vocabulary,
+    describe_size,
+    model_config,
+    next_token_loss,
+    target_logits,
+)
 from trainer.components.run_files import weight_path
 from trainer.components.sampler import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
 
@@ -74,18 +79,10 @@ def init_model(
         UserError: the weights are missing or of another shape, or the tokenizer does not fit the vocabulary.
     """
     tokenizer = load_tokenizer(tokenizer_path)
-    if len(tokenizer) > lm_config.vocab_size:
-        raise UserError(
-            f"--tokenizer_path {tokenizer_path}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary "
-            f"{lm_config.vocab_size}; take the tokenizer that the weights were trained with"
-        )
+    check_vocabulary(tokenizer, tokenizer_path, lm_config)
     model = MiniMindForCausalLM(lm_config)
     if from_weight != "none":
         load_weights(model, weight_path(save_dir, from_weight, lm_config))
-    params = sum(p.numel() for p in model.parameters())
-    idle = (lm_config.num_experts - lm_config.num_experts_per_tok) / lm_config.num_experts if lm_config.use_moe else 0
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    active = f" (active per token: {(params - idle * experts) / 1e6:.2f} M)" if lm_config.use_moe else ""
-    Logger(f"model: {params / 1e6:.2f} M parameters{active}, weights: {from_weight}")
+    Logger(f"{describe_size(model)}, weights: {from_weight}")
     cast(nn.Module, model).to(device)  # in place
     return model, tokenizer

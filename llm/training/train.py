@@ -3,6 +3,7 @@
     python -m llm.training.train --task full_sft --data_path data/sft.jsonl --from_weight pretrain
     python -m llm.training.train --task full_sft --config llm/training/configs/full_sft.yaml --batch_size 8
     python -m llm.training.train --task my_tasks:TextClassifier --set classes=4      a task in a file of your own
+    python -m llm.training.train --task my_tasks:Six --data_module my_data:Points    and its data in another one
     torchrun --nproc_per_node 2 -m llm.training.train --task pretrain --data_path data/pretrain.jsonl
 
 Without torchrun, --world_size 2 starts two processes. --print_config shows each setting and its source.
@@ -16,18 +17,21 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+
 from common.errors import UserError, reason
 from common.locks import lock_output
 from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
 from llm.training.core.config import Config
+from llm.training.core.console import LEVELS
 from llm.training.core.engine import TrainingEngine
-from llm.training.core.utils import DistributedManager
+from llm.training.core.utils import DistributedManager, Logger
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFTTask, PretrainTask
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.components.device import mixed_precision, select_device
-from trainer.components.failures import training_errors
+from trainer.components.failures import training_errors, translated_failures
 from trainer.components.run_files import run_name
 from trainer.components.signals import StopRequest
 
@@ -41,14 +45,10 @@ def find_task(name: str) -> type[TrainingTask]:
         UserError: there is no such class, or it lacks methods that a task must implement.
     """
     task = AVAILABLE_TASKS.get(name)
-    if task is None:
-        module, colon, class_name = name.partition(":")
-        if not colon:
-            known = ", ".join(AVAILABLE_TASKS)
-            raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
-        task = _imported(name, module, class_name)
+    if task is None and ":" not in name:
+        known = ", ".join(AVAILABLE_TASKS)
+        raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
+    task = task or _imported("--task", name)
     if not (isinstance(task, type) and issubclass(task, TrainingTask)):
         raise UserError(f"--task {name} is not a subclass of TrainingTask (llm/training/tasks/base_task.py)")
     if task.__abstractmethods__:
@@ -56,18 +56,37 @@ def find_task(name: str) -> type[TrainingTask]:
     return task
 
 
-def _imported(name: str, module: str, class_name: str) -> Any:
-    """An attribute of a module. An exception raised inside the module keeps its traceback."""
+def find_data_module(name: str) -> type[DataModule]:
+    """The class of a data module, `package.module:ClassName`, also from the current folder.
+
+    Raises:
+        UserError: there is no such class, or it lacks methods that a data module must implement.
+    """
+    found = _imported("--data_module", name) if ":" in name else None
+    if not (isinstance(found, type) and issubclass(found, DataModule)):
+        raise UserError(
+            f"--data_module {name} is not package.module:ClassName of a DataModule (llm/training/data/base.py)"
+        )
+    if found.__abstractmethods__:
+        raise UserError(f"--data_module {name} does not implement {', '.join(sorted(found.__abstractmethods__))}")
+    return found
+
+
+def _imported(flag: str, name: str) -> Any:
+    """What `package.module:ClassName` names. An exception raised inside the module keeps its traceback."""
+    module, _, class_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
     try:
         found = importlib.import_module(module)
     except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
-        raise UserError(f"--task {name} cannot be imported ({reason(error)}); start from its folder") from error
+        raise UserError(f"{flag} {name} cannot be imported ({reason(error)}); start from its folder") from error
     except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg} (--task {name})") from error
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
     if not hasattr(found, class_name):
-        raise UserError(f"--task {name}: {found.__file__} has no {class_name!r}")
+        raise UserError(f"{flag} {name}: {found.__file__} has no {class_name!r}")
     return getattr(found, class_name)
 
 
@@ -85,47 +104,79 @@ def default_callbacks(config: Config) -> list[Callback]:
     return callbacks
 
 
+class LoggedStop(StopRequest):
+    """A StopRequest whose answer is in the log file, too."""
+
+    def __init__(self, logger: Logger):
+        super().__init__()
+        self.logger = logger
+
+    def acknowledge(self, text: str) -> None:
+        super().acknowledge(text)
+        if self.logger.file is not None:
+            self.logger.file.line(LEVELS["warning"], text)
+
+
 def train_worker(rank: int, world_size: int, config: Config, address: dict[str, str] | None = None) -> None:
-    """One process of a run. `address`: where spawned processes meet; None under torchrun or for a single process."""
-    if address is None:
+    """One process of a run.
+
+    Args:
+        rank, world_size: of the process; under torchrun its environment decides.
+        address: where spawned processes meet, if their data are prepared; by default they prepare them and meet at
+            --master_addr and --master_port.
+
+    Raises:
+        UserError: several processes, and no address at which they could meet.
+    """
+    distributed = DistributedManager(config)
+    if address is None and (world_size == 1 or distributed.launched):
         _train(config, prepared=False)
         return
+    if address is None and config.distributed.master_port == 0:
+        raise UserError(f"train_worker: {world_size} processes need an address to meet: give one, or set master_port")
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update(address | {name: str(value) for name, value in ranks.items()})
+    os.environ.update((address or distributed.address()) | {name: str(value) for name, value in ranks.items()})
     with training_errors():
-        _train(config, prepared=True)
+        _train(config, prepared=address is not None)
 
 
 def _train(config: Config, prepared: bool) -> None:
-    distributed, args = DistributedManager(config), config.to_args()
-    with StopRequest() as stop:
-        lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
-        task, data = _task_and_data(config)
-        if not prepared:
-            distributed.once(data.prepare_data)
-        distributed.setup()
-        data.setup()
-        engine = TrainingEngine(config, task, data, default_callbacks(config) + task.callbacks(), stop)
-        engine.run()
-        distributed.cleanup(engine.state)
+    logger, distributed, args = Logger.of(config), DistributedManager(config), config.to_args()
+    engine: TrainingEngine | None = None
+    with LoggedStop(logger) as stop:
+        try:
+            lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+            task, data = _task_and_data(config)
+            if not prepared:
+                distributed.once(data.prepare_data)
+            with translated_failures():
+                distributed.setup()
+                data.setup()
+                logger.debug(config.describe())
+                engine = TrainingEngine(config, task, data, default_callbacks(config) + task.callbacks(), stop)
+                engine.run()
+        finally:
+            distributed.cleanup(engine.state if engine is not None else None)
 
 
 def _task_and_data(config: Config) -> tuple[TrainingTask, DataModule]:
-    task = find_task(config.training.task)(config)
-    data = task.build_data()
+    task, name = find_task(config.training.task)(config), config.data.data_module
+    data = find_data_module(name)(config) if name else task.build_data()
     if not isinstance(data, DataModule):
         raise UserError(f"{type(task).__name__}.build_data returns a {type(data).__name__}, not a DataModule")
+    task.data = data
     return task, data
 
 
 def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
     """Prepare the data once, start the processes and wait for them. Signals are passed on. The first process that fails
     ends the others and sets the exit status. It reports a UserError itself; other tracebacks are printed here, once."""
+    logger = Logger.of(config)
     _task_and_data(config)[1].prepare_data()
     context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
     assert context is not None  # join=False
     try:
-        with StopRequest() as stop:
+        with LoggedStop(logger) as stop:
             stop.defer = True
             while not context.join(timeout=0.2) and not stop.signal:
                 pass
@@ -138,6 +189,9 @@ def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
     except mp.ProcessRaisedException as error:
         print(str(error), file=sys.stderr)
         sys.exit(1)
+    finally:
+        for path in context.error_files:  # torch leaves the traceback of a process that failed in the temporary folder
+            Path(path).unlink(missing_ok=True)
 
 
 def _forward(number: int, context: mp.ProcessContext) -> None:
@@ -153,6 +207,7 @@ def main() -> None:
     """Read the settings, start the processes if there are several, and train."""
     config = Config.from_args_and_env(task_defaults=lambda name: find_task(name).defaults)
     config.validate()
+    Logger.of(config)  # from here on the log file receives what is printed
     device = select_device(config.distributed.device)  # refuse what the machine lacks before the data are prepared
     if config.to_args().dtype == "float16":
         mixed_precision("float16", device)

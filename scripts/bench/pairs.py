@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import ROOT
 from dataset.data_files import iter_blocks, parse_block
 from dataset.formats import to_chat, to_text
@@ -45,7 +46,7 @@ def check_peer(peer: str, stage: str, path: str | None, python: str | None) -> N
         raise UserError(f"--peer_python {python} cannot be started; give the path of a Python")
     if peer == "trl" and stage != "sft":
         raise UserError("--peer trl is for --stage sft; for pretraining use --peer minimind")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launch().world_size > 1:
         raise UserError("a peer is compared with a single process; start it with python, not with torchrun")
 
 
@@ -83,7 +84,7 @@ def records_of(cache: TokenCache, samples: list[int]) -> list[dict[str, Any]]:
     """The records of the samples in MiniMind's format: `{"text"}` or `{"conversations"}`."""
     places = [tuple(map(int, cache.sources[i])) for i in samples]
     wanted, found = set(places), {}
-    for block in iter_blocks(cache.files):
+    for block in iter_blocks(cache.files, cache.meta["text_separator"]):
         for line, record in parse_block(block):
             if (block.file, line) in wanted:
                 found[block.file, line] = record

@@ -23,6 +23,8 @@ from typing import Any, cast
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import ROOT, StageArgs
@@ -34,7 +36,7 @@ from trainer.components.checkpoint import load_weights
 from trainer.components.data import open_datasets
 from trainer.components.device import mixed_precision, prepare_device, select_device
 from trainer.components.metrics import read_metrics
-from trainer.components.run_files import metrics_path, run_name, weight_path
+from trainer.components.run_files import EXPERTS, metrics_path, run_name, weight_path
 from trainer.components.state import TrainState
 from trainer.loop import evaluate
 from trainer.trainer_utils import Logger, eval_loader, init_model, load_tokenizer, model_config, next_token_loss
@@ -55,6 +57,8 @@ def parse_args() -> tuple[Namespace, StageArgs, list[str]]:
     ours = parse_stage_args(STAGES[args.stage][1], __doc__, typed)
     if not ours.eval_data_path:
         raise UserError("the held-out data are missing; give --eval_data_path after --")
+    if ours.use_moe and (ours.num_experts, ours.num_experts_per_tok) != EXPERTS:
+        raise UserError("MiniMind's script takes neither --num_experts nor --num_experts_per_tok; leave them out")
     check_peer("minimind", args.stage, args.peer_path, args.peer_python)
     return args, ours, typed
 
@@ -116,7 +120,7 @@ def timed_run(command: list[str], log: Path, **options: Any) -> float:
 def evaluate_weights(ours: StageArgs, held_out: StageDataset, weights: Path) -> float:
     """Held-out loss of these weights in our evaluation (nats per target)."""
     tokenizer = load_tokenizer(ours.tokenizer_path)
-    config = model_config(tokenizer, ours.hidden_size, ours.num_hidden_layers, ours.use_moe)
+    config = model_config(tokenizer, ours)
     device = select_device(ours.device)
     prepare_device(device)
     autocast, scaler = mixed_precision(ours.dtype, device)

@@ -40,7 +40,8 @@ def test_a_bug_keeps_its_traceback(capsys):
 def rank(error: str, local_rank: int, folder) -> subprocess.CompletedProcess:
     code = "from common.command_line import one_line_errors\nfrom common.errors import *\n"
     code += f"with one_line_errors():\n    raise {error}"
-    env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": str(local_rank)}
+    env = {**os.environ, "WORLD_SIZE": "2", "RANK": str(local_rank), "LOCAL_RANK": str(local_rank)}
+    env |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{local_rank}.json")
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
@@ -86,3 +87,12 @@ def test_the_parser_raises_and_knows_no_abbreviations():
 def test_the_reason_of_an_error_is_its_first_line():
     assert reason(ValueError("one\ntwo")) == "one" and reason(MemoryError()) == "MemoryError"
     assert len(reason(ValueError("x" * 999))) == 300
+
+
+def test_closed_streams_are_replaced(capfd):
+    """`command >&- <&-`; what is opened later must not get the number of a standard stream."""
+    code = "import sys\nfrom common.command_line import one_line_errors\nwith one_line_errors():\n    print('lost')\n"
+    code += "    print(open('README.md').fileno(), file=sys.stderr)"
+    done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$0" >&- <&-', code], cwd=ROOT, check=False)
+    assert done.returncode == 0
+    assert int(capfd.readouterr().err) > 2

@@ -99,7 +99,9 @@ def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
 
 
 def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
     assert not folders[0].exists()
     monkeypatch.setenv("RANK", "0")
@@ -140,7 +142,8 @@ def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, m
     path = Path(tmp_path / "cache.lock")
     other = start(LOCKED, path)
     command = [sys.executable, "-c", LOCKED, str(path)]
-    environment = os.environ | {"LOCAL_RANK": local_rank}
+    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2"}
+    environment = os.environ | ranks | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     waiting = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     try:

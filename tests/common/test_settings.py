@@ -13,20 +13,23 @@ from hypothesis import strategies as st
 
 from common.command_line import Parser
 from common.errors import UserError
-from common.settings import StageArgs, add_trained_model_flags, own_defaults, parse_args, setting, settings_of
+from common.settings import StageArgs, own_defaults, parse_args, setting, settings_of
 from dataset.token_cache import STAGE_LENGTH
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, launch
 from trainer import train_full_sft, train_pretrain
+from trainer.components.language_model import SHAPE
 from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer
 from trainer.components.tracker import MODES
+from trainer.components.trained_weights import add_trained_model_flags, given_shape
 from trainer.trainer_utils import load_tokenizer, model_config
 
 STAGES = {"train_pretrain": train_pretrain.Args, "train_full_sft": train_full_sft.Args}
 SETTINGS = settings_of(StageArgs)
 SECTIONS = {
-    "data": "data_path eval_data_path cache_dir max_seq_len packing on_bad_data max_bad_share num_workers",
-    "model": "hidden_size num_hidden_layers use_moe dropout tokenizer_path",
+    "data": "data_path eval_data_path text_separator cache_dir max_seq_len packing on_bad_data max_bad_share "
+    "num_workers",
+    "model": "hidden_size num_hidden_layers use_moe num_experts num_experts_per_tok dropout tokenizer_path",
     "training": "epochs batch_size accumulation_steps learning_rate warmup_updates optimizer weight_decay grad_clip "
     "seed max_bad_updates",
     "optimization": "dtype use_compile parallel activation_checkpointing",
@@ -48,10 +51,13 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
     "hidden_size": 512,
     "num_hidden_layers": 8,
     "use_moe": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
     "from_resume": False,
     "use_wandb": False,
     "use_compile": False,
     "eval_data_path": None,
+    "text_separator": None,
     "cache_dir": str(ROOT / "dataset/cache"),
     "packing": False,
     "on_bad_data": "stop",
@@ -96,11 +102,11 @@ STAGE_DEFAULTS = {
 }
 TYPES = {
     bool: "packing use_moe use_compile activation_checkpointing from_resume extend_epochs use_wandb",
-    int: "max_seq_len num_workers hidden_size num_hidden_layers epochs batch_size accumulation_steps warmup_updates "
-    "seed max_bad_updates rank_timeout save_interval log_interval eval_interval",
+    int: "max_seq_len num_workers hidden_size num_hidden_layers num_experts num_experts_per_tok epochs batch_size "
+    "accumulation_steps warmup_updates seed max_bad_updates rank_timeout save_interval log_interval eval_interval",
     float: "max_bad_share dropout learning_rate weight_decay grad_clip",
     str: "cache_dir tokenizer_path device save_dir save_weight checkpoint_dir from_weight wandb_project",
-    str | None: "data_path eval_data_path",
+    str | None: "data_path eval_data_path text_separator",
 }
 CHOICES = {
     "on_bad_data": ("stop", "skip"),
@@ -116,6 +122,8 @@ LIMITS = {  # setting -> texts that are just in, and texts that are just out wit
     "num_workers": (["0"], {"-1": MUST[0]}),
     "hidden_size": (["16", "4096"], {"0": "must be 16 or more", "24": "must be divisible by 16"}),
     "num_hidden_layers": (["1"], {"0": MUST[1]}),
+    "num_experts": (["1"], {"0": MUST[1]}),
+    "num_experts_per_tok": (["1"], {"0": MUST[1]}),
     "dropout": (["0", "0.999"], {"-0.001": "must be 0 or more", "1": "must be below 1"}),
     "epochs": (["1"], {"0": MUST[1]}),
     "batch_size": (["1"], {"0": MUST[1]}),
@@ -346,13 +354,26 @@ def test_the_command_line_is_that_of_the_process_by_default(monkeypatch):
     assert parse_args(StageArgs, "").epochs == 9
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num_experts 8", "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1"),
+        ("--num_experts_per_tok 2", "--num_experts and --num_experts_per_tok shape a mixture of experts"),
+        ("--use_moe 1 --num_experts_per_tok 5", "--num_experts_per_tok 5 must be --num_experts 4 or less"),
+    ],
+)
+def test_experts_that_no_model_can_have(line, message):
+    assert told(train_full_sft.Args, *line.split()).startswith(message)
+
+
 def test_the_model_follows_the_command_line():
-    args = parse_args(train_full_sft.Args, "", ["--hidden_size", "256", "--use_moe", "1", "--dropout", "0.1"])
+    line = "--hidden_size 256 --use_moe 1 --dropout 0.1 --num_experts 6 --num_experts_per_tok 3"
+    args = parse_args(train_full_sft.Args, "", line.split())
     tokenizer = load_tokenizer(ROOT / "model")
-    config = model_config(tokenizer, args.hidden_size, args.num_hidden_layers, args.use_moe, args.dropout)
+    config = model_config(tokenizer, args)
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
     assert (config.hidden_size, config.use_moe, config.dropout, config.vocab_size) == (256, True, 0.1, 6400)
-    assert config.num_hidden_layers == 8
+    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (8, 6, 3)
 
 
 # ---- a stage's own flags
@@ -427,21 +448,20 @@ def test_the_help_of_a_stage_script_is_grouped_by_section(stage, tmp_path):
 # ---- tools that use trained weights
 
 
-def test_the_flags_of_tools_have_the_same_types_and_limits(capsys):
+def test_the_flags_of_tools_have_the_same_types_and_limits():
     parser = Parser()
     add_trained_model_flags(parser)
     args = parser.parse_args([])
-    assert vars(args) == {"weight": "full_sft"} | {
-        name: DEFAULTS[name]
-        for name in ("hidden_size", "num_hidden_layers", "use_moe", "save_dir", "tokenizer_path", "device")
-    }
-    args = parser.parse_args(["--hidden_size", "64", "--use_moe"])
-    assert args.hidden_size == 64 and args.use_moe is True
+    elsewhere = {name: DEFAULTS[name] for name in ("save_dir", "tokenizer_path", "device")}
+    assert vars(args) == {"weight": "full_sft"} | elsewhere | dict.fromkeys(SHAPE)  # the weights tell their shape
+    assert given_shape(args) == {}
+    args = parser.parse_args(["--hidden_size", "64", "--use_moe", "--num_experts_per_tok", "2"])
+    assert given_shape(args) == {"hidden_size": 64, "use_moe": True, "num_experts_per_tok": 2}
     with pytest.raises(UserError) as error:
         parser.parse_args(["--hidden_size", "100"])
     assert str(error.value) == "argument --hidden_size: must be divisible by 16, not '100'; see --help"
     words = " ".join(parser.format_help().split())
-    assert "--num_hidden_layers INT depth (default: 8 layers)" in words and "--use_moe [{0,1}] 1: mixture" in words
+    assert "--num_hidden_layers INT depth --use_moe [{0,1}] 1: mixture" in words
 
 
 def test_the_default_lengths_of_the_token_cache_are_those_of_the_stages():

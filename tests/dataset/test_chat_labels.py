@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ GOLDEN = {
         None,
         [
             (False, "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"),
-            (True, "\n\n  a \n<|im_end|>"),
+            (True, "  a \n<|im_end|>"),  # line breaks would join the newline of the header
             (False, "\n"),
         ],
     ),
@@ -153,6 +154,54 @@ def test_labels_equal_transformers_own_mask(tokenizer, other_tokenizer, turns, w
     theirs = tok.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     assert mine.tokens.tolist() == theirs["input_ids"]
     assert mine.loss_mask.tolist() == [bool(x) for x in theirs["assistant_masks"]]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TURNS, st.data())
+def test_a_turn_that_must_not_be_trained_keeps_its_tokens(tokenizer, turns, data):
+    """The same tokens as ever, and the targets of transformers' mask without those of the turns switched off."""
+    messages = [{"role": r, "content": c} for r, c in turns] + [{"role": "user", "content": "q"}, BOT]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    off = data.draw(st.sets(st.sampled_from(answers[:-1]))) if answers[:-1] else set()
+    marked = [{**message, "train": False} if index in off else message for index, message in enumerate(messages)]
+    mine = samples_of(tokenizer, {"messages": marked})
+    theirs = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    expected = np.array(theirs["assistant_masks"], dtype=bool)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], expected, [False]]))).reshape(-1, 2)
+    assert len(edges) == len(answers)  # one stretch for each turn
+    for (first, last), index in zip(edges, answers, strict=True):
+        expected[first:last] = index not in off
+    assert mine.tokens.tolist() == theirs["input_ids"] and mine.loss_mask.tolist() == expected.tolist()
+    said = {index: re.sub(r"\A\s*[\r\n]", "", messages[index]["content"]) for index in answers}  # as the template does
+    spoken = sum(len(said[index].encode()) for index in answers if index not in off)
+    special = sum(messages[index]["content"].count("<|im_") for index in answers)
+    assert special or mine.target_bytes.tolist() == [spoken]
+    assert mine.counts["masked_turns"] == len(off)
+
+
+def test_turns_are_switched_off_with_a_template_without_marks_too(tokenizer, other_tokenizer):
+    chat = Chat([USER, BOT, USER, {**BOT, "content": "b"}, USER, {**BOT, "content": "c"}], None, masked=(1, 5))
+    for template in (tokenizer.chat_template, without_marks(tokenizer.chat_template), other_tokenizer.chat_template):
+        text, spans = ChatTemplate(template, {}).render(chat)
+        assert [text[a:b] for a, b in spans] == ["b<|im_end|>"]
+
+
+def test_a_template_that_marks_turns_more_than_once_cannot_switch_them_off():
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert len(ChatTemplate(template, {}).render(Chat([USER, BOT], None))[1]) == 2
+    with pytest.raises(UserError, match=r"2 stretches between generation marks for 1 turns of the assistant, so which"):
+        ChatTemplate(template, {}).render(Chat([USER, BOT], None, masked=(1,)))
+
+
+def test_a_sample_is_cut_after_the_last_turn_that_is_trained(tokenizer):
+    long = {"role": "assistant", "content": "the river " * 40, "loss": False}
+    record = {"messages": [USER, long, USER, BOT, USER, long]}
+    data = json.dumps(record).encode()
+    length = len(tokenizer.apply_chat_template(record["messages"][:4], return_dict=True)["input_ids"])
+    for max_length, kept in ((length + 20, length - 1), (length - 2, length - 2)):
+        samples = BlockTokenizer(TokenizerSpec.of(tokenizer), "sft", max_length)(Block(0, "x", 1, data, 1))
+        assert samples.lengths.tolist() == [kept]
+        assert tokenizer.decode(samples.tokens[samples.loss_mask].tolist()) in ("a<|im_end|>", "a")
 
 
 def without_marks(template):

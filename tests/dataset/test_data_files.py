@@ -6,8 +6,9 @@ import json
 import pytest
 
 from common.errors import UserError
-from dataset import data_files
-from dataset.data_files import expand_paths, iter_blocks, parse_block
+from dataset import blocks
+from dataset.data_files import describe_files, expand_paths, iter_blocks, parse_block
+from dataset.json_records import BadRecord
 
 
 def records_of(*paths):
@@ -18,7 +19,8 @@ def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
     one, two, deep = write("b.jsonl", [{"text": "b"}]), write("a.jsonl", [{"text": "a"}]), write("sub/z.jsonl", [{}])
     packed = tmp_path / "sub" / "y.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "y"}\n'))
-    write("sub/notes.txt", b"not data")
+    write("sub/notes.md", b"not data")
+    write("sub/dataset_info.json", b"{}")
     write(".hidden/x.jsonl", [{}])
     assert expand_paths(one) == [one]
     assert expand_paths(f"{one}, {two}") == [one, two]  # as typed
@@ -26,6 +28,14 @@ def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
     assert expand_paths(tmp_path) == [two, one, str(packed), deep]
     assert expand_paths(f"{two},{tmp_path}/*.jsonl") == [two, one]  # named twice, read once
     assert expand_paths([one, two]) == [one, two]
+
+
+def test_the_files_read_are_told():
+    names = [f"d/{i}.jsonl.gz" for i in range(4)] + ["d/x.parquet", "d/y.parquet", "log"]
+    assert describe_files(names) == (
+        "data: 4 .jsonl, 2 .parquet, 1 other "
+        "(d/0.jsonl.gz, d/1.jsonl.gz, d/2.jsonl.gz, d/3.jsonl.gz, d/x.parquet and 2 more)"
+    )
 
 
 def test_a_path_with_a_comma_or_brackets_that_exists_is_taken_as_it_is(write):
@@ -59,14 +69,14 @@ def test_blank_lines_alone_are_no_data(write):
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
 def test_lines_keep_their_numbers_whatever_the_blocks(write, monkeypatch, block_bytes):
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
     path = write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "four"}\n\xef\xbb\xbf{"text": "five"}')
     assert records_of(path) == [(path, 1, {"text": "one"}), (path, 4, {"text": "four"}), (path, 5, {"text": "five"})]
     assert sum(block.size for block in iter_blocks([path])) == 60
 
 
 def test_gzip_reads_like_the_plain_file_and_reports_damage(tmp_path, write, monkeypatch):
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
     plain = write("x.jsonl", [{"text": f"record {i} {i * 7919}"} for i in range(2000)])
     packed = tmp_path / "x.jsonl.gz"
     content = gzip.compress((tmp_path / "x.jsonl").read_bytes())
@@ -149,19 +159,58 @@ def test_a_json_file_may_hold_one_array(write):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[\n{"a": 1},\n{"a": }\n]', "x.json:3: not a valid JSON array from this line on"),
+        (b'[\n{"a": 1},\n{"a": "b"c"}\n]', "x.json:3: not a valid JSON array from this line on .*nothing that follows"),
+        (b'[\n{"a": 1},\n{"a": [}\n]', "x.json:3: not a valid JSON array from this line on"),
+        (b'[\n{"a": 1},\n}\n]', "x.json:3: not a valid JSON array from this line on"),
         (b'[\n{"a": 1},\n{"a": 2}\n', "x.json:3: after this record a ',' or ']' is missing; the array looks cut off"),
         (b'[\n{"a": 1}\n{"a": 2}]', "x.json:2: after this record a ',' or ']' is missing"),
-        (b'[\n{"a": 1, "a": 2}]', "x.json:2: not a valid JSON array from this line on .the key 'a' occurs twice"),
-        (b'[\n"\\ud800"]', "x.json:2: .*lone surrogate"),
-        (b'[\n"\xff"]', "x.json:2: not UTF-8 .byte 0xff"),
         (b"[]", "x.json holds no record"),
         (b'[{"a": 1}]\n[{"a": 2}]', "x.json:2: the array has ended before this"),
         (b'[{"a": 1}], {"a": 2}', "x.json:1: the array has ended before this"),
-        (b'[\n{"a": ' + b"[" * 100 + b"]" * 100 + b"}]", "x.json:2: .*nested more than 100 deep"),
-        (b"[" * 100_000, "x.json:1: not a valid JSON array from this line on"),
+        (b"[" * 100_000, "x.json:1: not a valid JSON array from this line on .*nested more than 100 deep"),
     ],
 )
 def test_damaged_arrays(write, content, message):
     with pytest.raises(UserError, match=message):
         records_of(write("x.json", content))
+
+
+BAD_ELEMENTS = {
+    b'{"a": 1, "a": 2}': "the key 'a' occurs twice in one object",
+    b'"\\ud800"': "lone surrogate",
+    b'{"a": "\xff"}': "not UTF-8 (byte 0xff)",
+    b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}": "nested more than 100 deep",
+    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}": "nested more than 100 deep",
+    b'{"a": }': "not valid JSON: Expecting value",
+    b'{"a": 1,}': "not valid JSON",
+    b"{'a': [1, {'b': 2}]}": "not valid JSON: Expecting property name enclosed in double quotes",
+    b'{"a": "[},", "b": oops, "c": "]"}': "not valid JSON: Expecting value",
+    b'{"a": "\xc4\xe3", }': "not UTF-8 (",
+    b"oops": "not valid JSON: Expecting value",
+    b"": "not valid JSON: Expecting value",
+    b"9" * 5000: "Exceeds the limit",
+    b"17": "a number instead of a JSON object",
+}
+
+
+@pytest.mark.parametrize("block_bytes", [1, 13, 1 << 20])
+@pytest.mark.parametrize("bad", BAD_ELEMENTS, ids=range(len(BAD_ELEMENTS)))
+def test_a_bad_element_of_an_array_costs_only_itself(write, bad, block_bytes, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    path = write("x.json", b'[\n{"a": "\xe4\xbd\xa0"},\n' + bad + b'\n,\n{"b": [2]}, 5\n]\n')
+    (_, one, first), (_, two, problem), (_, three, last), (_, four, number) = records_of(path)
+    assert (first, last, one, three) == ({"a": "你"}, {"b": [2]}, 2, two + 2 - (not bad))
+    assert isinstance(problem, BadRecord) and BAD_ELEMENTS[bad] in str(problem) and two == 3 + (not bad)
+    assert isinstance(number, BadRecord) and four == three
+
+
+def test_an_array_is_read_piece_by_piece(write, monkeypatch):
+    rows = [{"text": f"record {i} " * (i % 50), "n": i} for i in range(3000)]
+    for content in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False), "[" + json.dumps(rows)[1:]):
+        path = write("x.json", content.encode())
+        whole = [record for _, _, record in records_of(path)]
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 700)
+        found = list(iter_blocks([path]))
+        assert len(found) > 100 and sum(block.size for block in found) == len(content)
+        assert [record for block in found for _, record in parse_block(block)] == whole == rows
+        monkeypatch.undo()

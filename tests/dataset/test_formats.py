@@ -2,17 +2,23 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.data_files import Block, iter_blocks, parse_block
-from dataset.formats import Chat, to_chat, to_text
+from dataset import blocks, cache_build
+from dataset.blocks import Block
+from dataset.data_files import iter_blocks, parse_block
+from dataset.formats import COLUMNS, Chat, to_chat, to_text, unused_fields
 from dataset.json_records import BadRecord
+from dataset.messages import MESSAGE_FIELDS, PARTS
 from dataset.token_cache import build_token_cache
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
@@ -63,18 +69,69 @@ def chat_of(*messages, **extra):
             [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
         ),
         (chat_of(BOT), [BOT]),
+        ({"instruction": "q", "context": "c", "response": "a"}, [{"role": "user", "content": "q\nc"}, BOT]),
+        ({"prompt": "q", "completion": "a"}, [USER, BOT]),
+        ({"prompt": "q", "completion": [BOT]}, [USER, BOT]),
+        ({"prompt": "q", "response": "a"}, [USER, BOT]),
+        ({"question": "q", "answer": "a", "prompt": "unused"}, [USER, BOT]),
+        ({"query": "q", "response": "a"}, [USER, BOT]),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, USER, BOT]),
+        ({"messages": [USER, BOT], "prompt": "q"}, [USER, BOT]),
+        (chat_of(SYSTEM, USER, BOT, system="s"), [SYSTEM, USER, BOT]),  # said twice
+        (chat_of(USER, BOT, images=[], label=3, mask_history=False, train_on_inputs=0), [USER, BOT]),
+        (chat_of(USER, BOT, chosen=None, rejected=""), [USER, BOT]),
         (chat_of(USER, {"role": "assistant", "content": ""}), [USER, {"role": "assistant", "content": ""}]),
     ],
 )
-def test_formats_of_conversations(record, messages):
+def test_forms_of_conversations(record, messages):
     assert to_chat(record) == Chat(messages, None)
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), TOOL])
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), TOOL, json.dumps(TOOL), [json.dumps(TOOL)]])
 def test_tools_stand_on_the_system_message_or_beside_the_conversation(tools):
     system = {"role": "system", "content": "s"}
     assert to_chat(chat_of({**system, "tools": tools}, USER, BOT)) == Chat([system, USER, BOT], [TOOL])
     assert to_chat(chat_of(system, USER, BOT, tools=tools)) == Chat([system, USER, BOT], [TOOL])
+
+
+@pytest.mark.parametrize("none", [None, "", " ", "[]", "{}", "null", [], {}])
+def test_no_tools_in_any_way(none):
+    assert to_chat(chat_of(USER, BOT, tools=none, functions=none)) == Chat([USER, BOT], None)
+    assert to_chat({"instruction": "q", "output": "a", "tools": none}) == Chat([USER, BOT], None)
+
+
+def test_tools_beside_a_question_and_under_their_older_name():
+    assert to_chat({"prompt": "q", "completion": "a", "tools": [TOOL]}) == Chat([USER, BOT], [TOOL])
+    assert to_chat(chat_of(USER, BOT, functions=[TOOL])) == Chat([USER, BOT], [TOOL])
+
+
+def test_turns_that_are_not_trained():
+    first, last = {**BOT, "loss_weight": 0.0}, {**BOT, "loss_weight": 1.0}
+    assert to_chat(chat_of({**USER, "loss_weight": 0.0}, first, USER, last)).masked == (1,)
+    assert to_chat(chat_of(USER, first, USER, BOT, system="s")).masked == (2,)
+    assert to_chat(chat_of(USER, BOT, USER, BOT, USER, BOT, mask_history=True)).masked == (1, 3)
+    pair = to_chat({"prompt": [USER, BOT, USER], "completion": [BOT, USER, BOT]})
+    assert pair == Chat([USER, BOT, USER, BOT, USER, BOT], None, masked=(1,))
+
+
+@pytest.mark.parametrize("record", [chat_of(USER, BOT), {"prompt": "q", "completion": "a"}])
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
+@pytest.mark.parametrize(("value", "is_good"), [(True, True), (False, False), ("True", True), ("false", False)])
+def test_the_labels_of_kto(record, key, value, is_good):
+    assert to_chat({**record, key: value}) == Chat([USER, BOT], None, is_good=is_good)
+    assert to_chat({**record, key: None}).is_good is None
+    assert to_chat({**record, key: ""}).is_good is None  # an empty cell of a CSV file
+
+
+def test_fields_that_nothing_reads():
+    record = chat_of({**USER, "date": "today"}, BOT, id=7, meta=None, label=3, text="again", system=None)
+    assert sorted(unused_fields(record, "sft")) == ["conversations.date", "id", "label", "text"]
+    assert unused_fields(chat_of(USER, BOT, label=False, tools=[], images=[]), "sft") == []
+    pair = {"prompt": [{**USER, "x": 1}], "completion": [{**BOT, "x": 1}], "query": "?"}
+    assert sorted(unused_fields(pair, "sft")) == ["completion.x", "prompt.x", "query"]
+    assert unused_fields(chat_of(USER, BOT, input="i", history=[]), "sft") == ["input", "history"]
+    assert unused_fields({"instruction": "q", "input": "i", "output": "a", "history": []}, "sft") == []
+    assert unused_fields({"text": "a", "url": None, "label": 1, "tools": []}, "pretrain") == ["label", "tools"]
 
 
 def test_nothing_is_changed_in_a_text():
@@ -116,8 +173,34 @@ BAD_LINES = [
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6)"),
+    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (it looks like GB18030, byte 0xd6); save"),
     ("pretrain", b'{"text": "\xed\xa0\xbd"}', "not UTF-8 (byte 0xed)"),
+    ("pretrain", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO)"),
+    ("pretrain", {"prompt": "q", "completion": "a"}, "is this SFT data?"),
+    ("sft", {"chosen": "qa", "rejected": "qb"}, "a preference file (DPO), which is another stage; for SFT write the"),
+    ("sft", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO), which"),
+    ("sft", {"prompt": [USER], "chosen": [BOT], "rejected": [BOT]}, "a preference file (DPO), which is another stage"),
+    ("sft", {"chosen": [USER, BOT], "rejected": [USER, BOT], "messages": [USER, BOT]}, "a preference file (DPO)"),
+    ("sft", chat_of(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO)"),
+    ("sft", {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}, "a preference file (DPO)"),
+    ("sft", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]}, "'chosen_messages' and 'rejected_mess"),
+    ("sft", {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]}, "a preference file (DPO), which"),
+    ("sft", chat_of(USER, BOT, rejected_response="b"), "'rejected_response': a preference file (DPO)"),
+    ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"),
+    ("sft", chat_of(USER, BOT, image="1.jpg"), "'image' beside the conversation: the model reads text only"),
+    ("sft", chat_of(USER, BOT, videos=["1"], audios=["1"]), "'audios' beside the conversation: the model reads text"),
+    ("sft", chat_of(USER, BOT, kto_tag="good"), "'kto_tag' is 'good' instead of true (a good answer) or false (a bad"),
+    ("sft", chat_of(USER, BOT, train_on_inputs=True), "'train_on_inputs' asks to train the user's text too; only the"),
+    ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it is a switch: write true or 1"),
+    ("sft", chat_of(USER, {**BOT, "loss_weight": 0.3}), "'loss_weight' of message 2 is 0.3; it is a switch"),
+    ("sft", {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
+    ("sft", {"question": "q", "answers": ["a"]}, "no 'answer' (its keys: 'question', 'answers'); add it"),
+    ("sft", {"prompt": "q", "completion": ["a"]}, "completion's message 1 is text instead of an object with 'role'"),
+    ("sft", {"prompt": [USER], "completion": [BOT], "context": "c"}, "'prompt' is a list of messages, so 'history', "),
+    ("sft", {"prompt": [], "completion": "a"}, "'prompt' is an empty list"),
+    ("sft", {"prompt": "q", "completion": "a", "question": "q", "answer": "a"}, "both 'prompt' and 'question' in one"),
+    ("sft", {"messages": [USER, BOT], "prompt": "q", "completion": "a"}, "both 'messages' and 'prompt' in one record"),
+    ("sft", chat_of(USER, BOT, tools=[TOOL], functions=[TOOL]), "'tools' are given more than once"),
     ("sft", b'{"text": "a"}', "is this pretraining data?"),
     ("sft", b'{"conversations": null}', "no 'conversations', 'messages' or 'instruction' in this record"),
     ("sft", b'{"conversations": "hi"}', "'conversations' is text instead of a list of messages"),
@@ -142,19 +225,23 @@ BAD_LINES = [
     ("sft", chat_of(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"),
     ("sft", chat_of(USER, {"role": "assistant", "content": None}), "'content' of message 2 is null instead of text"),
     ("sft", chat_of(USER, {"role": "assistant", "content": 3.5}), "'content' of message 2 is a number instead of text"),
-    ("sft", chat_of({"role": "user", "content": [{"type": "text"}]}, BOT), "'content' of message 1 is a list instead"),
+    (
+        "sft",
+        chat_of({"role": "user", "content": [{"type": "text"}]}, BOT),
+        "no 'text' of part 1 of 'content' of message 1",
+    ),
     ("sft", chat_of({"from": "human", "content": "q"}, BOT), "no 'value' of message 1 (its keys: 'from', 'content')"),
     ("sft", chat_of(USER, {**BOT, "reasoning_content": 1}), "'reasoning_content' of message 2 is a number"),
     ("sft", chat_of(USER), "no assistant turn, so nothing to learn"),
     ("sft", chat_of({"role": "system", "content": "s"}), "no assistant turn"),
     ("sft", chat_of(*[{"role": "system", "content": "s"}] * 2, USER, BOT), "two system messages in one conversation"),
-    ("sft", chat_of({"role": "system", "content": "s"}, USER, BOT, system="s"), "two system messages"),
+    ("sft", chat_of({"role": "system", "content": "s"}, USER, BOT, system="t"), "two system messages"),
     ("sft", chat_of(USER, {"role": "system", "content": "s"}, BOT), "the system message is not the first one"),
     ("sft", chat_of(USER, {**BOT, "tool_calls": "{oops"}), "'tool_calls' of message 2 does not parse as JSON"),
     (
         "sft",
         chat_of(USER, {**BOT, "tool_calls": "[1]"}),
-        "'tool_calls' of message 2 is a list instead of a list of JSON",
+        "entry 1 of 'tool_calls' of message 2 is a number instead of a JSON object",
     ),
     (
         "sft",
@@ -224,6 +311,96 @@ def test_a_file_where_every_record_is_bad_is_refused_with_skip_too(write, cache_
         build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
 
 
+def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_tokenizer, capsys):
+    records = [chat_of({**USER, "id": 1}, {**BOT, "id": 2, "reasoning": "hm"}, source="x")] * 3
+    records += [{"messages": [USER, BOT], "label": 5, "source": None, "a\nb": 1}]
+    cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
+    told = {"conversations.id": 6, "conversations.reasoning": 3, "source": 3, "a\nb": 1, "label": 1}
+    assert list(cache.report["unused_fields"].items()) == list(told.items())
+    out = capsys.readouterr().out
+    names = "conversations.id 6, conversations.reasoning 3, source 3, a\\nb 1, label 1"
+    assert f"\n  unused fields: {names}\n" in out
+    assert "\n  warning: conversations.reasoning, label may change what a record means, and nothing reads them" in out
+
+
+def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_tokenizer, capsys):
+    records = [{"text": "a", "images": ["1.jpg"], "label": False, "url": "x", "meta": None}] * 2
+    cache = build_token_cache("pretrain", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
+    assert cache.report["unused_fields"] == {"images": 2, "label": 2, "url": 2}
+    out = capsys.readouterr().out
+    assert "\n  unused fields: images 2, label 2, url 2\n  warning: images, label may change what a record" in out
+
+
+def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
+    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
+    records = [chat_of(USER, {**BOT, "x": 1}, label=n % 2 == 0, **{f"k{n % 5}": 1}) for n in range(200)]
+    path = write("data.jsonl", records)
+    reports = [build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)]
+    assert reports[0] == reports[1] and reports[0]["labelled_bad"] == 100
+    assert list(reports[0]["unused_fields"].items()) == [("conversations.x", 200)] + [(f"k{n}", 40) for n in range(5)]
+
+
+def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, capsys):
+    path = write("data.jsonl", [{"text": "a", **{f"x{number:03}": 1 for number in range(250)}}])
+    cache = build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir)
+    assert list(cache.report["unused_fields"]) == [f"x{number:03}" for number in range(100)]
+    out = capsys.readouterr().out
+    assert "unused fields: x000 1, x001 1," in out and "x011 1, and 88 more\n" in out and "warning" not in out
+
+
+def test_a_report_without_unused_fields_says_nothing_of_them(write, cache_dir, other_tokenizer, capsys):
+    build_token_cache("sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir)
+    out = capsys.readouterr().out
+    assert "records in 1 files" in out
+    assert not [told for told in ("unused fields", "not to be trained", "KTO", "warning") if told in out]
+
+
+def test_bad_answers_of_kto_are_left_out_and_told(write, cache_dir, other_tokenizer, capsys):
+    records = [chat_of(USER, {**BOT, "content": f"a{n}"}, label=n % 3 == 0) for n in range(9)]
+    cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
+    assert cache.sources[:, 1].tolist() == [1, 4, 7]
+    report = cache.report
+    assert (report["conversations"], report["labelled_good"], report["labelled_bad"]) == (9, 3, 6)
+    assert "labels (KTO): 3 good answers are trained as SFT data, 6 bad ones are left out" in capsys.readouterr().out
+    path = write("bad.jsonl", [record for record in records if not record["label"]])
+    with pytest.raises(UserError, match=r"none of the 6 records .* \(6 are labelled as bad answers\); raise"):
+        build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
+
+
+def test_a_file_without_a_turn_to_train(write, cache_dir, other_tokenizer):
+    path = write("data.jsonl", [chat_of(USER, {**BOT, "train": False})] * 2)
+    with pytest.raises(UserError, match=r"\(2 have no label .*; 2 turns are marked as not to be trained\)"):
+        build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
+
+
+def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, write):
+    """Arrow gives every struct of a column the keys of all of them."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"city": "x"}}]}
+    other = {"role": "assistant", "content": "", "tool_calls": [{"name": "g", "arguments": {"day": 1}}], "train": False}
+    tools = [{"name": "f", "parameters": {"city": {"type": "string"}}}, {"name": "g", "parameters": {"day": {"x": 1}}}]
+    records = [
+        {"messages": [USER, {**BOT, "reasoning_content": "hm"}], "id": 1},
+        {"messages": [USER, call, USER, other], "tools": tools, "label": True},
+    ]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
+    caches = [
+        build_token_cache("sft", path, other_tokenizer, 512, cache_dir)
+        for path in (str(tmp_path / "x.parquet"), write("x.jsonl", records))
+    ]
+    assert pq.read_table(tmp_path / "x.parquet")["messages"].to_pylist()[0][0]["tool_calls"] is None
+    assert caches[0].tokens.tolist() == caches[1].tokens.tolist()
+    assert caches[0].loss_mask.tolist() == caches[1].loss_mask.tolist()
+    assert [cache.report["unused_fields"] for cache in caches] == [{"id": 2}, {"id": 1}]  # not read, so not known
+
+
+def test_labels_in_parquet_are_read(tmp_path, cache_dir, other_tokenizer):
+    table = pa.table({"prompt": ["q", "q"], "completion": ["good", "bad"], "label": [True, False], "other": [1, None]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    cache = build_token_cache("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir)
+    assert cache.sources[:, 1].tolist() == [1] and cache.report["unused_fields"] == {"other": 2}
+
+
 def test_formats_may_be_mixed_in_one_file(write, cache_dir, other_tokenizer):
     records = [
         chat_of(USER, BOT),
@@ -241,10 +418,11 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = ["text", "conversations", "messages", "instruction", "input", "output", "history", "system", "tools"]
-MESSAGE_KEYS = ["role", "content", "from", "value", "tool_calls", "tools", "reasoning_content", "name"]
+KEYS = sorted(COLUMNS)
+MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
 NAMES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"])
-MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | JSON, max_size=5) | JSON
+PART = st.dictionaries(st.sampled_from(["type", "value", *PARTS]), st.sampled_from(list(PARTS)) | JSON, max_size=3)
+MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | st.lists(PART, max_size=2) | JSON, max_size=5) | JSON
 RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(MESSAGE, max_size=4), max_size=4) | JSON
 
 
@@ -253,13 +431,14 @@ RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(MESSAGE, max_siz
 def test_any_json_is_a_record_or_a_bad_record(record):
     line = json.dumps(record).encode()
     for _, found in parse_block(Block(0, "x", 1, line, len(line))):
-        for normalise in (to_text, to_chat):
+        for kind, normalise in (("pretrain", to_text), ("sft", to_chat)):
             try:
                 result = normalise(found) if isinstance(found, dict) else None
             except BadRecord as error:
                 assert str(error) and "\n" not in str(error)
             else:
                 json.dumps(result, ensure_ascii=False).encode("utf-8")
+                assert result is None or all(isinstance(name, str) for name in unused_fields(found, kind))
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,6 +1,7 @@
 """Whatever bytes a data file holds: the outcome is a sound cache or one line for the user, with nothing half-built."""
 
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -16,6 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset import blocks
+from dataset.formats import COLUMNS
+from dataset.messages import MESSAGE_FIELDS
 from dataset.token_cache import build_token_cache
 
 LENGTH = 24
@@ -33,6 +37,8 @@ RECORDS = {
         {"messages": [{"role": "system", "content": "brief", "tools": json.dumps([TOOL])}, USER, BOT]},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
         {"instruction": "q", "input": "i", "output": "a", "history": [["q0", "a0"]]},
+        {"prompt": [USER], "completion": [{**BOT, "content": [{"type": "text", "text": "a"}]}], "label": True, "id": 1},
+        {"messages": [USER, {**BOT, "loss_weight": 0.0}, USER, {**BOT, "loss_weight": 1.0}], "tools": "[]"},
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {**USER, "role": "tool"}]},
     ],
 }
@@ -111,18 +117,34 @@ JSON = st.recursive(
     max_leaves=12,
 )
 NAMES = ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
-MESSAGE_KEYS = ["role", "content", "from", "value", "tool_calls", "tools", "reasoning_content", "name", "tool_call_id"]
+MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
+SWITCH = st.sampled_from([True, False, 0, 1, 0.0, 1.0, None]) | JSON
 CALLS = st.sampled_from([[CALL], json.dumps(CALL), [{"function": CALL}], "[", [TOOL], json.dumps([TOOL])])
+PART = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "reasoning"]), "value": st.text(max_size=9)}),
+    st.fixed_dictionaries({"type": st.just("tool_call"), "value": CALLS}),
+    st.dictionaries(st.sampled_from(["type", "text", "value"]), st.sampled_from(["text", "image"]) | JSON, max_size=3),
+)
+ANSWER = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.text(max_size=9) | st.lists(PART, max_size=3)},
+    optional={"loss_weight": SWITCH, "train": SWITCH, "tool_calls": CALLS, "images": JSON},
+)
 MESSAGE = st.one_of(
+    ANSWER,
     st.fixed_dictionaries({"role": st.sampled_from(NAMES), "content": st.text(max_size=30)}, optional={"tools": CALLS}),
     st.fixed_dictionaries({"from": st.sampled_from(NAMES), "value": st.text(max_size=30) | CALLS}),
     st.dictionaries(st.sampled_from(MESSAGE_KEYS), st.sampled_from(NAMES) | CALLS | JSON, max_size=5),
     JSON,
 )
-RECORD_KEYS = ["text", "conversations", "messages", "instruction", "input", "output", "system", "history", "tools"]
+RECORD_KEYS = sorted(COLUMNS)
 RECORD = st.one_of(
     st.fixed_dictionaries({"text": st.text(max_size=80)}),
     st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=5)}, optional={"tools": CALLS, "system": JSON}),
+    st.fixed_dictionaries({"messages": st.lists(ANSWER, min_size=1, max_size=3)}, optional={"label": SWITCH}),
+    st.fixed_dictionaries(
+        {"prompt": st.text(max_size=9) | st.lists(MESSAGE, max_size=2), "completion": st.text(max_size=9)},
+        optional={"kto_tag": SWITCH, "rejected": JSON, "mask_history": SWITCH},
+    ),
     st.fixed_dictionaries(
         {"instruction": st.text(max_size=9), "output": st.text(max_size=9)}, optional={"history": JSON}
     ),
@@ -199,12 +221,17 @@ def check_lines(outcome, kind: str, content: bytes, suffix: str = ".jsonl") -> N
 
 
 def check_array(outcome, kind: str, content: bytes) -> None:
-    """A `.json` file: no record is lost, as Python's own parser reads it; anything it refuses is refused."""
+    """A `.json` file: no record is lost, as Python's own parser reads it; anything it refuses holds a bad record."""
     stopped, _ = outcome(kind, "x.json", content, "stop")
     skipped, bad = outcome(kind, "x.json", content, "skip")
     assert stopped is None if bad else same(stopped, skipped)
     if skipped is not None and content.removeprefix(BOM).lstrip().startswith(b"["):
-        assert skipped["records"] == len(json.loads(content.decode("utf-8-sig")))
+        try:
+            records = json.loads(content.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            assert bad
+        else:
+            assert skipped["records"] == len(records)
 
 
 def same(one: dict | None, other: dict | None) -> bool:
@@ -213,6 +240,7 @@ def same(one: dict | None, other: dict | None) -> bool:
     return all(np.array_equal(one[key], other[key]) for key in ARRAYS if key in one)
 
 
+OTHERS = [".txt", ".csv", ".tsv", ".arrow", ".jsonl.zst"]
 few = settings(max_examples=60, deadline=None)
 more = settings(max_examples=150, deadline=None)
 
@@ -224,7 +252,7 @@ def test_the_undamaged_records_give_samples(kind, outcome):
 
 
 @few
-@given(KINDS, st.binary(max_size=200), st.sampled_from([".jsonl", ".json", ".jsonl.gz", ".parquet"]))
+@given(KINDS, st.binary(max_size=200), st.sampled_from([".jsonl", ".json", ".jsonl.gz", ".parquet", *OTHERS]))
 def test_arbitrary_bytes(outcome, kind, content, suffix):
     for on_bad_data in ("stop", "skip"):
         outcome(kind, "x" + suffix, content, on_bad_data)
@@ -266,6 +294,37 @@ def test_damaged_parquet(outcome, given):
     kind, content = given
     stopped, _ = outcome(kind, "x.parquet", content, "stop")
     skipped, bad = outcome(kind, "x.parquet", content, "skip")
+    assert stopped is None if bad else same(stopped, skipped)
+
+
+def arrow(records) -> bytes:
+    with pa.ipc.new_stream(memory := io.BytesIO(), pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.Table.from_pylist(records))
+    return memory.getvalue()
+
+
+def csv_table(records) -> bytes:
+    csv.DictWriter(memory := io.StringIO(newline=""), records[0]).writerows([{"text": "text"}, *records])
+    return memory.getvalue().encode()
+
+
+def plain_text(records) -> bytes:
+    return "\n***\n".join(record["text"] for record in records).encode()
+
+
+@few
+@given(
+    st.sampled_from([(arrow, ".arrow"), (csv_table, ".csv"), (plain_text, ".txt")]).flatmap(
+        lambda pair: st.tuples(st.just(pair[1]), damaged(pair[0](RECORDS["pretrain"])))
+    ),
+    st.integers(20, 400),
+)
+def test_other_damaged_files(outcome, given, block_bytes):
+    suffix, content = given
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+        stopped, _ = outcome("pretrain", "x" + suffix, content, "stop")
+        skipped, bad = outcome("pretrain", "x" + suffix, content, "skip")
     assert stopped is None if bad else same(stopped, skipped)
 
 

@@ -23,7 +23,7 @@ import pytest
 from common.command_line import one_line_errors
 from common.errors import Interrupted, UserError
 from common.settings import ROOT
-from dataset import cache_build, data_files, token_cache
+from dataset import blocks, cache_build, token_cache
 from dataset.cache_build import ArrayFile, Progress
 from dataset.token_cache import build_token_cache, file_hash
 from dataset.tokenizing import BlockTokenizer
@@ -59,7 +59,7 @@ import os, time
 from types import SimpleNamespace
 from tokenizers import Tokenizer
 from common.command_line import one_line_errors
-from dataset import cache_build, data_files, token_cache, worker_pool
+from dataset import blocks, cache_build, token_cache, worker_pool
 from dataset.token_cache import build_token_cache
 
 tokenizer = SimpleNamespace(
@@ -163,7 +163,7 @@ def test_the_number_of_processes_changes_no_bit(kind, write, tokenizer, tmp_path
     path = write("a.jsonl", records)
     alone = build_token_cache(kind, path, tokenizer, 32, tmp_path / "one", 1, "skip")
     monkeypatch.setattr(cache_build, "SMALL", 0)
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", 1500)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1500)
     several = build_token_cache(kind, path, tokenizer, 32, tmp_path / "two", 2, "skip")
     assert contents(alone) == contents(several) and alone.report == several.report
     assert alone.fingerprint == several.fingerprint
@@ -171,7 +171,7 @@ def test_the_number_of_processes_changes_no_bit(kind, write, tokenizer, tmp_path
 
 def test_worker_processes_report_the_first_bad_record_and_how_many_follow(write, tokenizer, cache_dir, monkeypatch):
     monkeypatch.setattr(cache_build, "SMALL", 0)
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
     path = write("a.jsonl", [{"text": None} if i % 100 == 50 else record for i, record in enumerate(TEXTS)])
     with pytest.raises(UserError, match=r"a\.jsonl:51: 'text' is null instead of text.*; 3 more bad records follow"):
         build_token_cache("pretrain", path, tokenizer, 64, cache_dir, num_proc=2)
@@ -186,7 +186,7 @@ def test_worker_processes_need_neither_torch_nor_the_started_script():
 def test_a_script_without_a_main_guard_can_build_with_several_processes(write, cache_dir, tmp_path):
     script, path = tmp_path / "script.py", write("a.jsonl", TEXTS)
     build = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 2)\n"
-    small = "cache_build.SMALL, data_files.BLOCK_BYTES = 0, 5000\n"
+    small = "cache_build.SMALL, blocks.BLOCK_BYTES = 0, 5000\n"
     script.write_text("print('script runs')\n" + PRELUDE + small + build)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -227,7 +227,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir,
     exec(PRELUDE, here := {})
     tokenizer, path = here["tokenizer"], write("a.jsonl", TEXTS)
     code = (
-        "cache_build.SMALL, data_files.BLOCK_BYTES = 0, 500\n"
+        "cache_build.SMALL, blocks.BLOCK_BYTES = 0, 500\n"
         "cache_build.Progress.update = lambda *_: time.sleep(0.1)\n"  # some 100 blocks: slow enough to be killed
         f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})\n"
     )
@@ -301,7 +301,7 @@ def test_a_signal_just_after_the_folder_is_made_leaves_nothing(write, tokenizer,
 
 def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache_dir):
     build = build_code(write("a.jsonl", TEXTS), cache_dir)
-    slow = "data_files.BLOCK_BYTES = 500\ncache_build.Progress.update = lambda *_: time.sleep(2)\n"
+    slow = "blocks.BLOCK_BYTES = 500\ncache_build.Progress.update = lambda *_: time.sleep(2)\n"
     building = start(slow + build)
     wait_for(lambda: under_way(cache_dir))
     waiting = [start(build), start(build)]

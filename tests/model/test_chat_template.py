@@ -1,6 +1,8 @@
 """The chat template: what a conversation renders to, which tokens are trained, and that prefixes render to prefixes."""
 
 import json
+import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer
 MODEL = Path(__file__).resolve().parents[2] / "model"
 
 WEATHER = {"name": "weather", "parameters": {"city": "城市"}}
+WEATHER_CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL_PROMPT = (
     "Tools you can call, one JSON schema per line:\n"
     '{"name": "weather", "parameters": {"city": "城市"}}\n'
@@ -74,11 +77,11 @@ def test_every_assistant_turn_is_trained(tokenizer):
 
 
 def test_system_prompt_and_content_that_begins_and_ends_with_blanks(tokenizer):
-    messages = [turn("system", "Be kind."), turn("user", "Hi"), turn("assistant", "\nOk ")]
+    messages = [turn("system", "Be kind."), turn("user", "Hi"), turn("assistant", "\n   Ok ")]
     assert labelled(tokenizer, messages) == expected(
         ([*header("system"), "B", "e", " k", "ind", ".", "<|im_end|>", "\n"], False),
         ([*header("user"), "H", "i", "<|im_end|>", "\n", *header("assistant")], False),
-        (["\n", "O", "k", " ", "<|im_end|>"], True),
+        (["  ", " O", "k", " ", "<|im_end|>"], True),
         (["\n"], False),
     )
 
@@ -87,7 +90,7 @@ def test_reasoning(tokenizer):
     messages = [turn("user", "1+1"), turn("assistant", "2", reasoning_content="so 2")]
     assert labelled(tokenizer, messages) == expected(
         ([*header("user"), "1", "+", "1", "<|im_end|>", "\n", *header("assistant")], False),
-        (["<think>", "\n", "so", " 2", "\n", "</think>", "\n\n", "2", "<|im_end|>"], True),
+        (["<think>", "\n", "so", " ", "2", "\n", "</think>", "\n\n", "2", "<|im_end|>"], True),
         (["\n"], False),
     )
 
@@ -206,6 +209,7 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
         "",
         "\n",
         "\n\n b",
+        "\r\n\u3000\n\u3000b\n",
         " ",
         "晴",
         "👩‍👩‍👧",
@@ -227,6 +231,13 @@ OTHERS = st.builds(turn, st.sampled_from(["system", "user", "tool"]), TEXTS)
 CONVERSATIONS = st.lists(ASSISTANT | OTHERS, min_size=1, max_size=6)
 
 
+def answer(content, calls):
+    """Return what is left of an assistant's text behind its header."""
+    if calls and not content.strip():
+        return ""
+    return re.sub(r"\A\s*[\r\n]", "", content)  # greedy: up to the last line break
+
+
 def spans_of(messages):
     """Return the texts that should be trained, written down without the template."""
     spans = []
@@ -238,6 +249,8 @@ def spans_of(messages):
             f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
             for call in message.get("tool_calls") or []
         ]
+        if not reasoning:
+            content = answer(content, calls)
         said = "\n".join([content] * bool(content) + calls)
         spans.append((f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "") + said + "<|im_end|>")
     return spans
@@ -274,3 +287,23 @@ def test_a_prefix_of_the_conversation_renders_to_a_prefix(tokenizer, messages, t
         prompt_ids = tokenizer.encode(prompt)
         assert whole.startswith(prompt)
         assert whole_ids[: len(prompt_ids)] == prompt_ids
+
+
+# White space that the split pattern may join to the newline of a header, and two characters that only look like it.
+BLANKS = ["\n", "\r", " ", "\x0b", "\x85", "\u2028", "\u3000", "\x1c", "\u200b"]
+BEGINNINGS = ["".join(chosen) for length in range(4) for chosen in product(BLANKS, repeat=length)]
+BEGINNINGS += [f"{blank}\n{blank}" for blank in map(chr, range(0x110000)) if blank.isspace()]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_prompt_stays_the_beginning_however_an_answer_begins(tokenizer, thinking):
+    question = [turn("user", "a")]
+    prompt = render(tokenizer, question, add_generation_prompt=True, enable_thinking=thinking)
+    prompt_ids = tokenizer.encode(prompt)
+    for beginning in BEGINNINGS:
+        for content, calls in [(beginning, None), (beginning, [WEATHER_CALL]), (beginning + "b", None)]:
+            reasoning = beginning + "c" if thinking else ""
+            message = turn("assistant", content, reasoning_content=reasoning, tool_calls=calls)
+            whole = render(tokenizer, [*question, message])
+            assert whole.removesuffix("\n").endswith("<|im_start|>assistant\n" + spans_of([message])[0])
+            assert tokenizer.encode(whole)[: len(prompt_ids)] == prompt_ids, repr(whole)

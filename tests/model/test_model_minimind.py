@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, summed_cross_entropy
+from model.model_minimind import ROPE_TYPES, MiniMindConfig, MiniMindForCausalLM, TransformerBlock, summed_cross_entropy
 from tests.conftest import ROOT
 from trainer.trainer_utils import load_tokenizer
 
@@ -99,6 +101,72 @@ def test_logits_are_stock_qwen3s_padded_and_flat(shape, rope):
     assert want.abs().max() > 0.5  # the comparison is not between zeros
     assert (padded - want)[mask.bool()].abs().max() <= 1e-4
     assert (flat.logits - want[mask.bool()]).abs().max() <= 1e-4
+
+
+ROPES = {  # each changes the angles within the 40 tokens of the test, and beyond its original length
+    "default": None,
+    "another base": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@torch.no_grad()
+def test_rotary_angles_are_transformers_beyond_the_original_length(rope):
+    model, plain = (build("dense", rope_scaling=rope_scaling) for rope_scaling in (ROPES[rope], None))
+    ids = ragged([40])[0][None]
+    assert (model(ids).logits - stock(model)(ids).logits).abs().max() <= 1e-4
+    assert rope == "default" or (model(ids).logits - plain(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", sorted({*ROPE_INIT_FUNCTIONS, "unheard_of"} - set(ROPE_TYPES)))
+def test_rotary_angles_that_depend_on_the_input_are_refused(name, field):
+    rope = {"rope_type": name, "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e6}
+    rope |= {f"{side}_factor": [1.0] * 4 for side in ("short", "long")} if name == "longrope" else {}
+    with pytest.raises(UserError, match=f"rope_scaling of type {name} is not supported; use one of default, linear"):
+        MiniMindConfig(hidden_size=64, **{field: rope})
+    with pytest.raises(UserError, match="num_experts_per_tok 5 must be num_experts 4 or less"):
+        MiniMindConfig(use_moe=True, num_experts_per_tok=5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_a_padded_call_has_an_aux_loss_with_and_without_labels(shape, monkeypatch):
+    model = build(shape)
+    ids, mask = padded_batch(ragged([5, 12]))
+    with_labels, without = model(ids, attention_mask=mask, labels=ids), model(ids, attention_mask=mask)
+    assert without.loss is None and (without.aux_loss is None) == (shape == "dense")
+    if shape != "dense":
+        assert torch.equal(without.aux_loss, with_labels.aux_loss) and without.aux_loss > 0
+        whole = model(ids, attention_mask=padded_batch(ragged([12, 12]))[1]).aux_loss
+        assert torch.equal(model(ids).aux_loss, whole) and whole != without.aux_loss
+        four_dimensional = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+        assert torch.equal(model(ids, attention_mask=four_dimensional).aux_loss, whole)
+    monkeypatch.setattr(MiniMindForCausalLM, "_aux_loss", lambda *_: pytest.fail("generation pays for the aux_loss"))
+    model.generate(ids[1:], max_new_tokens=2, do_sample=False)
+
+
+def test_with_one_expert_per_token_the_cross_entropy_has_no_gradient_for_the_router():
+    """Its normalised weight is always 1: only the load-balancing loss trains the router. With two both do."""
+    for shape, by_cross_entropy in (("moe", False), ("moe_top2", True)):
+        model, batch = build(shape).train(), flat_batch(ragged([20]))
+        gates = [layer.mlp.gate.weight for layer in model.model.layers]
+        for part in ("loss", "aux_loss"):
+            norm = torch.stack([g.norm() for g in torch.autograd.grad(getattr(model(**batch), part), gates)]).min()
+            assert (norm > 1e-5) == (part == "aux_loss" or by_cross_entropy), (shape, part)
+
+
+def test_a_layer_has_its_general_name_too():
+    assert all(isinstance(layer, TransformerBlock) for layer in build("moe").model.layers)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -144,14 +144,15 @@ def test_script_with_a_random_model(tmp_path):
     (tmp_path / "exam.jsonl").write_text("".join(lines), encoding="utf-8")
     model = tiny_model()
     torch.save({key: value.half() for key, value in model.state_dict().items()}, tmp_path / "full_sft_32.pth")
-    common = ["--hidden_size", 32, "--num_hidden_layers", 1, "--save_dir", tmp_path, "--device", "cpu"]
+    common = ["--save_dir", tmp_path, "--device", "cpu", "--runs", "full_sft"]  # the shape is in the weights
+    (tmp_path / "full_sft_32_metrics.jsonl").write_text('{"seconds": 2.0, "memory_mb": 3.0}\n')
     common += ["--exam_path", tmp_path / "exam.jsonl", "--report", tmp_path / "report.json", "--max_new_tokens", 8]
     done = sit(*common, "--show", 3)
     assert done.returncode == 0, done.stderr
     assert f"of {len(lines)} right" in done.stdout
     assert done.stdout.count("Q: ") == done.stdout.count("A: ") == 3
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["heldout_accuracy"] <= 0.2
+    assert report["heldout_accuracy"] <= 0.2 and (report["train_seconds"], report["peak_memory_mb"]) == (2.0, 3.0)
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
 
     done = sit(*common, "--control")
@@ -163,7 +164,7 @@ def test_script_with_a_random_model(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--weight", "full_sft", "--hidden_size", 64], "full_sft_64.pth do not exist"),
+        (["--weight", "full_sft", "--hidden_size", 64], "full_sft_*.pth do not exist"),
         (["--batch_size", 0], "--batch_size"),
         (["--show", "many"], "--show"),
         (["--exam_path", "no/such/exam.jsonl"], "python -m dataset.demo_corpus"),

@@ -1,5 +1,6 @@
 """scripts/train_tokenizer.py: a small vocabulary from generated lines, and one-line errors for files it cannot use."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -53,6 +54,10 @@ def test_train_reload_and_report(corpus, tmp_path):
     shipped = AutoTokenizer.from_pretrained(REPOSITORY / "model")
     assert tokenizer.chat_template == shipped.chat_template
 
+    files = [json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in (out, REPOSITORY / "model")]
+    for part in ("normalizer", "pre_tokenizer", "decoder"):  # what makes it readable to other programs
+        assert files[0][part] == files[1][part]
+
     again = tmp_path / "again"
     options[options.index(out)] = again
     train("--data_path", corpus, "--data_path", plain, *options)
@@ -62,15 +67,12 @@ def test_train_reload_and_report(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"text": "good"}\n{"text": "bad\n', "bad.jsonl:2 "),
-        (
-            b'{"text": "good"}\n{"body": "no known field"}\n',
-            "bad.jsonl:2 needs a JSON object with one of the fields text",
-        ),
-        (b'{"text": "good"}\n\n{"text": "\xff"}\n', "bad.jsonl:3 'utf-8' codec"),
-        (b'{"text": "half a pair: \\ud800"}\n', "bad.jsonl:1 'utf-8' codec"),
-        (b"[1, 2]\n", "bad.jsonl:1 needs a JSON object"),
-        (b"\n", "bad.jsonl holds no text"),
+        (b'{"text": "good"}\n{"text": "bad\n', "bad.jsonl:2: not valid JSON"),
+        (b'{"text": "good"}\n{"body": "no known field"}\n', "bad.jsonl:2: needs one of the fields text"),
+        (b'{"text": "good"}\n\n{"text": "\xff"}\n', "bad.jsonl:3: not UTF-8"),
+        (b'{"text": "half a pair: \\ud800"}\n', "bad.jsonl:1: lone surrogate"),
+        (b"[1, 2]\n", "bad.jsonl:1: a list instead of a JSON object"),
+        (b"\n", "bad.jsonl holds no record"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, content, says):
@@ -86,7 +88,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, content, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--data_path", "no_such_file.jsonl"], "no_such_file.jsonl is not a file"),
+        (["--data_path", "no_such_file.jsonl"], "no_such_file.jsonl: no such file"),
         (["--vocab_size", "200"], "--vocab_size 200 is too small"),
         (["--holdout_every", "1"], "--holdout_every 1"),
         (["--zh_share", "1"], "--zh_share 1.0"),
@@ -116,9 +118,14 @@ def test_text_of_every_format(tmp_path):
     assert list(read_records(write_lines(tmp_path / "x.jsonl", records))) == ["a", "b\nc\nd", "e", "f\n\ng\nG\nh"]
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(UserError, match="is not a file"):
+def test_a_folder_and_other_kinds_of_files(tmp_path):
+    with pytest.raises(UserError, match="is a folder without data"):
         list(read_records(tmp_path))
+    (tmp_path / "a.csv").write_text('text,id\n"a, b",1\n')
+    (tmp_path / "b.json").write_text('[{"text": "c"}, {"output": "d", "instruction": "e"}]')
+    assert list(read_records(tmp_path)) == ["a, b", "c", "e\nd"]
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"one\r\n\n two\n"))
+    assert list(read_records(tmp_path / "c.txt.gz")) == ["one", " two"]
 
 
 @pytest.mark.parametrize(

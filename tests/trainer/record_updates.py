@@ -5,8 +5,11 @@ python record_updates.py DATA CACHE OUT BATCH_SIZE ACCUMULATION USE_MOE PACKING
 
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
 
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import SFTDataset

@@ -135,7 +135,7 @@ def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     content = path.read_bytes()
     says = {
         "missing": "do not exist (",
-        "another shape": "do not fit the model: model.layers.1.",
+        "another shape": "do not fit the model: they are of --num_hidden_layers 1; 11 tensors differ",
         "not a file of weights": "not a readable weights file",
         "cut off": "not a readable weights file",
         "another vocabulary": "lm_head.weight is (7000, 32), the model wants (6400, 32)",

@@ -1,4 +1,8 @@
-"""Updates with a non-finite loss or gradient: skipped on all ranks, counted, and too many in a row end the run."""
+"""Updates with a non-finite loss or gradient: skipped on all ranks, counted, and too many in a row end the run.
+
+In float16 a gradient may overflow because the scaler's scale is too high; the scaler then lowers it. Such an update is
+skipped as well, but it is no bad one: its overflow is counted apart.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,33 +29,36 @@ class BadUpdates:
         self.limit, self.source = limit, source
         self.in_a_row = 0
         self.skipped: list[dict[str, Any]] = []  # since the last record
+        self.overflows = 0  # since the last record
         self._unread: list[tuple[int, Tensor, list[int]]] = []
-        self._counted = torch.zeros(())
+        self._judgement = torch.zeros(2, dtype=torch.bool)  # of the last update: bad, an overflow
 
     def state_dict(self) -> dict[str, Any]:
         """The counts to save."""
-        return {"in_a_row": self.in_a_row, "skipped": self.skipped}
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped, "overflows": self.overflows}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from saved counts."""
         self.in_a_row, self.skipped = saved["in_a_row"], list(saved["skipped"])
+        self.overflows = saved.get("overflows", 0)  # older checkpoints have no count
 
     def judge(self, losses: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Whether to skip the optimizer step: a bool [] on the device.
 
         losses [2]: the update's mean losses over all ranks. grad_norm []: of the unscaled, reduced gradient. In float16
-        an overflow of the gradient is not counted as bad while the scaler can still lower its scale.
+        an overflow of the gradient is not bad while the scaler can still lower its scale.
         """
         bad_loss = ~torch.isfinite(losses).all()
         skip = bad_loss | ~torch.isfinite(grad_norm)
         overflow_expected = scaler.is_enabled() and scaler.get_scale() > 1.0  # sync point, float16 only
-        self._counted = bad_loss if overflow_expected else skip
+        bad = bad_loss if overflow_expected else skip
+        self._judgement = torch.stack((bad, skip & ~bad))
         return skip
 
     def note(self, update: int, window: list[dict], read: bool = True) -> None:
         """Remember the samples of the update just judged; with `read`, also look at the judgement."""
         samples = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
-        self._unread.append((update, self._counted, samples))
+        self._unread.append((update, self._judgement, samples))
         if read:
             self.read()
 
@@ -62,8 +69,9 @@ class BadUpdates:
             UserError: `limit` of them in a row.
         """
         unread, self._unread = self._unread, []
-        flags = torch.stack([flag for _, flag, _ in unread]).tolist() if unread else []
-        for (update, _, samples), bad in zip(unread, flags, strict=True):
+        judgements = torch.stack([judgement for _, judgement, _ in unread]).tolist() if unread else []
+        for (update, _, samples), (bad, overflow) in zip(unread, judgements, strict=True):
+            self.overflows += overflow
             self.in_a_row = self.in_a_row + 1 if bad else 0
             if bad:
                 self._warn(update, samples)
@@ -84,4 +92,9 @@ class BadUpdates:
     def take(self) -> list[dict[str, Any]]:
         """The updates skipped since the last record: [{"update", "sample_ids"}]."""
         taken, self.skipped = self.skipped, []
+        return taken
+
+    def take_overflows(self) -> int:
+        """How many updates were skipped because of an overflow in float16 since the last record."""
+        taken, self.overflows = self.overflows, 0
         return taken

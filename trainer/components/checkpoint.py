@@ -4,6 +4,7 @@ The previous resume state is kept, as a fallback for a damaged newest one. A run
 as a folder (sharded.py); either form is read by either kind of run.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from common.errors import UserError, reason, warn
 from common.settings import ROOT
 from trainer.components import sharded
 from trainer.components.distributed import is_main_process, world_size
+from trainer.components.language_model import SHAPE, config_of_weights
 from trainer.components.parallel import half_precision, is_sharded, unwrap
 from trainer.components.run_files import NamedShape, resume_path
 from trainer.components.state_files import (
@@ -57,21 +59,53 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         UserError: the file is missing, is no weights file, or does not fit the model; the difference is named.
     """
+    fill(model, read_weights(path), path)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The state dict in a weights file.
+
+    Raises:
+        UserError: the file is missing, or is no weights file.
+    """
     if not path.is_file():
-        there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
-        found = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
-        raise UserError(
-            f"weights {path} do not exist ({found}); train that stage first, or name another (--from_weight, --weight)"
-        )
+        raise missing_weights(path)
     try:
         weights = read_file(path)
-        given = {key: tuple(value.shape) for key, value in weights.items()}
+        _shapes(weights)
     except UNREADABLE as error:
         raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
-    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    return weights
+
+
+def missing_weights(path: Path) -> UserError:
+    """The error of weights that are not there, with those that are."""
+    there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+    found = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
+    return UserError(
+        f"weights {path} do not exist ({found}); train that stage first, or name another (--from_weight, --weight)"
+    )
+
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in weights.items()}
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Load weights that were read from `path` into a model.
+
+    Raises:
+        UserError: they do not fit; the setting or the tensor that differs is named.
+    """
+    given, wanted = _shapes(weights), _shapes(model.state_dict())
     if given != wanted:
         keys = sorted(k for k in {**given, **wanted} if given.get(k) != wanted.get(k))
         diff = f"{keys[0]} is {given.get(keys[0], 'missing')}, the model wants {wanted.get(keys[0], 'none')}"
+        with suppress(ValueError):
+            found = config_of_weights(weights)
+            here = getattr(model, "config", found)
+            differing = [name for name in SHAPE[:-1] if getattr(found, name) != getattr(here, name)]
+            diff = ", ".join(f"they are of --{name} {int(getattr(found, name))}" for name in differing) or diff
         raise UserError(f"weights {path} do not fit the model: {diff}; {len(keys)} tensors differ in all")
     model.load_state_dict(weights, strict=True)
 
@@ -124,7 +158,10 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         one of UNREADABLE: it is missing, damaged or something else.
     """
-    return sharded.read_rest(path) if path.is_dir() else read_file(path)
+    state = sharded.read_rest(path) if path.is_dir() else read_file(path)
+    if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
+        raise ValueError("it is not a state to resume from")
+    return state
 
 
 def _load_newest(newest: Path) -> dict[str, Any] | None:
@@ -133,8 +170,6 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
     for path in filter(Path.exists, newest_first(newest)):
         try:
             state = read_state(path)
-            if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
-                raise ValueError("it is not a state to resume from")
         except UNREADABLE as error:
             damaged.append(f"{path} ({reason(error)})")
             mark_damaged(path)

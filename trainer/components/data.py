@@ -1,12 +1,12 @@
 """The datasets of a stage, opened before the process group exists."""
 
-import os
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
 
@@ -26,13 +26,11 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: PreTrained
     if args.data_path == type(args).data_path and not Path(args.data_path).exists():
         demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
-    bad_data = {"on_bad_data": args.on_bad_data, "max_bad_share": args.max_bad_share}
-    train = dataset_class(
-        args.data_path, tokenizer, args.max_seq_len, args.packing, cache_dir=args.cache_dir, **bad_data
-    )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    options = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")}
+    train = dataset_class(args.data_path, tokenizer, args.max_seq_len, args.packing, **options)
+    ranks = launch().world_size
     if ranks > len(train):
         raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
     if not args.eval_data_path:
         return train, None
-    return train, dataset_class(args.eval_data_path, tokenizer, args.max_seq_len, cache_dir=args.cache_dir, **bad_data)
+    return train, dataset_class(args.eval_data_path, tokenizer, args.max_seq_len, **options)

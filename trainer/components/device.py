@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from common.errors import UserError
+from common.launcher import launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -17,9 +18,12 @@ def select_device(device: str) -> torch.device:
     """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only), then the CPU.
 
     Raises:
-        UserError: there is no such device, or several ranks would share one.
+        UserError: there is no such device, several ranks would share one, or the environment tells no rank.
     """
-    alone, local_rank = int(os.environ.get("WORLD_SIZE", "1")) == 1, int(os.environ.get("LOCAL_RANK", "0"))
+    place = launch()
+    if place.problem:
+        raise UserError(place.problem)
+    alone, local_rank = place.world_size == 1, place.local_rank
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"
@@ -30,14 +34,13 @@ def select_device(device: str) -> torch.device:
     if found.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if found.type == "cuda" and (found.index or 0) >= cuda_devices:
-        why = f"torch sees {cuda_devices} CUDA devices"
-        raise UserError(
-            f"--device {device} cannot be used ({why}); start at most {cuda_devices} processes, or use another device"
-        )
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"torch sees {cuda_devices} CUDA devices" + ("" if limit is None else f", CUDA_VISIBLE_DEVICES={limit!r}")
+        raise UserError(f"--device {device} cannot be used ({why}); start fewer processes, or use another device")
     if found.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(f"--device {device} cannot be used (this torch or machine has no MPS); use another device")
-    if not alone and (found.type == "mps" or (found.type == "cuda" and found.index != local_rank)):
-        raise UserError(f"--device {device} cannot be shared by several processes; leave it at auto")
+    if not alone and (found.type == "mps" or ":" in device):
+        raise UserError(f"--device {device} cannot be shared by several processes; with auto each takes its own")
     return found
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from common.launcher import launch
 from common.machine import available_cores
 from trainer.components.device import autocast_dtype, native_bfloat16
 from trainer.components.distributed import is_main_process, world_size
@@ -202,7 +203,7 @@ def measure(state: TrainState) -> Figures:
         device=device.type,
         bfloat16=native_bfloat16(device),
         ranks=ranks,
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_ranks=launch().local_world_size,
         gpus=torch.cuda.device_count(),
         cuda_build=torch.version.cuda is not None,
         nvidia=Path("/proc/driver/nvidia/version").exists(),

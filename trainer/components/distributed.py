@@ -2,17 +2,22 @@
 
 import gc
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError, reason
+from common.launcher import launch
 from common.machine import available_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
+T = TypeVar("T")
 
 
 def this_rank() -> int:
@@ -52,7 +57,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def init_distributed_mode(rank_timeout: float = 600) -> int:
-    """Join the process group that torchrun describes in the environment; gloo for CPU tensors, NCCL for CUDA ones.
+    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
 
     Args:
         rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network that is cut
@@ -60,25 +65,26 @@ def init_distributed_mode(rank_timeout: float = 600) -> int:
             another one has in its cache.
 
     Returns:
-        The local rank; 0 without a process group (WORLD_SIZE unset or 1).
+        The local rank; 0 without a process group (a single process).
 
     Raises:
-        UserError: the ranks cannot meet.
+        UserError: the environment does not tell the ranks, or they cannot meet.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    place = launch()
+    if place.problem:
+        raise UserError(place.problem)
+    if place.world_size == 1:
         return 0
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = place.local_rank
     if torch.cuda.is_available():
         torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # select_device refuses too many ranks
-    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default; share the cores instead
-        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default
+        torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
     try:
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
+        store = _interruptible(lambda: _meet(place.rank, place.world_size))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         timeout = timedelta(seconds=rank_timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except RuntimeError as error:  # dist.DistNetworkError and its like
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -86,6 +92,31 @@ def init_distributed_mode(rank_timeout: float = 600) -> int:
             "--master_port, or --standalone on one machine"
         ) from error
     return local_rank
+
+
+def _meet(rank: int, ranks: int) -> dist.Store:
+    """Wait for all ranks; returns the store over which they found each other."""
+    store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=RENDEZVOUS_TIMEOUT))
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
+    return store
+
+
+def _interruptible(work: Callable[[], T]) -> T:
+    """Call `work` in a thread: a signal does not interrupt torch's waiting, but it does the main thread's."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    thread = Thread(target=call, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    return future.result()
 
 
 def leave_process_group() -> None:

@@ -1,6 +1,6 @@
-"""Translates out-of-memory and lost-peer errors into a UserError of one line."""
+"""Translates errors of memory, of shared memory and of lost peers into a UserError of one line."""
 
-import re
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,22 +16,25 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
+# torch's words when a data loader process cannot pass on its batches, or was killed.
+NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
+
 
 @contextmanager
 def training_errors() -> Iterator[None]:
     """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too; what
     happens to the console does not end it."""
-    outlast_console()
     with one_line_errors(), translated_failures():
+        outlast_console()
         yield
 
 
 @contextmanager
 def translated_failures() -> Iterator[None]:
-    """Translate out-of-memory and lost-peer errors.
+    """Translate errors of memory, of data loader processes and of lost peers.
 
     Raises:
-        UserError: out of memory. LostRank: a collective failed because a peer ended.
+        UserError: out of memory, or of shared memory. LostRank: a collective failed because a peer ended.
     """
     try:
         yield
@@ -45,12 +48,29 @@ def translated_failures() -> Iterator[None]:
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
-        if re.search(r"DataLoader worker.*(killed by signal|exited unexpectedly)", text):
+        if any(phrase in text for phrase in NO_LOADER):
+            raise UserError(_loader_message(error)) from error
+        if type(error).__name__ == "InductorError" and "OSError" in text:
             raise UserError(
-                f"a data loader process ended ({reason(error)}), perhaps for lack of memory; --num_workers 0 needs "
-                "none; --from_resume 1 goes on from the last checkpoint"
+                f"--use_compile cannot write its cache ({reason(error)}); make room, or name another folder in the "
+                "environment variable TORCHINDUCTOR_CACHE_DIR"
             ) from error
         raise
+
+
+def check_shared_memory(num_workers: int) -> None:
+    """Make as many semaphores as the queues of a data loader need. Raises UserError if there is no room for them."""
+    try:
+        _ = [multiprocessing.Lock() for _ in range(8 * (num_workers + 1))]
+    except OSError as error:
+        raise UserError(_loader_message(error)) from error
+
+
+def _loader_message(error: Exception) -> str:
+    return (
+        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
+        "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
+    )
 
 
 def lost_rank_message(error: Exception) -> str:

@@ -133,4 +133,6 @@ def describe(record: dict[str, Any]) -> str:
     parts += [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
     if "skipped" in record:
         parts += [f"updates skipped: {len(record['skipped'])}"]
+    if "overflows" in record:
+        parts += [f"overflows: {record['overflows']}"]
     return ", ".join(parts)

@@ -13,7 +13,7 @@ from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from model.model_minimind import MiniMindConfig
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.run_files import weight_path
+from trainer.components.run_files import NAMED_SHAPE, resume_states, weight_path
 
 Fingerprint = dict[str, Any]
 A = TypeVar("A", bound=StageArgs)
@@ -81,6 +81,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     _check_ranks_agree(run, checkpoint)
     if checkpoint is None:
         if args.from_resume:
+            _refuse_other_experts(args)
             where = f"{args.checkpoint_dir} holds no checkpoint of this run"
             Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
         return run
@@ -93,6 +94,14 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     hint = "" if run["global_batch"] == saved.get("global_batch") else _global_batch_hint(args, saved)
     check_same_run(saved, run, args.extend_epochs, hint)
     return run
+
+
+def _refuse_other_experts(args: StageArgs) -> None:
+    """Refuse to start afresh beside a checkpoint that differs in its experts alone: they are in its name."""
+    mine = {name: getattr(args, name) for name in NAMED_SHAPE}
+    for name, saved in resume_states(args.checkpoint_dir, args.save_weight).items():
+        if args.use_moe and all(saved[key] == mine[key] for key in ("hidden_size", "use_moe")):
+            check_same_run(saved, mine, hint=f"; the checkpoint is {name}")
 
 
 def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:

@@ -1,7 +1,15 @@
-"""The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's."""
+"""The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's, and tell the shape of the model."""
 
+import glob
+import re
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from common.settings import ModelConfig
+
+EXPERTS = (ModelConfig.num_experts, ModelConfig.num_experts_per_tok)  # MiniMind's, which its names do not mention
+NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")  # the settings in a file's name
+WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")
 
 
 class NamedShape(Protocol):
@@ -13,15 +21,47 @@ class NamedShape(Protocol):
     @property
     def use_moe(self) -> bool: ...
 
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_experts_per_tok(self) -> int: ...
+
 
 def run_name(weight: str, lm_config: NamedShape) -> str:
-    """The stem of all files of a run, e.g. `full_sft_512_moe`."""
-    return f"{weight}_{lm_config.hidden_size}{'_moe' if lm_config.use_moe else ''}"
+    """The stem of all files of a run, e.g. `full_sft_512`, `full_sft_512_moe` or, with 8 experts of which each token
+    uses 2, `full_sft_512_moe_8x2`."""
+    name = f"{weight}_{lm_config.hidden_size}"
+    if not lm_config.use_moe:
+        return name
+    experts = lm_config.num_experts, lm_config.num_experts_per_tok
+    return f"{name}_moe" if experts == EXPERTS else f"{name}_moe_{experts[0]}x{experts[1]}"
 
 
 def weight_path(save_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:
-    """The file of the fp16 weights for use: `<save_dir>/<weight>_<hidden_size>[_moe].pth`."""
+    """The file of the fp16 weights for use: `<save_dir>/<run_name>.pth`."""
     return Path(save_dir) / f"{run_name(weight, lm_config)}.pth"
+
+
+def shape_in_name(path: Path) -> dict[str, Any] | None:
+    """The settings of NAMED_SHAPE that the name of a weights file tells, those of experts None for a dense model; None
+    if it is not such a name."""
+    name = WEIGHT_NAME.fullmatch(path.name)
+    if not name:
+        return None
+    _, hidden_size, moe, experts, per_token = name.groups()
+    numbers = ((int(experts), int(per_token)) if experts else EXPERTS) if moe else (None, None)
+    return dict(zip(NAMED_SHAPE, (int(hidden_size), bool(moe), *numbers), strict=True))
+
+
+def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
+    """The files of the weights of this name, in all shapes, each with its `shape_in_name`."""
+    paths = [
+        path
+        for path in sorted(Path(save_dir).glob("*.pth"))
+        if (name := WEIGHT_NAME.fullmatch(path.name)) and name["weight"] == weight
+    ]
+    return {path: shape for path in paths if (shape := shape_in_name(path))}
 
 
 def metrics_path(save_dir: str | Path, run: str) -> Path:
@@ -29,6 +69,17 @@ def metrics_path(save_dir: str | Path, run: str) -> Path:
     return Path(save_dir) / f"{run}_metrics.jsonl"
 
 
+def resume_states(checkpoint_dir: str | Path, weight: str) -> dict[str, dict[str, Any]]:
+    """The states to resume from of this name, in all shapes and either form: file name -> `shape_in_name`."""
+    found = {}
+    for path in sorted(Path(checkpoint_dir).glob(f"{glob.escape(weight)}_*_resume*")):
+        weights = path.with_name(path.name.removesuffix(".pth").removesuffix("_resume") + ".pth")
+        name, shape = WEIGHT_NAME.fullmatch(weights.name), shape_in_name(weights)
+        if name and shape and name["weight"] == weight:
+            found[path.name] = shape
+    return found
+
+
 def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:
-    """The file of the state to resume from: `<checkpoint_dir>/<weight>_<hidden_size>[_moe]_resume.pth`."""
+    """The file of the state to resume from: `<checkpoint_dir>/<run_name>_resume.pth`."""
     return Path(checkpoint_dir) / f"{run_name(weight, lm_config)}_resume.pth"

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dataset.lm_dataset import collate_flat
 from trainer.components.distributed import this_rank, world_size
+from trainer.components.failures import check_shared_memory
 from trainer.components.signals import ignore_stop_signals
 
 
@@ -76,6 +77,8 @@ def epoch_loader(
     collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
 ) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
+    if num_workers:
+        check_shared_memory(num_workers)
     order = rank_share(epoch_order(len(dataset), seed, epoch), batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(order, batch_size, skip_batches, steps_per_epoch(len(dataset), batch_size))
     return DataLoader(

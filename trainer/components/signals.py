@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.errors import Interrupted
+from common.launcher import launch
 
 
 class StopRequest:
@@ -45,9 +46,13 @@ class StopRequest:
             raise Interrupted(number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one")
         if not self.signal:
             self.signal, self._since = number, now
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                with suppress(OSError):  # the terminal may be what is gone
-                    os.write(2, f"{name}: finishing this update, then saving\n".encode())
+            if launch().local_rank == 0:
+                self.acknowledge(f"{name}: finishing this update, then saving")
+
+    def acknowledge(self, text: str) -> None:
+        """Tell that the signal was received; called in a signal handler, so it writes without Python's buffers."""
+        with suppress(OSError):  # the terminal may be what went away
+            os.write(2, f"{text}\n".encode())
 
 
 def ignore_stop_signals(_: int = 0) -> None:

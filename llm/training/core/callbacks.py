@@ -1,143 +1,45 @@
-"""Callbacks extend a run without changing the engine: the interface, and the callbacks that are included.
-
-docs/CALLBACKS.md shows when each method is called.
-"""
+"""The callbacks that are included. callback_list.py has the interface; docs/CALLBACKS.md shows when it is called."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from common.errors import UserError, reason, warn
+from common.errors import UserError, reason
+from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, State
 from llm.training.core.interface import Engine
 from trainer.components.metrics import MetricsLog, headline
 from trainer.components.run_files import metrics_path
 from trainer.components.tracker import MODES, Tracker, drawable
 
-State = dict[str, Any]
-PLAIN = (type(None), bool, int, float, str)
+__all__ = [
+    "HOOKS",
+    "Callback",
+    "CallbackError",
+    "CallbackList",
+    "EarlyStopping",
+    "LRSchedulerCallback",
+    "MetricsLogger",
+    "SwanLabLogger",
+    "TensorBoardLogger",
+]
 
 
-class Callback:
-    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank."""
+def monitored(callback: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
+    """The value of the metric that a callback monitors.
 
-    def on_train_start(self, engine: Engine) -> None:
-        """Everything is set up and restored; this process has not made an update yet."""
-
-    def on_train_end(self, engine: Engine) -> None:
-        """Training is finished, or was stopped by `engine.stop`. Not called after an exception."""
-
-    def on_epoch_start(self, engine: Engine, epoch: int) -> None:
-        """Before the first update of an epoch (from 0), or the first after a resume."""
-
-    def on_epoch_end(self, engine: Engine, epoch: int) -> None:
-        """After the last update of an epoch, its validation and its checkpoint."""
-
-    def on_batch_start(self, engine: Engine, update: int) -> None:
-        """Before an optimizer update; `update` is its number, from 1."""
-
-    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        """After an optimizer update; `record` is its complete log record at a log point, else None."""
-
-    def on_validation_start(self, engine: Engine) -> None:
-        """Before a validation."""
-
-    def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
-        """After a validation; `metrics` are the same on all ranks."""
-
-    def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
-        """The checkpoint of the last update is being written in the background; it may not be complete yet."""
-
-    def on_exception(self, engine: Engine, error: BaseException) -> None:
-        """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
-
-    def state_dict(self) -> State:
-        """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
-
-
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
-
-class CallbackError(RuntimeError):
-    """A callback raised an exception, which is the cause; the message names the callback and the method."""
-
-
-class CallbackList:
-    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called."""
-
-    def __init__(self, callbacks: Iterable[Callback]):
-        self.callbacks: dict[str, Callback] = {}
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise UserError(f"{callback!r} is not a callback, an instance of a subclass of Callback")
-            name = type(callback).__name__
-            for key in dir(callback):
-                if key.startswith("on_") and key not in HOOKS:
-                    raise UserError(f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}")
-            same = sum(type(one).__name__ == name for one in self.callbacks.values())
-            self.callbacks[f"{name}#{same + 1}" if same else name] = callback
-
-    def dispatch(self, name: str, engine: Engine, *args: Any) -> None:
-        """Call a method of each callback. In `on_exception` a failure is only a warning, because the other callbacks
-        still have to close their files; elsewhere it raises CallbackError."""
-        for key, callback in self.callbacks.items():
-            try:
-                _call(key, callback, name, engine, *args)
-            except (CallbackError, UserError) as error:
-                if name != "on_exception":
-                    raise
-                warn(str(error))
-
-    def state_dict(self) -> dict[str, State]:
-        """The non-empty states by class name (`EarlyStopping#2` for the second of a class). Raises CallbackError if one
-        fails, or contains a type that a checkpoint cannot hold."""
-        states = {key: _call(key, callback, "state_dict") for key, callback in self.callbacks.items()}
-        return {key: state for key, state in states.items() if state}
-
-    def load_state_dict(self, states: dict[str, State] | None) -> None:
-        """Restore the state of each callback; warn about callbacks that were added or removed."""
-        states = states or {}
-        keeping = [key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict]
-        changes = [f"{key} has no saved state" for key in keeping if key not in states]
-        changes += [f"the saved state of {key} is ignored" for key in states if key not in self.callbacks]
-        if changes:
-            warn(f"the callbacks are not those of the checkpoint: {'; '.join(changes)}")
-        for key, callback in self.callbacks.items():
-            if key in states:
-                _call(key, callback, "load_state_dict", states[key])
-
-
-def _call(key: str, callback: Callback, method: str, *args: Any) -> Any:
-    """Call one method and turn an exception into a CallbackError. A UserError and a signal are passed on unchanged."""
-    try:
-        result = getattr(callback, method)(*args)
-        return _plain(result, "the state") if method == "state_dict" else result
-    except UserError:
-        raise
-    except Exception as error:
-        raise CallbackError(f"callback {key} failed in {method}: {type(error).__name__}: {reason(error)}") from error
-
-
-def _plain(value: Any, where: str) -> Any:
-    """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file unreadable."""
-    if isinstance(value, dict):
-        return {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
-    if type(value) in PLAIN or isinstance(value, Tensor):
-        return value
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    raise TypeError(f"{where} is a {kind}; a checkpoint holds numbers, strings, tensors, lists and dicts")
+    Raises:
+        UserError: validation does not report it.
+    """
+    if monitor not in metrics:
+        there = ", ".join(sorted(metrics)) or "nothing"
+        raise UserError(f"{callback}: validation gives no {monitor!r} to monitor; it gives {there}")
+    return metrics[monitor]
 
 
 class _RecordLog(Callback):
@@ -200,10 +102,7 @@ class EarlyStopping(Callback):
         self.waited = 0  # validations since the best
 
     def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
-        if self.monitor not in metrics:
-            there = ", ".join(sorted(metrics)) or "nothing"
-            raise UserError(f"EarlyStopping: validation gives no {self.monitor!r} to monitor; it gives {there}")
-        value, sign = metrics[self.monitor], 1 if self.mode == "max" else -1
+        value, sign = monitored("EarlyStopping", self.monitor, metrics), 1 if self.mode == "max" else -1
         finite = value is not None and math.isfinite(value)
         if finite and (self.best is None or sign * (value - self.best) > self.min_delta):
             self.best, self.waited = float(value), 0
@@ -299,49 +198,92 @@ class SwanLabLogger(_RecordLog):
 
 
 class LRSchedulerCallback(Callback):
-    """Steps a `torch.optim.lr_scheduler` at the end of each update or epoch.
+    """Steps a `torch.optim.lr_scheduler` at the end of each update or epoch, `ReduceLROnPlateau` after each validation,
+    and records the learning rate: `rates` has each change, {update: rate}, as seen at the log points.
 
     Args:
-        scheduler: the scheduler, or a function that creates it from the optimizer when training starts.
-        interval: `update` or `epoch`.
+        scheduler: the scheduler, or a function that creates it from the optimizer when training starts. By default the
+            one of the task's `build_scheduler`; if that is none of torch, the callback only records.
+        interval: `update` or `epoch`; by default the task's `scheduler_interval`.
+        monitor: name of the metric for `ReduceLROnPlateau`; by default --monitor.
     """
 
-    def __init__(self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler], interval: str = "update"):
-        if interval not in ("update", "epoch"):
+    def __init__(
+        self,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+        interval: str | None = None,
+        monitor: str | None = None,
+    ):
+        if interval not in ("update", "epoch", None):
             raise UserError(f"LRSchedulerCallback: interval {interval!r} must be update or epoch")
         self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
         self.make = None if isinstance(scheduler, LRScheduler) else scheduler
-        self.interval = interval
+        self.interval, self.monitor = interval, monitor
+        self.rates: dict[int, float] = {}
         self.done = 0  # updates or epochs; a resumed run may report the last one again
         self.saved: State | None = None
+
+    def adopt(self, scheduler: LRScheduler, interval: str) -> None:
+        """Take the task's scheduler and interval where none was given."""
+        if self.make is None and self.scheduler is None:
+            self.scheduler = scheduler
+        self.interval = self.interval or interval
 
     def on_train_start(self, engine: Engine) -> None:
         optimizer = engine.state.optimizer
         groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         if self.make is not None:
             self.scheduler = self.make(optimizer)
-        assert self.scheduler is not None
+        if self.scheduler is None:
+            return
         if self.scheduler.optimizer is not optimizer:
             raise UserError("LRSchedulerCallback: the scheduler belongs to another optimizer than the engine's")
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self._check_plateau(engine, self.scheduler)
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
             for group, restored in zip(optimizer.param_groups, groups, strict=True):
                 group.update(restored)  # creating a scheduler sets its initial rate
             optimizer._opt_called = True  # type: ignore[attr-defined]  # it stepped before the resume: no warning
 
+    def _check_plateau(self, engine: Engine, scheduler: ReduceLROnPlateau) -> None:
+        if engine.state.eval_loader is None:
+            raise UserError("ReduceLROnPlateau is stepped after each validation, but no data are held out")
+        training = engine.config.training
+        if self.monitor is None and scheduler.mode != training.mode:
+            told = f"ReduceLROnPlateau has mode {scheduler.mode}, but --monitor {training.monitor} has --mode"
+            raise UserError(f"{told} {training.mode}; give both the same")
+        self.monitor = self.monitor or training.monitor
+
+    def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            return
+        value = monitored("ReduceLROnPlateau", str(self.monitor), metrics)
+        before = self.scheduler.get_last_lr()
+        self.scheduler.step(math.nan if value is None else value)  # NaN is no improvement
+        if self.scheduler.get_last_lr() != before:
+            engine.logger.info(f"ReduceLROnPlateau: learning rate {self.scheduler.get_last_lr()[0]:.3e}")
+
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         self._step("update", update)
+        rate = record["learning_rate"] if record else None
+        if rate is not None and rate != next(reversed(self.rates.values()), None):
+            self.rates[update] = rate
+            engine.logger.debug(f"update {update}: learning rate {rate:.3e}")
 
     def on_epoch_end(self, engine: Engine, epoch: int) -> None:
         self._step("epoch", epoch + 1)
 
     def _step(self, interval: str, count: int) -> None:
-        if self.scheduler is not None and interval == self.interval and count > self.done:
+        if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
+            return
+        if interval == (self.interval or "update") and count > self.done:
             self.scheduler.step()
             self.done = count
 
     def state_dict(self) -> State:
-        return {"done": self.done, "scheduler": self.saved if self.scheduler is None else self.scheduler.state_dict()}
+        scheduler = self.saved if self.scheduler is None else self.scheduler.state_dict()
+        return {"done": self.done, "scheduler": scheduler, "rates": self.rates}
 
     def load_state_dict(self, state: State) -> None:
-        self.done, self.saved = state["done"], state["scheduler"]
+        self.done, self.saved, self.rates = state["done"], state["scheduler"], dict(state.get("rates", {}))

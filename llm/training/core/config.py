@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from common import settings
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import StageArgs, parse_values, setting, settings_of
 from llm.training.core.config_sources import (
     OPTIONS,
@@ -23,18 +24,28 @@ from llm.training.core.config_sources import (
 )
 
 
-@dataclass(kw_only=True)
 class ModelConfig(settings.ModelConfig):
-    """The shape of the model."""
+    """The shape of the model. `top_k` is another name of `num_experts_per_tok`."""
 
-    num_experts: int = setting(4, "experts per layer, with --use_moe", ge=1)
-    top_k: int = setting(1, "experts per token (top-k routing)", ge=1)
+    def __init__(self, *, top_k: int | None = None, **values: Any):
+        if top_k is not None and values.setdefault("num_experts_per_tok", top_k) != top_k:
+            raise UserError(f"top_k {top_k} contradicts num_experts_per_tok {values['num_experts_per_tok']}; give one")
+        super().__init__(**values)
+
+    @property
+    def top_k(self) -> int:
+        return self.num_experts_per_tok
+
+    @top_k.setter
+    def top_k(self, value: int) -> None:
+        self.num_experts_per_tok = value
 
 
 @dataclass(kw_only=True)
 class DataConfig(settings.DataConfig):
     """What the model is trained on."""
 
+    data_module: str | None = setting(None, "package.module:ClassName of a data module, instead of the task's own")
     num_samples: int = setting(2048, "size of the synthetic data, training and validation", "samples", ge=2)
     noise: float = setting(0.0, "standard deviation of the noise on the synthetic targets", ge=0)
     validation_share: float = setting(0.2, "share of the synthetic samples that is held out", gt=0, lt=1)
@@ -44,7 +55,7 @@ class DataConfig(settings.DataConfig):
 class TrainingConfig(settings.TrainingConfig):
     """How the model is trained."""
 
-    task: str = setting("", "name of a task, or package.module:ClassName for one of your own")
+    task: str = setting("", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own")
     patience: int = setting(0, "early stopping: evaluations without improvement before it stops; 0: off", ge=0)
     min_delta: float = setting(0.0, "a change of --monitor counts as an improvement if it is larger than this", ge=0)
     monitor: str = setting("eval_loss", "metric for early stopping and for the best checkpoint")
@@ -71,6 +82,7 @@ class OptimizationConfig(settings.OptimizationConfig):
 class CheckpointConfig(settings.CheckpointConfig):
     """What is saved, and what the run starts from."""
 
+    resume_from: str | None = setting(None, "checkpoint to continue from, instead of the newest one of --from_resume 1")
     keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
     keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
@@ -79,8 +91,12 @@ class CheckpointConfig(settings.CheckpointConfig):
 class LoggingConfig(settings.LoggingConfig):
     """What is reported, and where."""
 
-    log_file: str | None = setting(None, "file to which the engine's messages are appended")
-    tensorboard_dir: str | None = setting(None, "folder for TensorBoard event files")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines that are shown")
+    log_file: str | None = setting(None, "file to which every console line is appended, with its time and level")
+    log_dir: str | None = setting(None, "folder of the log file, which is then <run>.log; instead of --log_file")
+    tensorboard_dir: str | None = setting(
+        None, "folder of TensorBoard curves; to view them: tensorboard --logdir FOLDER"
+    )
 
 
 @dataclass(kw_only=True)
@@ -101,8 +117,10 @@ class EngineArgs(
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
         wrong = super().contradictions()
-        if self.top_k > self.num_experts:
-            wrong.append(f"--top_k {self.top_k} must be --num_experts {self.num_experts} or less")
+        if self.log_file and self.log_dir:
+            wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
+        if self.resume_from and self.from_resume:
+            wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
         if not self.task:
             wrong.append("--task is missing: give the name of a task, or package.module:ClassName for one of your own")
         return wrong
@@ -156,7 +174,7 @@ class Config:
         named = {"save_weight": task.rpartition(":")[2]} if task else {}
         config = cls._of(read_task_defaults(SETTINGS, task, named | dict(task_defaults or {})) | given)
         if options.print_config:
-            if environ.get("RANK", "0") == "0":
+            if launch(environ).rank == 0:
                 print(config.describe(), end="", flush=True)
             raise SystemExit(0)
         return config

@@ -20,6 +20,7 @@ from common.settings import Setting, add_grouped_flags
 
 PREFIX = "MINIMIND_"  # of environment variables
 OPTIONS = "task_options"  # section for the options of a user's own task
+ALIASES = {"top_k": "num_experts_per_tok"}  # other names of settings
 
 Settings = Mapping[str, Setting]
 Given = dict[str, tuple[Any, str]]  # name of a setting, or task_options.NAME -> value, where it was given
@@ -59,16 +60,22 @@ class Source:
     """One source of settings: the values it gives, and its mistakes."""
 
     def __init__(self, settings: Settings):
-        self.settings = settings
+        aliases = {alias: settings[name] for alias, name in ALIASES.items() if name in settings}
+        self.settings = {**settings, **aliases}
         self.given: Given = {}
         self.wrong: list[str] = []
 
     def take(self, name: str, where: str, label: str, value: Any) -> None:
         """Add the value of a setting; an error message begins with `label`."""
+        setting = self.settings[name]
         try:
-            self.given[name] = self.settings[name].parse(value), where
+            parsed = setting.parse(value)
         except ValueError as error:
             self.wrong.append(f"{label} {error}")
+            return
+        before, _ = self.given.setdefault(setting.name, (parsed, where))
+        if before != parsed:  # under another name, since no source gives a name twice
+            self.wrong.append(f"{label} {parsed} contradicts {setting.name} {before}; they are one setting, give one")
 
     def option(self, name: str, where: str, label: str, value: Any) -> None:
         """Add an option of a user's own task."""
@@ -101,7 +108,7 @@ def read_task_defaults(settings: Settings, task: str, defaults: Mapping[str, Any
     """The defaults of a task. Names that are not settings are options of the task."""
     source, where = Source(settings), f"task {task}".rstrip()
     for name, value in defaults.items():
-        take = source.take if name in settings else source.option
+        take = source.take if name in source.settings else source.option
         take(name, where, f"{where}: its default {name}", value)
     return source.finish()
 
@@ -111,10 +118,10 @@ def read_environment(settings: Settings, environ: Mapping[str, str]) -> Given:
     source = Source(settings)
     for variable in sorted(key for key in environ if key.startswith(PREFIX)):
         name = variable.removeprefix(PREFIX).lower()
-        if name in settings and variable == variable.upper():
+        if name in source.settings and variable == variable.upper():
             source.take(name, variable, variable, environ[variable])
         else:
-            source.unknown(variable, name, settings, lambda near: PREFIX + near.upper())
+            source.unknown(variable, name, source.settings, lambda near: PREFIX + near.upper())
     return source.finish()
 
 
@@ -128,6 +135,8 @@ def config_parser(args_class: type) -> Parser:
     flag("--print_config", action="store_true", default=None, help=text)
     text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
     flag("--set", action="append", metavar="NAME=VALUE", help=text)
+    for alias, name in ALIASES.items():
+        flag(f"--{alias}", metavar="INT", help=f"another name of --{name}")
     add_grouped_flags(parser, args_class)
     return parser
 
@@ -139,8 +148,8 @@ def read_command_line(
     source, where = Source(settings), "command line"
     options, rest = config_parser(args_class).parse_known_args(argv)
     for text in [part.split("=")[0] for part in rest if part.startswith("--")] or rest:
-        source.unknown(text, text.lstrip("-"), (*settings, "config", "print_config", "set"), "--{}".format)
-    for name in [name for name in settings if hasattr(options, name)]:
+        source.unknown(text, text.lstrip("-"), (*source.settings, "config", "print_config", "set"), "--{}".format)
+    for name in [name for name in source.settings if getattr(options, name, None) is not None]:
         source.take(name, where, f"--{name}", getattr(options, name))
     for pair in options.set or []:
         name, equals, text = pair.partition("=")

@@ -1,6 +1,7 @@
 """TrainingEngine: runs a task with its data and callbacks in the training loop of trainer/loop.py."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
 from llm.training.core.config import Config
+from llm.training.core.rehearsal import check_criterion, check_forms, checked_loss, rehearse
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -34,15 +36,22 @@ class TrainingEngine(Hooks):
 
     Args:
         config: the validated settings.
-        task, data: what to train, and on what; `data.setup()` has been called.
+        task, data_module: what to train, and on what; `data_module.setup()` has been called.
         callbacks: called at the points listed in docs/CALLBACKS.md.
-        stop: reports whether a signal asked the run to stop.
+        stop: reports whether a signal asked the run to stop; by default none is handled.
     """
 
     def __init__(
-        self, config: Config, task: TrainingTask, data: DataModule, callbacks: list[Callback], stop: StopRequest
+        self,
+        config: Config,
+        task: TrainingTask,
+        data_module: DataModule,
+        callbacks: Sequence[Callback] = (),
+        stop: StopRequest | None = None,
     ):
-        self.config, self.task, self.data, self.logger = config, task, data, Logger(config.logging.log_file)
+        self.config, self.task, self.data, self.logger = config, task, data_module, Logger.of(config)
+        task.data = data_module
+        check_forms(task, data_module)
         self.args = config.to_args()
         self.is_main_process = is_main_process()
         self.run_name = run_name(self.args.save_weight, self.args)
@@ -50,7 +59,7 @@ class TrainingEngine(Hooks):
         self.performance_monitor = PerformanceMonitor()
         self.callbacks = CallbackList(callbacks)
         self.resumed_update: int | None = None  # the last update reported before the resume
-        self._setup_components(stop)
+        self._setup_components(stop or StopRequest())
 
     def _setup_components(self, stop: StopRequest) -> None:
         args, task = self.args, self.task
@@ -63,7 +72,7 @@ class TrainingEngine(Hooks):
             raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
         if text := self.data.describe():
             self.logger.info(text)
-        checkpoint = self.checkpoint_manager.load_checkpoint(args)
+        checkpoint = self.checkpoint_manager.load_checkpoint()
         self.args = args = keep_global_batch(args, checkpoint)
         run = run_fingerprint(args, task.fingerprint(), self.data.fingerprint(), samples)
         run = check_resume(args, run, checkpoint)
@@ -72,8 +81,9 @@ class TrainingEngine(Hooks):
         model = task.build_model()
         wrapped = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
         optimizer = task.build_optimizer(model)
-        self.scheduler = task.build_scheduler(optimizer, total_updates(run))
+        self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()
+        check_criterion(task, task.criterion)
         parts = (scaler, autocast, device, self._loss, self._schedule(), run, stop)
         self.state = state = TrainState(args, args, wrapped, optimizer, *parts, size_fn=task.size, hooks=self)
         state.eval_loader, state.eval_fn = held_out, task.validation_step
@@ -87,21 +97,29 @@ class TrainingEngine(Hooks):
             self.resumed_update = state.reported_update
 
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Tensor, Tensor]:
-        loss = self.task.train_step(model, batch)
-        if isinstance(loss, Tensor):
-            return loss, torch.zeros_like(loss)
-        if isinstance(loss, tuple) and len(loss) == 2:
-            return loss
-        task, kind = type(self.task).__name__, type(loss).__name__
-        raise UserError(f"{task}.train_step returns a {kind}; it must return a tensor, the sum of the losses")
+        return checked_loss(self.task, self.task.train_step(model, batch))
+
+    def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        """What the task's `build_scheduler` returns, declared with or without `total_updates`."""
+        build = self.task.build_scheduler
+        parameters = inspect.signature(build).parameters.values()
+        needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+        takes_updates = len(needed) > 1 or any(each.name == "total_updates" for each in parameters)
+        return build(optimizer, updates) if takes_updates else build(optimizer)  # type: ignore[call-arg]
 
     def _schedule(self) -> Schedule:
-        scheduler, callbacks = self.scheduler, self.callbacks.callbacks
-        if not isinstance(scheduler, LRScheduler):
-            return lambda update, total_updates, args: scheduler(update)
-        if not any(isinstance(callback, LRSchedulerCallback) for callback in callbacks.values()):
-            callbacks["LRSchedulerCallback"] = LRSchedulerCallback(scheduler)
-        return lambda update, total_updates, args: None  # LRSchedulerCallback sets the rate
+        scheduler, callbacks, task = self.scheduler, self.callbacks.callbacks, self.task
+        if isinstance(scheduler, LRScheduler):  # LRSchedulerCallback sets the rate
+            found = [each for each in callbacks.values() if isinstance(each, LRSchedulerCallback)]
+            stepping = found[0] if found else LRSchedulerCallback()
+            callbacks |= {} if found else {"LRSchedulerCallback": stepping}
+            stepping.adopt(scheduler, task.scheduler_interval)
+            return lambda update, total_updates, args: None
+        if scheduler is not None and not callable(scheduler):
+            kind = type(scheduler).__name__
+            told = f"{type(task).__name__}.build_scheduler returns a {kind}; it must return a function of the update"
+            raise UserError(f"{told}, a scheduler of torch.optim.lr_scheduler, or None for a constant rate")
+        return lambda update, total_updates, args: scheduler(update) if scheduler is not None else None
 
     def run(self) -> None:
         """Train until the last epoch, or until a callback calls `stop`.
@@ -111,6 +129,7 @@ class TrainingEngine(Hooks):
             CallbackError: a callback failed.
         """
         try:
+            rehearse(self.task, self.data, self.state)
             self.dispatch("on_train_start")
             with complete_files(self.state):
                 if self.state.record is not None:

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from llm.training.core.config import Config
+from llm.training.core.utils import Logger
 from trainer.components.state import TrainState
 
 
@@ -11,6 +12,7 @@ class Engine(Protocol):
 
     config: Config
     state: TrainState
+    logger: Logger
     run_name: str
     resumed_update: int | None  # the last update reported before the resume; None in a new run
     is_main_process: bool  # on rank 0

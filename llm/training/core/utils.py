@@ -1,30 +1,40 @@
 """What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
 
 import fcntl
+import gc
+import math
 import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from common.durable_files import remove
-from common.errors import UserError
-from common.settings import StageArgs
+from common.errors import LostRank, UserError, reason, say, warn
+from common.launcher import launch
 from llm.training.core.config import Config
-from trainer.components.checkpoint import lm_checkpoint
+from llm.training.core.console import LEVELS, copy_console
+from trainer.components.checkpoint import lm_checkpoint, read_state
 from trainer.components.distributed import reduce_sum, world_size
 from trainer.components.parallel import unwrap
-from trainer.components.run_files import resume_path
+from trainer.components.run_files import resume_path, run_name
+from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
-from trainer.components.state_files import state_paths
+from trainer.components.state_files import UNREADABLE, state_paths
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
+
+CLEANUP_PATIENCE, LOST_RANK_DELAY = 5.0, 3.0  # seconds
 
 
 class DistributedManager:
@@ -36,12 +46,12 @@ class DistributedManager:
 
     def __init__(self, config: Config):
         self.config = config.distributed
-        self.launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+        self.launched = launch().world_size > 1 or dist.is_torchelastic_launched()
 
     def get_world_size(self) -> int:
         """Number of processes: that of torchrun, or --world_size, or one per visible GPU, or 1."""
         if self.launched:
-            return int(os.environ["WORLD_SIZE"])
+            return launch().world_size
         on_gpu = self.config.device in ("auto", "cuda")
         return self.config.world_size or (max(1, torch.cuda.device_count()) if on_gpu else 1)
 
@@ -60,9 +70,8 @@ class DistributedManager:
         if not self.launched:
             work()
             return
-        parent = psutil.Process(os.getppid())  # torchrun, or whatever started the ranks
-        mark = Path(tempfile.gettempdir()) / f"minimind-{parent.pid}-{parent.create_time():.0f}-{os.getuid()}.prepared"
-        with open(mark, "a+") as file:
+        _remove_old_marks()
+        with open(_mark(os.getppid()), "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             if not file.read():
@@ -71,42 +80,113 @@ class DistributedManager:
 
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""
-        return init_distributed_mode(self.config.rank_timeout)
+        local_rank = init_distributed_mode(self.config.rank_timeout)
+        if self.launched:
+            _mark(os.getppid()).unlink(missing_ok=True)  # all ranks are here, so none will ask for it
+        return local_rank
 
     def cleanup(self, state: TrainState | None = None) -> None:
-        """Destroy the process group, on all ranks together. DDP must be freed before it, so the model is unwrapped."""
+        """Destroy the process group; for a `finally`. DDP must be freed before it, so the model is unwrapped.
+
+        All ranks together; but while an exception is passed on, other ranks may be gone: then nothing is waited for
+        longer than CLEANUP_PATIENCE. A rank that lost another one lets that one report and exit first.
+        """
+        error = sys.exc_info()[1]
         if state is not None:
             state.model = unwrap(state.model)
-        leave_process_group()
+        try:
+            if error is None:
+                leave_process_group()
+        finally:
+            _abandon_process_group(error or sys.exc_info()[1])
 
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""
         return float(reduce_sum(torch.tensor(value, dtype=torch.float64)) / world_size())
 
 
-class Logger:
-    """Prints lines on rank 0, and appends them to a file if `path` is given."""
+def _mark(launcher: int) -> Path:
+    """The file that says what the processes of a launcher (its process id) have done once."""
+    begin = psutil.Process(launcher).create_time()
+    return Path(tempfile.gettempdir()) / f"minimind-{launcher}-{begin:.0f}-{os.getuid()}.prepared"
 
-    def __init__(self, path: str | None = None):
-        self.path = Path(path) if path else None
+
+def _remove_old_marks() -> None:
+    """Remove the marks of launchers that are gone: their runs were killed before all ranks had met."""
+    for path in Path(tempfile.gettempdir()).glob(f"minimind-*-{os.getuid()}.prepared"):
+        launcher = int(path.name.split("-")[1])
+        if not psutil.pid_exists(launcher) or _mark(launcher) != path:
+            path.unlink(missing_ok=True)
+
+
+def _abandon_process_group(error: BaseException | None) -> None:
+    """Destroy the process group without the other ranks, which may be gone: that can hang, so a thread does it."""
+    if not dist.is_initialized():
+        return
+    if isinstance(error, LostRank):
+        time.sleep(LOST_RANK_DELAY)
+    while error is not None:  # what failed holds the DDP-wrapped model in its local variables
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    thread = Thread(target=dist.destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(CLEANUP_PATIENCE)
+
+
+class Logger:
+    """Prints messages of a level, on rank 0. From its creation on, lines of the console below the level are hidden, and
+    all others, whoever prints them, are also appended to a log file, if one is given.
+
+    Args:
+        path: the log file.
+        level: least severe lines that are shown: debug, info, warning or error.
+        directory: folder of the log file if no `path` is given; the file is then `<name>.log`.
+        name: of the run.
+
+    Raises:
+        UserError: there is no such level, or the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        level: str = "info",
+        directory: str | Path | None = None,
+        name: str = "training",
+    ):
+        if level not in LEVELS:
+            raise UserError(f"Logger: level {level!r} must be one of {', '.join(LEVELS)}")
+        if path is None and directory is not None:
+            path = Path(directory) / f"{name}.log"
+        self.path, self.level = Path(path) if path is not None else None, level
+        self.file = copy_console(self.path, level)
+
+    @classmethod
+    def of(cls, config: Config) -> "Logger":
+        """The logger that the settings describe."""
+        logging, run = config.logging, run_name(config.checkpoint.save_weight, config.model)
+        return cls(logging.log_file, logging.log_level, logging.log_dir, run)
+
+    def debug(self, text: str) -> None:
+        """Print `debug: ...` lines."""
+        if self.level == "debug" and is_main_process():
+            say("\n".join(f"debug: {line}" for line in text.splitlines()))
 
     def info(self, text: str) -> None:
-        """Log one line.
+        """Print a line."""
+        if is_main_process():
+            say(text)
 
-        Raises:
-            UserError: the file cannot be written.
-        """
-        if not is_main_process():
-            return
-        print(text, flush=True)
-        if self.path is None:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        except OSError as error:
-            raise UserError(f"--log_file {self.path} cannot be written ({error.strerror}); give another") from error
+    def warning(self, text: str) -> None:
+        """Print a `warning: ...` line on stderr."""
+        if is_main_process():
+            warn(text)
+
+    def error(self, text: str) -> None:
+        """Print an `error: ...` line on stderr."""
+        if is_main_process():
+            print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 class PerformanceMonitor:
@@ -117,36 +197,58 @@ class PerformanceMonitor:
 
     def update(self, record: dict[str, Any]) -> None:
         """Add a record."""
-        names = ("update", "tokens_per_second", "mfu", "memory_mb", "seconds")
+        names = ("update", "mean_loss", "tokens_per_second", "mfu", "memory_mb", "seconds")
         self.records.append({name: record[name] for name in names})
 
     def summary(self) -> dict[str, float]:
-        """Seconds per update (with saving and evaluating), mean tokens/s and MFU, peak memory in MB; empty if there are
-        no records."""
+        """Seconds per update (with saving and evaluating), the last mean loss (NaN: not finite), mean tokens/s and MFU,
+        peak memory in MB; empty if there are no records."""
         if not self.records:
             return {}
         first, last = self.records[0], self.records[-1]
         updates = last["update"] - first["update"]
         mean = {key: sum(r[key] for r in self.records) / len(self.records) for key in ("tokens_per_second", "mfu")}
         batch_time = (last["seconds"] - first["seconds"]) / updates if updates else last["seconds"] / last["update"]
-        return {"batch_time": batch_time, **mean, "memory_mb": last["memory_mb"]}
+        loss = math.nan if last["mean_loss"] is None else last["mean_loss"]
+        return {"batch_time": batch_time, "loss": loss, **mean, "memory_mb": last["memory_mb"]}
 
 
 class CheckpointManager:
     """The checkpoints that are kept besides the latest: every N updates the last K, and the best.
 
     Files: `<run>_update_<number>.pth` and `<run>_best_resume.pth` in --checkpoint_dir, hard links to the file that was
-    written to resume from. Copied over `<run>_resume.pth`, each can be resumed.
+    written to resume from. --resume_from continues from any of them.
     """
 
     def __init__(self, config: Config, run_name: str):
         self.keep_every, self.keep_last = config.checkpoint.keep_every, config.checkpoint.keep_last
         self.folder, self.run_name = Path(config.checkpoint.checkpoint_dir), run_name
+        self.args = config.to_args()
         self.best_update: int | None = None
 
-    def load_checkpoint(self, args: StageArgs) -> dict[str, Any] | None:
-        """The checkpoint to continue from, if --from_resume is set and there is one."""
-        return lm_checkpoint(args, args.save_weight, save_dir=self.folder) if args.from_resume else None
+    def save_checkpoint(self, state: TrainState) -> None:
+        """Write the state of the last update now, as the newest checkpoint; all ranks together. The loop does it at
+        --save_interval and at the end of each epoch. A callback should call it in `on_batch_start` or `on_epoch_end`,
+        when the update before is complete."""
+        save_checkpoint(state)
+
+    def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
+        """The checkpoint to continue from: the one at `path` (by default --resume_from), a file or a folder, else with
+        --from_resume 1 the newest; None if there is none.
+
+        Raises:
+            UserError: there is none at `path`, or it is damaged or something else.
+        """
+        path = path or self.args.resume_from
+        if path is None:
+            return (
+                lm_checkpoint(self.args, self.args.save_weight, save_dir=self.folder) if self.args.from_resume else None
+            )
+        try:
+            return read_state(Path(path))
+        except UNREADABLE as error:
+            why = "there is no such file" if not Path(path).exists() else reason(error)
+            raise UserError(f"--resume_from {path} is no checkpoint that can be read ({why}); give another") from error
 
     def is_due(self, update: int) -> bool:
         """Whether to keep the state of this update."""

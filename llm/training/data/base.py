@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
@@ -41,6 +42,17 @@ class DataModule(ABC):
         """Where a sample comes from, for messages."""
         return f"sample {sample_id}"
 
+    def collate(self, rows: list) -> dict[str, Any]:
+        """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make a batch
+        of no samples, it is that of the first one, with every tensor cut to length 0."""
+        if rows:
+            return self.collate_fn(rows)
+        try:
+            return self.collate_fn([])
+        except Exception:  # IndexError of default_collate, RuntimeError of torch.stack ...
+            batch = self.collate_fn([self.train_dataset[0]])
+            return {key: value[:0] if isinstance(value, Tensor | list) else value for key, value in batch.items()}
+
     def num_samples(self) -> int:
         """Samples per epoch (rows, if packed).
 
@@ -53,11 +65,11 @@ class DataModule(ABC):
             raise UserError(f"{type(self).__name__} yields nothing: its train_dataset is {why}")
         return len(dataset)
 
-    def train_dataloader(self, epoch: int, skip_batches: int = 0) -> DataLoader:
+    def train_dataloader(self, epoch: int = 0, skip_batches: int = 0) -> DataLoader:
         """This rank's micro-batches of one epoch, from micro-batch `skip_batches` on."""
         size, seed = self.config.training.batch_size, self.config.training.seed
         workers = self.config.data.num_workers
-        return epoch_loader(self.train_dataset, size, seed, epoch, skip_batches, workers, self.collate_fn)
+        return epoch_loader(self.train_dataset, size, seed, epoch, skip_batches, workers, self.collate)
 
     def val_dataloader(self) -> DataLoader | None:
         """This rank's share of the held-out data, or None. Every rank gets equally many batches: FSDP needs that.
@@ -69,4 +81,4 @@ class DataModule(ABC):
             return None
         if len(self.val_dataset) == 0:
             raise UserError(f"{type(self).__name__}: val_dataset is empty; leave it None if nothing is held out")
-        return eval_loader(self.val_dataset, self.config.training.batch_size, self.collate_fn)
+        return eval_loader(self.val_dataset, self.config.training.batch_size, self.collate)

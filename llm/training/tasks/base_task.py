@@ -1,14 +1,15 @@
-"""The interface of a task: a model, an optimizer, a schedule, a criterion, and the loss of one batch."""
+"""The interface of a task: a model, an optimizer, a schedule, a criterion, and the loss of one batch; and its data."""
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from common.errors import UserError
 from llm.training.core.callbacks import Callback
 from llm.training.core.config import Config
 from llm.training.data.base import DataModule
@@ -27,14 +28,14 @@ class TrainingTask(ABC):
 
     defaults: ClassVar[dict[str, Any]] = {}  # of settings; a YAML file, the environment and flags override them
 
+    data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
+    scheduler_interval: ClassVar[Literal["update", "epoch"]] = "update"  # when a scheduler of torch is stepped
+
+    data: DataModule  # set before the model is built
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
 
     def __init__(self, config: Config):
         self.config = config
-
-    @abstractmethod
-    def build_data(self) -> DataModule:
-        """The data module."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -42,7 +43,7 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def build_criterion(self) -> Callable[..., Any]:
-        """The loss function, which the engine then stores in `self.criterion`."""
+        """The loss function, which the engine then stores in `self.criterion`. One that returns means is refused."""
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
@@ -52,6 +53,17 @@ class TrainingTask(ABC):
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Named sums over the targets of a held-out batch; `loss` is required, `accuracy` becomes `eval_accuracy`."""
 
+    def build_data(self) -> DataModule:
+        """The data module; by default that of the class in `data_module`. --data_module replaces it.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.data_module is None:
+            name = type(self).__name__
+            raise UserError(f"{name} has no data: set its data_module, or give --data_module package.module:ClassName")
+        return self.data_module(self.config)
+
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer. By default that of --optimizer, with weight decay on matrices only."""
         training = self.config.training
@@ -59,9 +71,10 @@ class TrainingTask(ABC):
 
     def build_scheduler(
         self, optimizer: torch.optim.Optimizer, total_updates: int
-    ) -> Callable[[int], float] | LRScheduler:
-        """The learning rate: a function of the update (from 1), or a torch scheduler, which is stepped at each update.
-        By default linear warm-up, then a cosine down to a tenth of the peak."""
+    ) -> Callable[[int], float | None] | LRScheduler | None:
+        """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped as
+        `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a constant rate. By default
+        linear warm-up, then a cosine to a tenth of the peak. `build_scheduler(self, optimizer)` is called as well."""
         args = self.config.to_args()
         return lambda update: warmup_cosine(update, total_updates, args)
 

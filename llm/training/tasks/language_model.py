@@ -32,10 +32,7 @@ class LanguageModelTask(TrainingTask):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        model, tokenizer = config.model, load_tokenizer(config.model.tokenizer_path)
-        experts = {"num_experts": model.num_experts, "num_experts_per_tok": model.top_k}
-        shape = (model.hidden_size, model.num_hidden_layers, model.use_moe, model.dropout)
-        self.lm_config = model_config(tokenizer, *shape, **experts)
+        self.lm_config = model_config(load_tokenizer(config.model.tokenizer_path), config.model)
         rows, values = settings_of(self.stage.Args), config.values() | config.extra  # with the stage's own flags
         self.args = self.stage.Args(**{name: row.parse(values.get(name, row.default)) for name, row in rows.items()})
 

@@ -13,6 +13,7 @@ from trainer.components.state import Batch
 class RegressionTask(TrainingTask):
     """Mean squared error of a two-layer perceptron; it approaches the variance of the noise in SyntheticDataModule."""
 
+    data_module: ClassVar[type[DataModule]] = SyntheticDataModule
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_size": 64,
         "epochs": 20,
@@ -22,9 +23,6 @@ class RegressionTask(TrainingTask):
         "use_amp": False,
         "log_interval": 51,
     }
-
-    def build_data(self) -> DataModule:
-        return SyntheticDataModule(self.config)
 
     def build_model(self) -> nn.Module:
         width, features = self.config.model.hidden_size, SyntheticDataModule.features

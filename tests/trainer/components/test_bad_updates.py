@@ -1,5 +1,6 @@
 """Updates that are not finite, seen from inside: with and without a fused optimizer, with a gradient scaler."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -10,9 +11,10 @@ from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.bad_updates import BadUpdates
+from trainer.components.metrics import describe
 from trainer.components.optimizer import build_optimizer
 from trainer.components.state import TrainState
-from trainer.loop import train_update, update_size
+from trainer.loop import make_record, train_update, update_size
 from trainer.trainer_utils import next_token_loss
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -97,10 +99,25 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     train(state, [batch(1)])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert state.scaler.get_scale() == 2.0**39 and state.bad_updates.in_a_row == 0
+    assert state.bad_updates.take() == [] and state.bad_updates.take_overflows() == 1
     for _ in range(40):
         train(state, [batch(1)])
+    halved = round(39 - math.log2(state.scaler.get_scale()))
+    assert state.bad_updates.take_overflows() == halved and state.bad_updates.take_overflows() == 0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
+
+
+def test_overflows_stand_in_the_record_of_the_updates_that_they_skipped():
+    state = make_state(scale=2.0**41)
+    state.autocast = torch.autocast("cpu", dtype=torch.float16)
+    state.peak_flops, state.iters = 1.0, 3
+    for _ in range(2):
+        train(state, [batch(1)])
+    record = make_record(state, torch.ones(2), torch.tensor(math.inf), evaluate_due=False)
+    assert record["overflows"] == 2 and "skipped" not in record and "overflows: 2" in describe(record)
+    record = make_record(state, torch.ones(2), torch.tensor(1.0), evaluate_due=False)
+    assert "overflows" not in record and "overflows" not in describe(record)
 
 
 def test_in_float16_a_loss_that_is_not_finite_is_one():
@@ -108,7 +125,7 @@ def test_in_float16_a_loss_that_is_not_finite_is_one():
     train(state, [batch(100)])
     assert state.bad_updates.in_a_row == 1
     train(state, [batch(1)])
-    assert state.bad_updates.in_a_row == 0
+    assert state.bad_updates.in_a_row == state.bad_updates.take_overflows() == 0
     train(state, [batch(101)])
     with pytest.raises(UserError, match=r"--max_bad_updates 2: .* the last of them update 4"):
         train(state, [batch(102)])
@@ -118,5 +135,12 @@ def test_the_count_survives_a_checkpoint():
     state = make_state(loss_fn=bad_loss)
     train(state, [batch(100)])
     again = BadUpdates()
-    again.load_state_dict(state.bad_updates.state_dict())
+    again.load_state_dict(state.bad_updates.state_dict() | {"overflows": 2})
     assert again.in_a_row == 1 and again.take() == [{"update": 1, "sample_ids": [100]}]
+    assert again.take_overflows() == 2
+
+
+def test_a_checkpoint_from_before_overflows_were_counted_is_read():
+    again = BadUpdates()
+    again.load_state_dict({"in_a_row": 3, "skipped": []})
+    assert again.in_a_row == 3 and again.take_overflows() == 0

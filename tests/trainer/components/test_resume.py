@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.settings import StageArgs
+from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
+from trainer import train_full_sft
 from trainer.components.metrics import read_metrics
-from trainer.components.resume import check_same_run, total_updates
+from trainer.components.resume import check_resume, check_same_run, model_fingerprint, run_fingerprint, total_updates
+from trainer.trainer_utils import load_tokenizer, model_config
 
 
 def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
@@ -68,6 +72,34 @@ def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
     assert {rank.wait() for rank in start} == {143}, start[0].err
     run("pretrain", argv, ranks=3)
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "pretrain_64")
+
+
+# What checkpoints hold of a run with all defaults. Any other entry or value would refuse them all.
+FINGERPRINT = {"epochs": 2, "learning_rate": 1e-5, "warmup_updates": 0, "optimizer": "adamw", "weight_decay": 0.01}
+FINGERPRINT |= {"grad_clip": 1.0, "max_seq_len": 768, "packing": False, "seed": 42, "hidden_size": 512}
+FINGERPRINT |= {"num_hidden_layers": 8, "use_moe": False, "num_experts": 4, "num_experts_per_tok": 1}
+FINGERPRINT |= {"vocab_size": 6400, "dropout": 0.0, "global_batch": 16, "samples": 9, "from_weight": "none"}
+
+
+def test_the_fingerprint_of_a_run_with_defaults_stays_that_of_older_checkpoints(tmp_path):
+    args = train_full_sft.Args(from_weight="none", save_dir=str(tmp_path))
+    model = model_fingerprint(model_config(load_tokenizer(ROOT / "model"), args))
+    assert run_fingerprint(args, model, {}, 9) == FINGERPRINT | {"from_weight_sha256": None}
+
+
+@pytest.mark.parametrize("others", ["w_512_moe_8x2_resume.pth", "w_512_moe_resume", "w_512_moe_4x2_resume_previous"])
+def test_a_checkpoint_of_other_experts_is_refused_though_its_name_is_another(tmp_path, others, capsys):
+    (tmp_path / others).touch()
+    given = {"use_moe": True, "from_resume": True, "checkpoint_dir": str(tmp_path), "save_weight": "w"}
+    args = StageArgs(**given, num_experts=4, num_experts_per_tok=3)
+    if "previous" not in others:
+        experts = "num_experts: 8 -> 4; num_experts_per_tok: 2" if "8x2" in others else "num_experts_per_tok: 1"
+        line = rf"belongs to another run \({experts} -> 3\); .*; the checkpoint is {others}"
+        with pytest.raises(UserError, match=line):
+            check_resume(args, {"seed": 1}, None)
+    (tmp_path / others).rename(tmp_path / others.replace("512", "64"))  # another size is another run, as ever
+    assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
+    assert "holds no checkpoint of this run: starting afresh" in capsys.readouterr().out
 
 
 def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):

@@ -90,7 +90,7 @@ def test_a_loader_process_that_is_killed_ends_in_one_line(corpus, tmp_path):
     kill += "threading.Thread(target=wait, daemon=True).start()"
     argv = flags(corpus, tmp_path, "pretrain", epochs=3, num_workers=1)
     (line,) = run("pretrain", argv, Faults(script=kill, sleep=0.3), status=2).error_lines
-    assert line.startswith("error: a data loader process ended (DataLoader worker") and "--num_workers 0" in line
+    assert line.startswith("error: the data loader processes failed (DataLoader worker") and "--num_workers 0" in line
 
 
 def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
@@ -182,6 +182,20 @@ def test_a_port_that_is_taken(corpus, tmp_path):
         assert process.wait(60) == 2
     assert process.error_lines[-1].startswith(f"error: the ranks cannot meet at 127.0.0.1:{port}")
     assert "--master_port" in process.error_lines[-1]
+
+
+def test_waiting_for_the_other_ranks_ends_at_a_signal(corpus, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+    process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **env)
+    with socket.socket() as there:
+        while there.connect_ex(address):  # until it listens for the others
+            time.sleep(0.1)
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert "stopped: by SIGTERM" in process.err
 
 
 # --- updates that are not finite -----------------------------------------------------------------------------------

@@ -62,9 +62,9 @@ class FakeEngine:
             args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, records=None
         )
         self.state.optimizer = optimizer
-        self.run_name, self.scheduler = "task_16", None
+        self.run_name, self.scheduler, self.checkpoint_manager = "task_16", None, None
         self.lines, self._reason = [], None
-        self.logger = SimpleNamespace(info=self.lines.append)
+        self.logger = SimpleNamespace(info=self.lines.append, debug=lambda text: None)
         self._callbacks, self._saved, self._evals, self._log_every = CallbackList(callbacks), saved, evals, log_every
         self._calls, self._pending, self.checkpoint, self.used = 0, False, saved, []
         self.resumed_update = None

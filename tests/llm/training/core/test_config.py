@@ -22,6 +22,7 @@ from llm.training.core.config import (
     Config,
     DataConfig,
     EngineArgs,
+    ModelConfig,
     TrainingConfig,
 )
 from llm.training.core.config_sources import config_parser
@@ -30,9 +31,9 @@ from trainer import train_full_sft, train_pretrain
 
 CONFIGS = sorted((ROOT / "llm" / "training" / "configs").glob("*.yaml"))
 # what the engine has beyond the stage scripts' flags
-OWN = {"task", "num_experts", "top_k", "num_samples", "noise", "validation_share", "patience", "min_delta", "monitor"}
+OWN = {"task", "num_samples", "noise", "validation_share", "patience", "min_delta", "monitor"}
 OWN |= {"mode", "world_size", "master_addr", "master_port", "use_amp", "keep_every", "keep_last", "log_file"}
-OWN |= {"tensorboard_dir"}
+OWN |= {"tensorboard_dir", "data_module", "resume_from", "log_level", "log_dir"}
 STAGES = {"pretrain": train_pretrain.Args, "full_sft": train_full_sft.Args}
 TASKS = {name: own_defaults(args_class) for name, args_class in STAGES.items()}
 FULL_SFT = TASKS["full_sft"]
@@ -119,6 +120,7 @@ def test_help_and_section_are_those_of_the_table():
 
 # ---- the order of the sources
 
+RANK_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SOURCES = ["default", "task", "yaml", "environment", "command line"]
 VALUES = {"default": 32, "task": 11, "yaml": 12, "environment": 13, "command line": 14}
 WHERE = {"default": "default", "task": "task t", "yaml": "run.yaml:3", "environment": "MINIMIND_BATCH_SIZE"}
@@ -464,7 +466,7 @@ def test_print_config_tells_every_value_and_its_source(run_yaml, capsys):
     as_yaml = yaml.safe_load(text)
     assert as_yaml["training"]["batch_size"] == 5 and as_yaml["model"]["use_moe"] is True
     assert as_yaml["logging"]["log_file"] is None and as_yaml["training"]["learning_rate"] == 1e-5
-    assert printed(capsys, *argv, env={"RANK": "1"}) == ""
+    assert printed(capsys, *argv, env=RANK_1) == ""
 
 
 # ---- properties
@@ -580,7 +582,6 @@ def test_to_args():
 OUTSIDE = {
     "--epochs 0": "--epochs must be 1 or more, not '0'",
     "--hidden_size 100": "--hidden_size must be divisible by 16, not '100'",
-    "--num_experts 0": "--num_experts must be 1 or more, not '0'",
     "--top_k 0": "--top_k must be 1 or more, not '0'",
     "--world_size=-1": "--world_size must be 0 or more, not '-1'",
     "--master_port=-1": "--master_port must be 0 or more, not '-1'",
@@ -611,12 +612,12 @@ def test_a_value_outside_its_limits(line):
 
 MUON_FSDP = "--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out"
 IMPOSSIBLE = {
-    "--top_k 5": "--top_k 5 must be --num_experts 4 or less",
+    "--use_moe --top_k 5": "--num_experts_per_tok 5 must be --num_experts 4 or less",
     "--save_weight a/b": "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
     "--use_compile --parallel fsdp": "--use_compile 1 does not go with --parallel fsdp; leave one of them out",
-    "--task= --parallel fsdp --top_k 9 --optimizer muon": (
-        f"{MUON_FSDP}; --top_k 9 must be --num_experts 4 or less; --task is missing: give the name of a task, or "
-        "package.module:ClassName for one of your own"
+    "--task= --use_moe --parallel fsdp --top_k 9 --optimizer muon": (
+        f"--num_experts_per_tok 9 must be --num_experts 4 or less; {MUON_FSDP}; --task is missing: give the name of a "
+        "task, or package.module:ClassName for one of your own"
     ),
 }
 
@@ -632,9 +633,43 @@ def test_validate(line):
 def test_validate_accepts_the_edges():
     read("--task", "t").validate()
     edges = (
-        "--top_k 4 --master_port 65535 --keep_last 0 --noise 0 --validation_share 0.001 --num_samples 2 --num_experts 4"
+        "--use_moe --top_k 4 --num_experts 4 --master_port 65535 --keep_last 0 --noise 0 --validation_share 0.001 "
+        "--num_samples 2"
     )
     read("--task", "t", *edges.split()).validate()
+
+
+GIVE_TOP_K = {  # a source that gives top_k 2
+    "command line": lambda run_yaml: (["--top_k", "2"], {}, None),
+    "environment": lambda run_yaml: ([], {"MINIMIND_TOP_K": "2"}, None),
+    "YAML": lambda run_yaml: (run_yaml("model: {top_k: 2}"), {}, None),
+    "task": lambda run_yaml: ([], {}, {"top_k": 2}),
+}
+
+
+@pytest.mark.parametrize("source", GIVE_TOP_K)
+def test_top_k_is_another_name_of_num_experts_per_tok(run_yaml, source):
+    argv, env, defaults = GIVE_TOP_K[source](run_yaml)
+    config = read("--task", "t", "--use_moe", *argv, env=env, task_defaults=defaults)
+    assert config.model.num_experts_per_tok == config.model.top_k == config.to_args().top_k == 2
+    assert config.sources["num_experts_per_tok"] != "default" and config.extra == {}
+    assert read("--num_experts_per_tok", "3", *(argv if source != "command line" else []), env=env).model.top_k == 3
+    config.model.top_k = 4
+    assert config.model.num_experts_per_tok == 4
+
+
+def test_two_names_of_a_setting_must_agree(run_yaml):
+    both = "--num_experts_per_tok 3 --top_k"
+    assert read(*f"{both} 3".split()).model.top_k == 3
+    told = "contradicts num_experts_per_tok 3; they are one setting, give one"
+    assert mistake(*f"{both} 2".split()) == f"--top_k 2 {told}; see --help"
+    env = {"MINIMIND_TOP_K": "2", "MINIMIND_NUM_EXPERTS_PER_TOK": "3"}
+    assert mistake(env=env) == f"MINIMIND_TOP_K 2 {told}"
+    argv = run_yaml("model:\n  num_experts_per_tok: 3\n  top_k: 2")
+    assert mistake(*argv) == f"run.yaml:3: model.top_k 2 {told}"
+    assert ModelConfig(top_k=2) == ModelConfig(num_experts_per_tok=2) != ModelConfig()
+    with pytest.raises(UserError, match="top_k 2 contradicts num_experts_per_tok 1"):
+        ModelConfig(top_k=2, num_experts_per_tok=1)
 
 
 def test_validate_converts_or_refuses_the_values_of_a_config_made_by_hand():

@@ -1,0 +1,82 @@
+"""Which of a run's processes this is: what torchrun, srun or mpirun wrote into the environment."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Launch(NamedTuple):
+    """A process among those of its run. The local numbers count the processes of its machine; `problem` says why the
+    environment does not tell (the place is then that of a single process)."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    problem: str = ""
+
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI = "OMPI_COMM_WORLD_"
+# srun sets SLURM_STEP_NUM_TASKS; SLURM_NTASKS stands in the batch script, too, which is one process.
+LAUNCHERS = {
+    "mpirun": (f"{MPI}RANK", f"{MPI}SIZE", f"{MPI}LOCAL_RANK", f"{MPI}LOCAL_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+NEEDED = {"rank", "world_size", "local_rank"}
+MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+HELP = "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to train in one process"
+
+
+def launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """The place of this process, for everything that depends on it: printing, files, data, the process group.
+
+    It is what torchrun's variables say if they are complete, else what another launcher's say if both agree.
+    WORLD_SIZE=1 is a single process, whoever started it.
+    """
+    try:
+        place = _place(environ)
+        return place if place.world_size == 1 else _checked(place, environ)
+    except ValueError as error:
+        return Launch(problem=f"{error}; {HELP}")
+
+
+def _place(environ: Mapping[str, str]) -> Launch:
+    unreadable = [f"{name}={environ[name]}" for name in TORCHRUN if environ.get(name) and not environ[name].isdecimal()]
+    if unreadable:
+        raise ValueError(f"{', '.join(unreadable)}: not a number")
+    given = _numbers(TORCHRUN, environ)
+    if given.get("world_size") == 1:
+        return Launch()
+    if given.keys() >= NEEDED:
+        return Launch(**given)
+    for names in LAUNCHERS.values():
+        theirs = _numbers(names, environ)
+        agree = all(theirs.get(field) == number for field, number in given.items())
+        if theirs.keys() >= NEEDED and theirs["world_size"] > 1 and agree:
+            return Launch(**theirs)
+    if not given.keys() & NEEDED:
+        return Launch()
+    known = [f"{name}={environ[name]}" for name in TORCHRUN if environ.get(name)]
+    missing = [name for name in (*TORCHRUN[:3], *MEETING_PLACE) if not environ.get(name)]
+    raise ValueError(f"{', '.join(known)} without {', '.join(missing)}")
+
+
+def _numbers(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The variables that are set, by the field of Launch."""
+    found = zip(Launch._fields, (environ.get(name, "") for name in names), strict=False)
+    return {field: int(value) for field, value in found if value.isdecimal()}
+
+
+def _checked(place: Launch, environ: Mapping[str, str]) -> Launch:
+    rank, world_size, local_rank, *_ = place
+    if not local_rank <= rank < world_size:
+        raise ValueError(f"rank {rank} with local rank {local_rank} of {world_size} processes is impossible")
+    missing = [name for name in MEETING_PLACE if not environ.get(name)]
+    if missing:
+        names = ", ".join(missing)
+        raise ValueError(f"{world_size} processes without {names}; export the name of rank 0's machine and a free port")
+    if not environ["MASTER_PORT"].isdecimal() or int(environ["MASTER_PORT"]) > 65535:
+        raise ValueError(f"MASTER_PORT={environ['MASTER_PORT']} is no port")
+    return place

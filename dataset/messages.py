@@ -1,0 +1,172 @@
+"""One message of a conversation, in any of the usual spellings, becomes the form that chat templates take.
+
+OpenAI     {"role": "system" | "user" | "assistant" | "tool", "content"}, optional "reasoning_content", "tool_calls",
+           "tools", "name", "tool_call_id"; also role "developer" (system), "function" (tool), and "function_call"
+ShareGPT   {"from": "human" | "gpt" | "function_call" | "observation" | ..., "value"}, and the same beside it
+
+The content is text, or a list of parts: {"type": "text" | "reasoning" | "tool_call", "text" or "value": ...}.
+A switch (`SWITCHES`) says whether a turn of the assistant is trained.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dataset.fields import objects_of, switch_of, text_of
+from dataset.json_records import BadRecord, keys_of, kind_of, short
+
+ROLES = ("system", "user", "assistant", "tool")
+OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "developer": "system",
+    "function": "tool",
+}
+# LLaMA-Factory, OpenAI, ms-swift and Axolotl, in this order.
+SWITCHES = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
+EXTRAS = ("name", "tool_call_id")
+PLAIN = frozenset({"role", "content", "from", "value"})
+MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos"})
+TRAINING = SWITCHES | {"train_detail"}
+MESSAGE_FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAINING, MEDIA)
+
+# Part of a content -> the field of the message that it belongs to; templates write these fields in this order.
+PARTS = {
+    "reasoning": "reasoning_content",
+    "thinking": "reasoning_content",
+    "text": "content",
+    "tool_call": "tool_calls",
+}
+ORDER = ("reasoning_content", "content", "tool_calls")
+PART_FIELDS = frozenset({"type", "value", *PARTS})
+
+
+class Turn(NamedTuple):
+    """A message as chat templates take it, the tools that stand on it, and whether training must leave it out."""
+
+    message: dict
+    tools: list[dict]
+    is_masked: bool = False
+
+
+def parse_message(item: object, where: str) -> Turn:
+    """A message in any spelling; `where`: "message 2", for messages. Raises BadRecord."""
+    if not isinstance(item, dict):
+        raise BadRecord(f"{where} is {kind_of(item)} instead of an object with 'role' and 'content'")
+    is_sharegpt = item.get("role") is None and item.get("from") is not None
+    typed = item.get("from" if is_sharegpt else "role")
+    role = OTHER_ROLES.get(typed, typed) if isinstance(typed, str) else typed
+    if role is None:
+        raise BadRecord(f"{where} has no 'role' (its keys: {keys_of(item)}); write one of {', '.join(ROLES)}")
+    if role not in ROLES:
+        raise BadRecord(f"{where} has the unknown role {short(typed)}; known are {', '.join(ROLES)}")
+    key = "value" if is_sharegpt else "content"
+    content = item.get(key)
+    if typed == "function_call":
+        message = {"role": role, "content": "", "tool_calls": _calls(content, f"'{key}' of {where}")}
+    elif isinstance(content, str) and PLAIN.issuperset(item):
+        return Turn({"role": role, "content": content}, [])  # most messages
+    else:
+        message = {"role": role, **_said(item, key, where)}
+    for field, does in (("tool_calls", "calls tools"), ("reasoning_content", "reasons")):
+        if message.get(field) and role != "assistant":
+            raise BadRecord(f"{where} has '{field}' but the role {role}; only the assistant {does}")
+    for extra in EXTRAS:
+        if item.get(extra) is not None:
+            message[extra] = text_of(item, extra, f" of {where}")
+    refuse_media(item, f"of {where}")
+    tools = objects_of(item.get("tools"), f"'tools' of {where}")
+    return Turn(message, tools, _is_masked(item, role, where))
+
+
+def refuse_media(record: dict, where: str) -> None:
+    """Raise BadRecord if a record or message comes with pictures, sound or film."""
+    if not MEDIA.isdisjoint(record) and (found := min((key for key in MEDIA if record.get(key)), default="")):
+        why = "the model reads text only; leave the record out, or this field where the text stands on its own"
+        raise BadRecord(f"'{found}' {where}: {why}")
+
+
+def _calls(value: object, where: str) -> list[dict]:
+    """Tool calls where there must be one."""
+    calls = objects_of(value, where, "name")
+    if not calls:
+        raise BadRecord(f'{where} holds no call; write {{"name": ..., "arguments": {{...}}}}')
+    return calls
+
+
+def _said(item: dict, key: str, where: str) -> dict[str, Any]:
+    """Content, reasoning and calls of a message; the content may be text, parts, or lacking beside a call."""
+    said: dict[str, Any] = {}
+    for field in ("tool_calls", "function_call"):
+        if calls := objects_of(item.get(field), f"'{field}' of {where}", "name"):
+            said["tool_calls"] = said.get("tool_calls", calls)
+    if item.get("reasoning_content") is not None:
+        said["reasoning_content"] = text_of(item, "reasoning_content", f" of {where}")
+    content = item.get(key)
+    if isinstance(content, list):
+        parts = _joined(content, f"'{key}' of {where}")
+        if twice := said.keys() & parts.keys():
+            raise BadRecord(f"{where} gives its {min(twice)} in '{key}' and beside it; keep one of them")
+        return {"content": "", **parts, **said}
+    only_calls = bool(said.get("tool_calls")) and content is None
+    return {"content": "" if only_calls else text_of(item, key, f" of {where}"), **said}
+
+
+def _joined(parts: list, where: str) -> dict[str, Any]:
+    """A content given as a list of parts, by field of the message: texts joined as they are, calls in one list."""
+    if not parts:
+        raise BadRecord(f"{where} is an empty list; write the text")
+    said: dict[str, Any] = {}
+    latest = ORDER[0]
+    for number, part in enumerate(parts, 1):
+        field, value = _part(part, f"part {number} of {where}")
+        if ORDER.index(field) < ORDER.index(latest):
+            raise BadRecord(f"part {number} of {where} comes too late; write reasoning, then text, then tool calls")
+        latest = field
+        said[field] = said[field] + value if field in said else value
+    return said
+
+
+def _part(part: object, where: str) -> tuple[str, Any]:
+    """The field of the message that a part belongs to, and what it adds there."""
+    if isinstance(part, str):
+        return "content", part
+    if not isinstance(part, dict):
+        raise BadRecord(f"{where} is {kind_of(part)} instead of an object with 'type' and 'text'")
+    kind = "text" if part.get("type") is None and part.get("text") is not None else part.get("type")
+    if isinstance(kind, str) and any(medium in kind for medium in ("image", "audio", "video")):
+        raise BadRecord(f"{where} is of type {short(kind)}: the model reads text only; leave such records out")
+    field = PARTS.get(kind) if isinstance(kind, str) else None
+    if not isinstance(kind, str) or field is None:
+        raise BadRecord(f"{where} has the unknown type {short(kind)}; known are {', '.join(PARTS)}")
+    key = next((key for key in (kind, "value", "text") if part.get(key) is not None), kind)
+    if field != "tool_calls":
+        return field, text_of(part, key, f" of {where}")
+    return field, _calls(part.get(key), f"'{key}' of {where}")
+
+
+def _is_masked(item: dict, role: str, where: str) -> bool:
+    """Whether the switches of a message turn the training of the assistant's turn off."""
+    if TRAINING.isdisjoint(item):
+        return False
+    if item.get("train_detail"):
+        raise BadRecord(f"{where} has 'train_detail', but turns are trained as a whole; write 'train' and remove it")
+    asked = {key: switch_of(item, key, f" of {where}") for key in sorted(SWITCHES) if item.get(key) is not None}
+    if len(set(asked.values())) > 1:
+        raise BadRecord(f"{where} is to be trained and not to be trained ({', '.join(asked)}); keep one of them")
+    if role != "assistant" and True in asked.values():
+        raise BadRecord(f"'{min(asked)}' of {where} asks to train the role {role}; only the assistant is trained")
+    return role == "assistant" and False in asked.values()
+
+
+def unused_message_fields(messages: list) -> Iterator[str]:
+    """Names of the fields of accepted messages, and of parts of their contents, that nothing reads; with repeats."""
+    for message in messages:
+        if not MESSAGE_FIELDS.issuperset(message):
+            yield from (key for key in message if key not in MESSAGE_FIELDS and message[key] is not None)
+        content = message.get("value") if message.get("content") is None else message["content"]
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and not PART_FIELDS.issuperset(part):
+                yield from (f"content.{key}" for key in part if key not in PART_FIELDS and part[key] is not None)

@@ -1,0 +1,140 @@
+"""Messages: every spelling becomes one form, and what cannot be used says so in one line."""
+
+import json
+
+import pytest
+
+from dataset.json_records import BadRecord
+from dataset.messages import Turn, parse_message, unused_message_fields
+
+CALL = {"name": "weather", "arguments": {"city": "北京"}}
+ANSWER = {"role": "assistant", "content": "a"}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def answer(*parts, **extra):
+    return {"role": "assistant", "content": list(parts), **extra}
+
+
+def part(kind, **values):
+    return {"type": kind, **values}
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (answer(part("text", text="a")), ANSWER),
+        (answer(part("text", value="a")), ANSWER),
+        (answer(part("text", text="a", value=None, image_url=None)), ANSWER),  # as Parquet fills in
+        (answer({"text": "a"}), ANSWER),
+        (answer("a"), ANSWER),
+        (answer(part("text", text="a "), part("text", value="\nb")), {**ANSWER, "content": "a \nb"}),
+        ({"from": "gpt", "value": [part("text", text="a")]}, ANSWER),
+        ({"role": "user", "content": [part("text", value="q")]}, {"role": "user", "content": "q"}),
+        (answer(part("reasoning", value="hm"), part("text", value="a")), {**ANSWER, "reasoning_content": "hm"}),
+        (answer(part("thinking", thinking="hm"), part("text", text="a")), {**ANSWER, "reasoning_content": "hm"}),
+        (answer(part("tool_call", value=json.dumps(CALL))), CALLING),
+        (answer(part("tool_call", tool_call=CALL)), CALLING),
+        (
+            answer(part("reasoning", value="hm"), *[part("tool_call", value=json.dumps(CALL))] * 2),
+            {**CALLING, "reasoning_content": "hm", "tool_calls": [CALL, CALL]},
+        ),
+        (answer(part("text", text="a"), tool_calls=[CALL]), {**CALLING, "content": "a"}),
+        ({"role": "assistant", "content": None, "function_call": CALL}, CALLING),
+        ({"role": "function", "name": "f", "content": "r"}, {"role": "tool", "name": "f", "content": "r"}),
+        ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
+        ({"from": "function_call", "value": json.dumps(CALL)}, CALLING),
+    ],
+)
+def test_spellings_of_a_message(item, message):
+    assert parse_message(item, "message 1") == Turn(message, [])
+
+
+@pytest.mark.parametrize("none", [None, "", " ", "[]", "{}", "null", " [ ] ", [], {}])
+def test_no_calls_and_no_tools_in_any_way(none):
+    assert parse_message({**ANSWER, "tool_calls": none, "tools": none}, "message 1") == Turn(ANSWER, [])
+
+
+def test_calls_may_be_a_list_of_json_texts():
+    assert parse_message({**ANSWER, "tool_calls": [json.dumps(CALL)]}, "message 1").message["tool_calls"] == [CALL]
+
+
+BAD = [
+    (answer(), "'content' of message 1 is an empty list; write the text"),
+    (answer(5), "part 1 of 'content' of message 1 is a number instead of an object with 'type' and 'text'"),
+    (answer({}), "part 1 of 'content' of message 1 has the unknown type None; known are "),
+    (answer(part("table", text="a")), "part 1 of 'content' of message 1 has the unknown type 'table'; known are "),
+    (answer(part(["text"], text="a")), "part 1 of 'content' of message 1 has the unknown type ['text']"),
+    (answer(part("text")), "no 'text' of part 1 of 'content' of message 1 (its keys: 'type'); add it"),
+    (answer(part("text", text=3)), "'text' of part 1 of 'content' of message 1 is a number instead of text"),
+    (answer(part("image_url", value="1.jpg")), "is of type 'image_url': the model reads text only; leave such records"),
+    (answer(part("image", image="1.jpg")), "is of type 'image': the model reads text only"),
+    (
+        answer("a", part("input_audio", input_audio={})),
+        "part 2 of 'content' of message 1 is of type 'input_audio': the",
+    ),
+    (answer(part("video", value="1.mp4")), "is of type 'video': the model reads text only"),
+    (answer(part("tool_call", value="[]")), "'value' of part 1 of 'content' of message 1 holds no call; write {"),
+    (answer(part("tool_call", value="{")), "'value' of part 1 of 'content' of message 1 does not parse as JSON"),
+    (answer(part("tool_call", value=CALL), "a"), "part 2 of 'content' of message 1 comes too late; write reasoning,"),
+    (answer("a", part("reasoning", value="hm")), "part 2 of 'content' of message 1 comes too late"),
+    (
+        answer(part("tool_call", value=CALL), tool_calls=[CALL]),
+        "message 1 gives its tool_calls in 'content' and beside",
+    ),
+    (answer(part("reasoning", value="r"), reasoning_content="r"), "message 1 gives its reasoning_content in 'content'"),
+    (
+        {"role": "user", "content": [part("reasoning", value="r")]},
+        "message 1 has 'reasoning_content' but the role user",
+    ),
+    (
+        {"role": "user", "content": [part("tool_call", value=CALL)]},
+        "message 1 has 'tool_calls' but the role user; only",
+    ),
+    ({"from": "function_call", "value": "[]"}, "'value' of message 1 holds no call; write {"),
+    ({**ANSWER, "tool_calls": [CALL, 5]}, "entry 2 of 'tool_calls' of message 1 is a number instead of a JSON object"),
+    ({**ANSWER, "tool_calls": "[[]]"}, "entry 1 of 'tool_calls' of message 1 is a list instead of a JSON object"),
+    ({**ANSWER, "tool_calls": "17"}, "'tool_calls' of message 1 is a number instead of a list of JSON objects"),
+    ({**ANSWER, "tool_calls": ["{"]}, "entry 1 of 'tool_calls' of message 1 does not parse as JSON"),
+    (
+        {**ANSWER, "images": ["1.jpg"]},
+        "'images' of message 1: the model reads text only; leave the record out, or this",
+    ),
+    ({**ANSWER, "loss_weight": 0.5}, "'loss_weight' of message 1 is 0.5; it is a switch: write true or 1, false or 0"),
+    ({**ANSWER, "train": "no"}, "'train' of message 1 is 'no'; it is a switch: write true or 1, false or 0, or remove"),
+    ({**ANSWER, "weight": [0]}, "'weight' of message 1 is [0]; it is a switch"),
+    ({**ANSWER, "loss": 2}, "'loss' of message 1 is 2; it is a switch"),
+    ({**ANSWER, "train": True, "weight": 0}, "message 1 is to be trained and not to be trained (train, weight); keep"),
+    ({**ANSWER, "train_detail": [{"train": True}]}, "message 1 has 'train_detail', but turns are trained as a whole"),
+    (
+        {"role": "user", "content": "q", "loss": True},
+        "'loss' of message 1 asks to train the role user; only the assist",
+    ),
+]
+
+
+@pytest.mark.parametrize(("item", "message"), BAD, ids=range(len(BAD)))
+def test_what_cannot_be_used_says_so(item, message):
+    with pytest.raises(BadRecord) as caught:
+        parse_message(item, "message 1")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["loss_weight", "weight", "loss", "train", "training", "train_on_turn"])
+@pytest.mark.parametrize(
+    ("value", "is_masked"), [(0, True), (0.0, True), (False, True), (1, False), (1.0, False), (True, False)]
+)
+def test_switches_of_a_turn(key, value, is_masked):
+    assert parse_message({**ANSWER, key: value}, "message 1") == Turn(ANSWER, [], is_masked)
+    if is_masked:  # the user's turn is no target anyway
+        assert parse_message({"role": "user", "content": "q", key: value}, "message 1").is_masked is False
+    assert parse_message({**ANSWER, key: None}, "message 1").is_masked is False
+
+
+def test_fields_that_nothing_reads():
+    messages = [
+        {"role": "user", "content": "q", "id": 1, "date": None, "loss": False},
+        {"from": "human", "value": [part("text", text="q", cache_control={"type": "ephemeral"})], "id": 2},
+        answer("a", part("text", text="b"), reasoning="hm"),
+    ]
+    assert list(unused_message_fields(messages)) == ["id", "id", "content.cache_control", "reasoning"]

@@ -1,0 +1,549 @@
+"""The engine under the names and call forms of its description (docs/DESCRIBED.md)."""
+
+import random
+import re
+import signal
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from common.errors import UserError
+from llm.training.core import engine as engine_module
+from llm.training.core.callbacks import Callback, EarlyStopping, LRSchedulerCallback, MetricsLogger
+from llm.training.core.config import CheckpointConfig, Config, LoggingConfig, ModelConfig
+from llm.training.core.console import release_console
+from llm.training.core.engine import TrainingEngine
+from llm.training.core.rehearsal import is_mean
+from llm.training.core.utils import CheckpointManager, DistributedManager, Logger, PerformanceMonitor
+from llm.training.data.base import DataModule
+from llm.training.data.synthetic import SyntheticDataModule
+from llm.training.tasks.base_task import TrainingTask
+from llm.training.tasks.regression_task import RegressionTask
+from llm.training.train import AVAILABLE_TASKS, find_data_module, train_worker
+from tests.conftest import ROOT
+from tests.llm.training.test_engine import NAME, regression
+from tests.stage_process import Faults, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from trainer.components.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def _console():
+    yield
+    release_console()
+
+
+def config_of(folder, **extra) -> Config:
+    config = Config.from_args_and_env(regression(folder, **extra), {}, RegressionTask.defaults)
+    config.validate()
+    return config
+
+
+def made(
+    task_class: type[TrainingTask], folder, callbacks=(), data_class=SyntheticDataModule, **extra
+) -> TrainingEngine:
+    """An engine, built as the description builds it."""
+    config = config_of(folder, **extra)
+    data_module = data_class(config)
+    data_module.prepare_data()
+    data_module.setup()
+    return TrainingEngine(config, task_class(config), data_module, callbacks)
+
+
+# --- the six methods
+
+
+class Six(TrainingTask):
+    """Nothing but the methods of the description."""
+
+    def build_model(self):
+        return nn.Linear(SyntheticDataModule.features, 1)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def build_scheduler(self, optimizer):
+        return lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    def build_criterion(self):
+        return nn.MSELoss(reduction="sum")
+
+    def train_step(self, model, batch):
+        return self.criterion(model(batch["x"]), batch["y"])
+
+    def validation_step(self, model, batch):
+        return {"loss": self.criterion(model(batch["x"]), batch["y"])}
+
+
+class PerEpoch(Six):
+    """Its scheduler is stepped at the end of an epoch."""
+
+    scheduler_interval = "epoch"
+    data_module = SyntheticDataModule
+
+
+@pytest.mark.parametrize("task", [Six, PerEpoch])
+def test_six_methods_are_a_task(tmp_path, task):
+    """The rates are those of torch's scheduler in a plain loop: per update, or per epoch if the task says so."""
+    recorded = LRSchedulerCallback()
+    engine = made(task, tmp_path, [MetricsLogger(), recorded], epochs=3)
+    for name in ("_setup_components", "_run_epoch", "_run_validation_epoch", "run"):
+        assert callable(getattr(engine, name))
+    assert isinstance(engine.performance_monitor, PerformanceMonitor)
+    engine.run()
+    found = read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")
+    assert (
+        found[-1]["eval_loss"] < found[0]["loss"]
+        and engine.performance_monitor.summary()["loss"] == found[-1]["mean_loss"]
+    )
+    steps = [(r["update"] - 1) if task is Six else r["epoch"] for r in found]
+    rates = {r["update"]: r["learning_rate"] for r in found}
+    assert list(rates.values()) == pytest.approx([0.1 * 0.5 ** (step // 2) for step in steps])
+    changes = [u for u in rates if u == 1 or rates[u] != rates[u - 1]]
+    assert recorded.rates == {update: rates[update] for update in changes} and len(changes) > 1
+
+
+def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "named.py").write_text("from llm.training.data.synthetic import SyntheticDataModule as Points\n")
+    config = config_of(tmp_path, epochs=1)
+    assert isinstance(PerEpoch(config).build_data(), SyntheticDataModule)
+    with pytest.raises(UserError, match="Six has no data: set its data_module, or give --data_module"):
+        Six(config).build_data()
+    assert find_data_module("named:Points") is SyntheticDataModule
+    for name, told in {
+        "nowhere:X": "cannot be imported",
+        "named:Y": "has no 'Y'",
+        "synthetic": "is not package",
+    }.items():
+        with pytest.raises(UserError, match=f"--data_module {name}.*{told}"):
+            find_data_module(name)
+    config = config_of(tmp_path, epochs=1, data_module="named:Points", task=f"{__name__}:Six", save_weight="six")
+    train_worker(rank=0, world_size=1, config=config)
+    assert "done: 8 updates" in capsys.readouterr().out
+    with pytest.raises(UserError, match="train_worker: 2 processes need an address"):
+        train_worker(0, 2, config)
+
+
+def test_no_scheduler_is_a_constant_rate(tmp_path):
+    class Constant(PerEpoch):
+        def build_scheduler(self, optimizer):
+            return None
+
+    class Text(PerEpoch):
+        def build_scheduler(self, optimizer, total_updates):
+            return "cosine"
+
+    engine = made(Constant, tmp_path, [MetricsLogger()], epochs=2)
+    engine.run()
+    assert {r["learning_rate"] for r in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")} == {0.1}
+    with pytest.raises(UserError, match=r"Text\.build_scheduler returns a str; it must return a function"):
+        made(Text, tmp_path)
+
+
+class DictRows(DataModule):
+    """Samples that are dicts, put together by torch's default_collate, which takes no empty list."""
+
+    def setup(self):
+        self.train_dataset = [{"x": torch.full((8,), float(i)), "y": torch.ones(1)} for i in range(5)]
+
+
+def test_a_rank_without_samples_gets_an_empty_batch(tmp_path):
+    data = DictRows(config_of(tmp_path))
+    data.setup()
+    assert {key: list(value.shape) for key, value in data.collate([]).items()} == {"x": [0, 8], "y": [0, 1]}
+    assert [batch["x"].shape[0] for batch in data.train_dataloader()] == [5]
+
+
+# --- what a task must not do
+
+
+class Mean(RegressionTask):
+    def build_criterion(self):
+        return nn.MSELoss()
+
+
+class MeanByHand(RegressionTask):
+    def train_step(self, model, batch):
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+class Backward(RegressionTask):
+    def train_step(self, model, batch):
+        loss = super().train_step(model, batch)
+        loss.backward()
+        return loss.detach()
+
+
+class Steps(RegressionTask):
+    def train_step(self, model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = super().train_step(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+class Detached(RegressionTask):
+    def train_step(self, model, batch):
+        return super().train_step(model, batch).detach()
+
+
+class ManyLosses(RegressionTask):
+    def train_step(self, model, batch):
+        return (model(batch["x"]) - batch["y"]).square()
+
+
+class Number(RegressionTask):
+    def train_step(self, model, batch):
+        return super().train_step(model, batch).item()
+
+
+class BareTensor(RegressionTask):
+    def validation_step(self, model, batch):
+        return super().validation_step(model, batch)["loss"]
+
+
+class NoLoss(RegressionTask):
+    def validation_step(self, model, batch):
+        return {"error": super().validation_step(model, batch)["loss"]}
+
+
+class MeanInValidation(RegressionTask):
+    def validation_step(self, model, batch):
+        right = (model(batch["x"]) * batch["y"] > -1e9).float()
+        return super().validation_step(model, batch) | {"accuracy": right.mean()}
+
+
+class WrongSize(RegressionTask):
+    def size(self, batch):
+        return len(batch["x"])
+
+
+class Pairs(SyntheticDataModule):
+    """Batches (x, y), as torch makes them."""
+
+    collate_fn = staticmethod(torch.utils.data.default_collate)
+
+
+REFUSED = [
+    (MeanByHand, "MeanByHand.train_step returns a mean over the batch, but the loop divides"),
+    (Backward, "Backward.train_step calls backward; leave that to the loop"),
+    (Steps, "Steps.train_step changes the weights; leave that to the loop"),
+    (Detached, "Detached.train_step returns a loss without a gradient"),
+    (ManyLosses, r"ManyLosses.train_step returns a tensor of shape \[1, 1\]|train_step returns a tensor of shape"),
+    (Number, "Number.train_step returns a float; it must return a tensor"),
+    (BareTensor, "BareTensor.validation_step returns a Tensor; it must return sums by name"),
+    (NoLoss, "NoLoss.validation_step returns error; `loss` must be one of its sums"),
+    (MeanInValidation, "MeanInValidation.validation_step: 'accuracy' is a mean over the batch"),
+    (WrongSize, "WrongSize.size returns a int; it must return Size"),
+]
+
+
+@pytest.mark.parametrize(("task", "told"), REFUSED, ids=[task.__name__ for task, _ in REFUSED])
+def test_what_a_step_must_not_do_is_told_before_training(tmp_path, task, told):
+    engine = made(task, tmp_path)
+    before = [value.clone() for value in engine.state.model.state_dict().values()]
+    with pytest.raises(UserError, match=told):
+        engine.run()
+    assert engine.state.update == 0 and not list(tmp_path.rglob("*.pth"))
+    if task is not Steps:
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.state.model.state_dict().values(), strict=True))
+
+
+def test_a_criterion_of_means_and_batches_that_are_no_dicts_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"Mean.build_criterion returns MSELoss\(reduction='mean'\).*reduction='sum'"):
+        made(Mean, tmp_path)
+    with pytest.raises(UserError, match="Pairs: collate_fn returns a list; a batch is a dict of tensors"):
+        made(RegressionTask, tmp_path, data_class=Pairs).run()
+
+
+class TakesCriterion(RegressionTask):
+    def train_step(self, batch, model, criterion): ...
+
+
+class Swapped(RegressionTask):
+    def validation_step(self, batch, model): ...
+
+
+class OwnLoader(SyntheticDataModule):
+    def train_dataloader(self): ...
+
+
+def test_methods_that_cannot_be_called_are_told_with_their_form(tmp_path):
+    told = "Swapped.validation_step is declared with (batch, model), but it is called as validation_step(model, batch)"
+    with pytest.raises(UserError, match=re.escape(told)):
+        made(Swapped, tmp_path)
+    with pytest.raises(
+        UserError, match=r"TakesCriterion\.train_step is .*but it is called as train_step\(model, batch\)"
+    ):
+        made(TakesCriterion, tmp_path)
+    with pytest.raises(UserError, match=r"OwnLoader\.train_dataloader .* as train_dataloader\(epoch, skip_batches\)"):
+        made(RegressionTask, tmp_path, data_class=OwnLoader)
+
+
+@pytest.mark.parametrize(
+    ("values", "targets", "mean"),
+    [
+        ([3.0, 5.0, 8.0], [1, 1], False),
+        ([3.0, 5.0, 4.0], [1, 1], True),
+        ([3.0, 5.0, 4.5], [1, 3], True),
+        ([0.0, 0.0, 0.0], [1, 1], False),
+        ([1.0, 1.0, 7.0], [1, 1], False),  # neither: a contrastive loss, say
+        ([3.0, 5.0, 4.0], [0, 1], False),
+        ([float("nan"), 1.0, 1.0], [1, 1], False),
+    ],
+)
+def test_means_and_sums(values, targets, mean):
+    assert is_mean(values, targets) is mean
+
+
+class Noisy(RegressionTask):
+    """Draws from every random stream, and its model has state that a forward pass changes."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def train_step(self, model, batch):
+        model.train()
+        noise = random.random() + np.random.random() + torch.rand(())
+        return super().train_step(model, batch | {"x": batch["x"] + float(noise)})
+
+
+def test_the_rehearsal_changes_nothing(tmp_path, monkeypatch):
+    results = []
+    for name in ("with", "without"):
+        engine = made(Noisy, tmp_path / name, [MetricsLogger()], epochs=2)
+        engine.run()
+        state = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        results.append(([value.clone() for value in engine.state.model.state_dict().values()], state))
+        monkeypatch.setattr(engine_module, "rehearse", lambda *args: None)
+    (one, streams), (other, others) = results
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert torch.equal(streams[0], others[0]) and streams[1:] == others[1:]
+
+
+# --- ReduceLROnPlateau
+
+
+PLATEAU = """
+import torch
+from llm.training.tasks.regression_task import RegressionTask
+def build_scheduler(self, optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+RegressionTask.build_scheduler = build_scheduler
+"""
+
+
+def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path):
+    settings = {"epochs": 8, "noise": 0.3, "learning_rate": 0.05, "log_level": "debug"}
+    done = run("engine", regression(tmp_path / "whole", **settings), Faults(script=PLATEAU))
+    found = read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")
+    parameter = nn.Parameter(torch.zeros(1))
+    scheduler = lr_scheduler.ReduceLROnPlateau(
+        torch.optim.SGD([parameter], 0.05), factor=0.5, patience=0, threshold=0.3
+    )
+    for record in found:  # the rate of an update is that after all validations before it
+        assert record["learning_rate"] == scheduler.get_last_lr()[0]
+        if "eval_loss" in record:
+            scheduler.step(record["eval_loss"])
+    assert len({record["learning_rate"] for record in found}) > 2
+    assert "ReduceLROnPlateau: learning rate 2.500e-02" in done.out and "debug: update" in done.out
+    broken = regression(tmp_path / "broken", **settings, from_resume=1)
+    run("engine", broken, Faults(script=PLATEAU, signals={31: signal.SIGKILL}), status=-9)
+    run("engine", broken, Faults(script=PLATEAU))
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
+    assert saved_state(tmp_path / "whole", NAME)["hooks"] == saved_state(tmp_path / "broken", NAME)["hooks"]
+
+
+def test_a_plateau_that_could_not_work_is_refused_at_the_start(tmp_path):
+    class Plateau(RegressionTask):
+        def build_scheduler(self, optimizer):
+            return lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    class Everything(SyntheticDataModule):
+        def setup(self):
+            super().setup()
+            self.val_dataset = None
+
+    for settings, told in (({"data_class": Everything}, "no data are held out"), ({"mode": "max"}, "has mode min")):
+        engine = made(Plateau, tmp_path, **settings)
+        with pytest.raises(UserError, match=told):
+            engine.run()
+        assert engine.state.update == 0
+
+
+# --- the end of a run
+
+
+NOTED = """
+import torch.distributed as dist
+from llm.training.core import utils
+from llm.training.tasks.regression_task import RegressionTask
+utils.LOST_RANK_DELAY = 0.1
+destroy, step, calls = dist.destroy_process_group, RegressionTask.train_step, []
+def noted(*args):
+    destroy(*args)
+    open(FOLDER + "/destroyed" + os.environ["RANK"], "w").close()
+def failing(self, model, batch):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 9:
+        FAIL
+    return step(self, model, batch)
+dist.destroy_process_group, RegressionTask.train_step = noted, failing
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "ends"), [("raise ValueError('boom')", [2, 1]), ("os.kill(os.getpid(), 9)", [2, -9])]
+)
+def test_the_group_is_destroyed_whatever_happens(tmp_path, fails, ends):
+    script = f"FOLDER = {str(tmp_path)!r}\n{NOTED.replace('FAIL', fails)}"
+    faults = dict.fromkeys(range(2), Faults(script=script))
+    ranks = start_ranks(2, "engine", regression(tmp_path, batch_size=16), faults)
+    assert [rank.wait(60) for rank in ranks] == ends
+    assert (tmp_path / "destroyed0").exists() and (tmp_path / "destroyed1").exists() == (ends[1] != -9)
+    assert "another rank ended while this one waited" in ranks[0].error_lines[-1]
+    if ends[1] == 1:
+        assert "ValueError: boom" in ranks[1].err
+
+
+def test_the_process_group_under_its_described_name(tmp_path):
+    manager = DistributedManager(config_of(tmp_path))
+    assert manager.get_world_size() == 1 and manager.setup() == 0 and manager.reduce_mean(2.5) == 2.5
+    manager.cleanup()
+
+
+# --- the log
+
+
+def messages(path) -> list[str]:
+    """The lines of a log file without time and level, which each of them has."""
+    form = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG  |INFO   |WARNING|ERROR  ) (.*)")
+    lines = [form.fullmatch(line) for line in path.read_text().splitlines()]
+    return [line[2] for line in lines]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_log_file_has_every_line_of_the_console(corpus, tmp_path, ranks):
+    """Tokenising, model, records, a warning, the signal and the reason of the end."""
+    argv = ["--task", "pretrain", *flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", epochs=30)]
+    argv += ["--log_dir", tmp_path / "logs"]
+    faults = Faults(nan=(2,), signals={5: signal.SIGTERM}, script="import warnings; warnings.simplefilter('always')")
+    process = run("engine", argv, faults, ranks=ranks, status=143)
+    found = messages(tmp_path / "logs/pretrain_32.log")
+    shown = [line for line in [*process.out.splitlines(), *process.err.splitlines()] if line.strip()]
+    assert Counter(shown) <= Counter(found)  # the other rank's lines are there, too
+    for text in (
+        "tokens",
+        "model: ",
+        "Epoch:[1/30]",
+        "warning: update 2 is skipped",
+        "SIGTERM: finishing",
+        "stopped: by",
+    ):
+        assert any(text in line for line in found), text
+    assert ranks > 1 or Counter(shown) == Counter(found)
+
+
+def test_an_error_reaches_the_log_file(tmp_path):
+    argv = regression(tmp_path, monitor="eval_f1", epochs=1, log_file=tmp_path / "a/run.log")
+    process = run("engine", argv, status=2)
+    assert messages(tmp_path / "a/run.log")[-1] == process.error_lines[-1] and "eval_f1" in process.error_lines[-1]
+    (tmp_path / "file").touch()
+    process = run("engine", regression(tmp_path, log_file=tmp_path / "file/run.log"), status=2)
+    assert "file/run.log cannot be written (File exists); give another --log_file" in process.error_lines[0]
+    process = run("engine", regression(tmp_path, log_file="a", log_dir="b"), status=2)
+    assert "--log_file and --log_dir both name the log file" in process.error_lines[0]
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_levels(tmp_path, capsys, level):
+    logger = Logger(level=level, directory=tmp_path / "logs", name="run_64")
+    for name in ("debug", "info", "warning", "error"):
+        getattr(logger, name)(name)
+    print("printed\n  twice\n\r 10%\r 20%")
+    release_console()
+    told = {"debug": ["debug: debug"], "info": ["info", "printed", "  twice", " 20%"]}
+    told |= {"warning": ["warning: warning"], "error": ["error: error"]}
+    order = list(told)
+    shown = [told[name] for name in order[order.index(level) :]]
+    in_order = [line for name in ("debug", "info", "warning", "error") for line in told[name] if told[name] in shown]
+    found = messages(tmp_path / "logs/run_64.log")
+    assert sorted(found) == sorted(in_order)
+    out = capsys.readouterr()
+    assert ("printed" in out.out) == (level in ("debug", "info")) and ("warning: " in out.err) == (level != "error")
+    with pytest.raises(UserError, match="level 'loud' must be one of debug, info, warning, error"):
+        Logger(level="loud")
+
+
+def test_the_sections_of_the_settings_have_what_is_described():
+    assert LoggingConfig().log_level == "info" and LoggingConfig().log_dir is None
+    assert CheckpointConfig().checkpoint_dir and CheckpointConfig().resume_from is None
+    assert ModelConfig().use_moe is False
+
+
+# --- checkpoints
+
+
+class Saves(Callback):
+    """Writes a checkpoint before update 12."""
+
+    def on_batch_start(self, engine, update):
+        if update == 12:
+            engine.checkpoint_manager.save_checkpoint(engine.state)
+            engine.state.writer.wait()
+            path = engine.checkpoint_manager.folder / f"{NAME}_resume.pth"
+            path.with_name("mine.pth").write_bytes(path.read_bytes())
+
+
+def test_a_checkpoint_is_written_when_asked_and_continued_from_its_path(tmp_path):
+    callbacks = [MetricsLogger(), EarlyStopping(patience=9), Saves()]
+    made(RegressionTask, tmp_path / "whole", callbacks, epochs=3).run()
+    mine = tmp_path / "whole/checkpoints/mine.pth"
+    assert torch.load(mine, weights_only=True)["update"] == 11
+    callbacks = [MetricsLogger(), EarlyStopping(patience=9)]
+    (tmp_path / "other/out").mkdir(parents=True)
+    metrics = f"out/{NAME}_metrics.jsonl"
+    (tmp_path / "other" / metrics).write_text((tmp_path / "whole" / metrics).read_text())
+    engine = made(RegressionTask, tmp_path / "other", callbacks, epochs=3, resume_from=mine)
+    assert engine.resumed_update == 11
+    engine.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "other", NAME)
+    with pytest.raises(UserError, match=r"the checkpoint belongs to another run \(seed: 3 -> 4"):
+        made(RegressionTask, tmp_path / "other", epochs=3, resume_from=mine, seed=4)
+
+
+def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "text.pth").write_text("hello")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
+    for name, told in {"gone": "no such file", "text": "not a zip", "weights": "not a state to resume from"}.items():
+        manager = CheckpointManager(config_of(tmp_path, resume_from=tmp_path / f"{name}.pth"), NAME)
+        with pytest.raises(UserError, match=rf"--resume_from .*{name}.pth is no checkpoint.*{told}"):
+            manager.load_checkpoint()
+    assert CheckpointManager(config_of(tmp_path), NAME).load_checkpoint() is None
+    with pytest.raises(UserError, match="leave --from_resume 1 out"):
+        config_of(tmp_path, resume_from="x", from_resume=1)
+
+
+# --- what --help and the page tell
+
+
+def test_the_page_names_tests_that_there_are():
+    page = (ROOT / "docs/DESCRIBED.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/llm").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 20 and [name for name in named if f"def {name}(" not in sources] == []
+
+
+def test_help_names_the_tasks_and_how_to_see_the_curves(capsys):
+    with pytest.raises(SystemExit):
+        Config.from_args_and_env(["--help"], {})
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text.partition("--task TEXT what to train:")[2][:80] for name in AVAILABLE_TASKS)
+    assert "tensorboard --logdir FOLDER" in text

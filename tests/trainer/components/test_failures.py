@@ -1,0 +1,53 @@
+"""What a machine lacks becomes one line: shared memory for the loader's processes, room for the compiler's cache."""
+
+import errno
+import multiprocessing
+
+import pytest
+import torch
+
+from common.errors import UserError
+from trainer.components.failures import translated_failures
+from trainer.components.sampler import epoch_loader
+
+
+def test_without_shared_memory_no_loader_process_is_started(monkeypatch):
+    def no_room():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing, "Lock", no_room)
+    assert len(epoch_loader(range(4), 2, seed=1, epoch=0)) == 2
+    with pytest.raises(UserError, match=r"No space left on device\); use --num_workers 0, .*/dev/shm"):
+        epoch_loader(range(4), 2, seed=1, epoch=0, num_workers=2)
+
+
+class SmallMemory(torch.utils.data.Dataset):
+    """Fails in a loader process as torch does when /dev/shm is full."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int):
+        raise RuntimeError(self.text)
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_is_one_line():
+    text = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+    with pytest.raises(UserError, match="--num_workers 0"), translated_failures():
+        list(torch.utils.data.DataLoader(SmallMemory(text), num_workers=1, multiprocessing_context="fork"))
+    with pytest.raises(RuntimeError, match="a bug"), translated_failures():
+        list(torch.utils.data.DataLoader(SmallMemory("a bug"), num_workers=1, multiprocessing_context="fork"))
+
+
+class InductorError(RuntimeError):
+    """Stands for torch's own, which is raised after many seconds of compiling."""
+
+
+def test_a_compiler_cache_that_cannot_be_written_is_one_line():
+    with pytest.raises(UserError, match="TORCHINDUCTOR_CACHE_DIR"), translated_failures():
+        raise InductorError("OSError: [Errno 28] No space left on device")
+    with pytest.raises(InductorError), translated_failures():
+        raise InductorError("a kernel that does not compile")
