@@ -133,10 +133,9 @@ def write_file(value: Any, file: BinaryIO) -> None:
     torch.save(value, file)
     file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
     file.write(COMMENT_LENGTH.pack(len(DIGEST_MARK) + DIGEST_SIZE))  # part of what is digested
+    length = file.seek(0, os.SEEK_END)
     file.seek(0)
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    file.seek(0, os.SEEK_END)
-    file.write(DIGEST_MARK + digest.encode())
+    file.write(DIGEST_MARK + _digest(file, length).encode())  # reading it has ended at the end
 
 
 def read_file(path: Path) -> Any:
@@ -168,9 +167,13 @@ def read_file(path: Path) -> Any:
 
 def file_digest(path: Path, length: int | None = None) -> str:
     """SHA-256 of a file, or of its first `length` bytes, in hexadecimal."""
-    digest, left = hashlib.sha256(), path.stat().st_size if length is None else length
     with open(path, "rb") as file:
-        while left and (part := file.read(min(left, 1 << 20))):
-            digest.update(part)
-            left -= len(part)
+        return _digest(file, path.stat().st_size if length is None else length)
+
+
+def _digest(file: BinaryIO, length: int) -> str:
+    digest = hashlib.sha256()
+    while length and (part := file.read(min(length, 1 << 20))):
+        digest.update(part)
+        length -= len(part)
     return digest.hexdigest()
