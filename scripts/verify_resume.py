@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from itertools import cycle, islice, product
@@ -27,20 +27,18 @@ from subprocess import DEVNULL, STDOUT
 from typing import Any
 
 import psutil
-import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError, reason
+from common.errors import UserError
 from common.settings import parse_args as parse_stage_args
 from dataset.demo_corpus import make_corpus
+from scripts.verify.differences import compare_runs
 from trainer import train_full_sft, train_pretrain
 from trainer.components.checkpoint import read_state
 from trainer.components.metrics import read_metrics
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
-from trainer.components.sharded import with_tensors
 from trainer.components.state_files import UNREADABLE, newest_first, state_paths
 
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
@@ -49,52 +47,8 @@ SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "drop
 SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate": 1e-3}
 SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
-FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
-FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "overflows", "expert_load", "dead_experts")  # no speed, time
-STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 POLL, MAX_DELAY, TIMEOUT = 0.001, 0.02, 600.0  # seconds: between polls, from an event to its kill, without output
 Kill = tuple[str, int, float, bool]  # kind, first update, delay (0 to 1), while writing weights (not a checkpoint)
-
-
-def differences(right: Any, found: Any, name: str) -> list[str]:
-    """Every tensor or number in nested dicts and lists that is not bit-identical, and by how much."""
-    if isinstance(right, (list, tuple)) and isinstance(found, (list, tuple)):
-        right, found = dict(enumerate(right)), dict(enumerate(found))
-    if isinstance(right, dict) and isinstance(found, dict):
-        pairs = ((key, right.get(key, "missing"), found.get(key, "missing")) for key in right | found)
-        return [text for key, a, b in pairs for text in differences(a, b, f"{name}.{key}")]
-    a, b = (f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else repr(v) for v in (right, found))
-    if a != b:  # as text, NaN equals NaN, and 0.0 differs from -0.0
-        return [f"{name}: {b}, not {a}"]
-    if not isinstance(right, Tensor) or not right.numel():
-        return []
-    a, b = (tensor.reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (right, found))
-    differing = int((a != b).any(dim=1).sum())
-    largest = (right.double() - found.double()).abs().nan_to_num(nan=inf).max().item()
-    return [f"{name}: {differing} of {len(a)} values differ, by at most {largest:.3g}"] if differing else []
-
-
-def compare_metrics(right: list[dict], found: list[dict]) -> list[str]:
-    """Differences of the records, by update: other values, or records missing, duplicated or out of order."""
-    updates: dict[int, tuple[dict, dict]] = defaultdict(lambda: ({}, {}))
-    for side, records in enumerate((right, found)):
-        for line, record in enumerate(records, start=1):
-            row = updates[record["update"]][side]
-            row |= {"records": row.get("records", 0) + 1, "line": line} | {key: record.get(key) for key in FIELDS}
-    return [text for n in sorted(updates) for text in differences(*updates[n], f"update {n}")]
-
-
-def compare_runs(right: "Run", found: "Run") -> list[str]:
-    """Differences between two finished runs: the first update that differs, and the first tensor in each file."""
-    differing = [compare_metrics(read_metrics(right.metrics), read_metrics(found.metrics))]
-    for name in ("weights", "best_weights", "checkpoint"):
-        try:
-            states = [with_tensors(read_state(getattr(run, name))) for run in (right, found)]
-            states = [{key: s.get(key) for key in STATE} for s in states] if name == "checkpoint" else states
-            differing.append(differences(states[0], states[1], name))
-        except UNREADABLE as error:
-            differing.append([f"{name}: cannot be read ({reason(error)})"])
-    return [f"{texts[0]} ({len(texts)} in all)" for texts in differing if texts]
 
 
 class Run:

@@ -188,7 +188,8 @@ def test_a_script_without_a_main_guard_can_build_with_several_processes(write, c
     build = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 2)\n"
     small = "cache_build.SMALL, blocks.BLOCK_BYTES = 0, 5000\n"
     script.write_text("print('script runs')\n" + PRELUDE + small + build)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("script runs") == 1 and "400 records" in done.stdout and done.stderr == ""
 

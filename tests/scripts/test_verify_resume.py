@@ -16,7 +16,8 @@ import torch
 
 from common.command_line import one_line_errors
 from scripts import verify_resume
-from scripts.verify_resume import Launch, Run, compare_runs, differences, draw_kills, train
+from scripts.verify.differences import compare_runs, differences
+from scripts.verify_resume import Launch, Run, draw_kills, train
 from tests.conftest import ROOT, launch
 
 # --- comparing -----------------------------------------------------------------------------------------------------
@@ -43,6 +44,7 @@ def write_run(folder: Path, change_records=None, change_state=None, change_weigh
     weights = {key: value.half() for key, value in model.state_dict().items()}
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {"scale": 1024.0}}
     state |= {"epoch": 2, "step": 8, "update": 10, "tokens": 1000, "samples_done": 64, "best_eval": 4.0, "seconds": 1}
+    state["world_size"] = 1
     records = make_records()
     for change, content in ((change_records, records), (change_state, state), (change_weights, weights)):
         if change is not None:
