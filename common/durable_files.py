@@ -64,6 +64,8 @@ def link(source: str | Path, name: str | Path) -> None:
         os.link(source, name)
     except OSError:
         shutil.copyfile(source, name)
+        with open(name, "rb") as copy:
+            os.fsync(copy.fileno())
 
 
 def sync_folder(folder: Path) -> None:

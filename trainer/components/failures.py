@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from common.command_line import one_line_errors, outlast_console
 from common.errors import LostRank, UserError, reason
+from trainer.components.signals import end_with_launcher
 
 # The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
 SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
@@ -22,10 +23,11 @@ NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
 
 @contextmanager
 def training_errors() -> Iterator[None]:
-    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too; what
-    happens to the console does not end it."""
+    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too. The
+    run does not end with its console, but it does with its launcher."""
     with one_line_errors(), translated_failures():
         outlast_console()
+        end_with_launcher()
         yield
 
 

@@ -1,14 +1,21 @@
 """Stopping a run by a signal: the loop finishes the update under way, saves, and leaves."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 
+import psutil
+import torch.distributed as dist
+
 from common.command_line import STOP_SIGNALS, handled_signals
-from common.errors import Interrupted
+from common.errors import Interrupted, UserError
 from common.launcher import launch
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
@@ -53,6 +60,28 @@ class StopRequest:
         """Tell that the signal was received; called in a signal handler, so it writes without Python's buffers."""
         with suppress(OSError):  # the terminal may be what went away
             os.write(2, f"{text}\n".encode())
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this process when the torchrun that started it ends, kill -9 included (Linux):
+    before training it then ends, in training it saves and ends.
+
+    Raises:
+        UserError: torchrun has ended already.
+    """
+    if not dist.is_torchelastic_launched() or sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = psutil.Process().parent()
+    adopted = parent is None or parent.name() == "systemd" or (parent.pid == 1 and not _may_launch(parent))
+    if adopted:
+        raise UserError("the torchrun that started this process has ended; start the run again")
+
+
+def _may_launch(process: psutil.Process) -> bool:
+    """Whether it may be a torchrun: in a container it can be the first process, which adopts orphans otherwise."""
+    return any("python" in part or "torchrun" in part for part in process.cmdline())
 
 
 def ignore_stop_signals(_: int = 0) -> None:

@@ -75,6 +75,10 @@ class MetricsLogger(_RecordLog):
         records = engine.state.records if engine.resumed_update is not None else None
         return MetricsLog(path, engine.state.total_updates, engine.resumed_update, records)
 
+    def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
+        if self.log is not None:
+            self.log.sync()
+
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.log is None:
             return

@@ -24,7 +24,7 @@ from trainer.components.flops import peak_rate
 from trainer.components.parallel import wrap_model
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, run_fingerprint, total_updates
 from trainer.components.run_files import run_name
-from trainer.components.saving import complete_files, save_final_weights
+from trainer.components.saving import complete_files, save_final_weights, set_earlier_run_aside
 from trainer.components.signals import StopRequest
 from trainer.components.state import Batch, Hooks, Schedule, TrainState
 from trainer.loop import finish_update, train_epoch
@@ -130,6 +130,8 @@ class TrainingEngine(Hooks):
         """
         try:
             rehearse(self.task, self.data, self.state)
+            if self.resumed_update is None and self.is_main_process:
+                set_earlier_run_aside(self.args, self.args)
             self.dispatch("on_train_start")
             with complete_files(self.state):
                 if self.state.record is not None:

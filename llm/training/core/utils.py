@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.durable_files import remove
+from common.durable_files import link, remove, sync_folder
 from common.errors import LostRank, UserError, reason, say, warn
 from common.launcher import launch
 from llm.training.core.config import Config
@@ -294,17 +294,12 @@ def _link_state(source: Path, name: Path) -> None:
         temp = wanted.with_name(f".{wanted.name}.tmp")
         remove(temp)
         if form.is_file():
-            _link(form, temp)
+            link(form, temp)
         elif form.is_dir():
-            shutil.copytree(form, temp, copy_function=_link)
+            shutil.copytree(form, temp, copy_function=link)
         if not form.is_file():  # a folder can only be renamed to a free name; the other form is outdated
             remove(wanted)
         if form.exists():
             os.replace(temp, wanted)
-
-
-def _link(source: str | Path, name: str | Path) -> None:
-    try:
-        os.link(source, name)
-    except OSError:
-        shutil.copyfile(source, name)
+            remove(temp)  # it is still there if both were links to the same file
+    sync_folder(name.parent)

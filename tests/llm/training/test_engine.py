@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from llm.training.core.utils import _link_state
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
@@ -203,6 +204,22 @@ def test_what_is_kept(tmp_path, mode):
         state = torch.load(folder / f"{NAME}_update_{update:08d}.pth", weights_only=True)
         assert state["update"] == update
     assert not list(folder.glob("*.tmp"))
+
+
+def test_a_fresh_run_under_an_old_name_keeps_its_own_numbered_states(tmp_path):
+    """Those of the old run have higher numbers; they are set aside, and linking a state twice leaves nothing behind."""
+    settings = {"keep_every": 4, "keep_last": 2, "noise": 0.5}
+    run("engine", regression(tmp_path, **settings, epochs=3))
+    folder = tmp_path / "checkpoints"
+    old = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
+    run("engine", regression(tmp_path, **settings, epochs=1))
+    kept = sorted(path.name for path in folder.glob(f"{NAME}_update_*.pth"))
+    assert kept == [f"{NAME}_update_00000004.pth", f"{NAME}_update_00000008.pth"]
+    assert {path.name: path.read_bytes() for path in (folder / "earlier_1").iterdir()} == old
+    assert (tmp_path / f"out/earlier_1/{NAME}_metrics.jsonl").exists()
+    for _ in range(2):
+        _link_state(folder / f"{NAME}_resume.pth", folder / f"{NAME}_best_resume.pth")
+    assert not list(folder.glob(".*.tmp"))
 
 
 def test_a_sharded_run_keeps_folders(tmp_path):

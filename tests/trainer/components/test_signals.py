@@ -131,7 +131,7 @@ def test_before_training_a_signal_ends_at_once(corpus, tmp_path):
     assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.glob("cache/*.tmp-*"))
 
 
-@pytest.mark.parametrize("target", ["torchrun", "a rank"])
+@pytest.mark.parametrize("target", ["torchrun", "torchrun, which cannot pass it on", "a rank"])
 def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path, target):
     import psutil
 
@@ -142,7 +142,8 @@ def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path, target):
     wait_for_records(tmp_path / "out/pretrain_32_metrics.jsonl", 3, lambda: process.poll() is None)
     ranks = psutil.Process(process.pid).children()
     begin = time.time()
-    os.kill(process.pid if target == "torchrun" else ranks[1].pid, signal.SIGTERM)
+    number = signal.SIGKILL if "cannot" in target else signal.SIGTERM
+    os.kill(ranks[1].pid if target == "a rank" else process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and time.time() - begin < 60
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
