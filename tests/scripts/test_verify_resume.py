@@ -16,8 +16,10 @@ import torch
 
 from common.command_line import one_line_errors
 from scripts import verify_resume
+from scripts.verify import launch as launches
 from scripts.verify.differences import compare_runs, differences
-from scripts.verify_resume import Launch, Run, draw_kills, train
+from scripts.verify.launch import Launch, Run
+from scripts.verify_resume import Kill, draw_kills, train
 from tests.conftest import ROOT, launch
 
 # --- comparing -----------------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def test_a_kill_leaves_no_process(run, tmp_path):
 
 
 def test_a_hung_run_ends(run, monkeypatch):
-    monkeypatch.setattr(verify_resume, "TIMEOUT", 0.5)
+    monkeypatch.setattr(launches, "TIMEOUT", 0.5)
     run.command = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"]
     begin = time.monotonic()
     with pytest.raises(SystemExit, match=r"FAIL: no output for(.|\n)*so far"):
@@ -218,7 +220,7 @@ def test_a_hung_run_ends(run, monkeypatch):
     assert not [child for child in psutil.Process().children() if "so far" in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize("kills", [[], [("start", 0, 1.0, False)], [("update", 3, 0.5, False)]])
+@pytest.mark.parametrize("kills", [[], [Kill("start", 0, 1.0)], [Kill("update", 3, 0.5)]])
 def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
     run.command = [sys.executable, "-c", "import sys; sys.exit('something is wrong')"]
     with pytest.raises(SystemExit, match=r"FAIL: a launch ended by itself with status 1;(.|\n)*something is wrong"):

@@ -1,0 +1,214 @@
+"""A run that is started, watched from outside and ended in one of several ways; used by verify_resume.py."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from math import inf
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT
+from threading import Thread
+
+import psutil
+
+from common.settings import parse_args as parse_stage_args
+from trainer import train_full_sft, train_pretrain
+from trainer.components.checkpoint import read_state
+from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
+from trainer.components.state_files import UNREADABLE, newest_first, state_paths
+
+STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
+# A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
+SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "dropout": 0.1, "max_seq_len": 128}
+SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate": 1e-3}
+SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
+POLL, TIMEOUT, GRACE = 0.001, 600.0, 60.0  # seconds: between polls; without output; for a run to save and end
+
+
+class Run:
+    """A run in its own folder: its command and the files that it writes."""
+
+    def __init__(self, stage: str, ranks: int, use_moe: int, folder: Path, name: str, typed: list[str]):
+        script = STAGES[stage]
+        self.folder, self.launches = folder / name, 0
+        data = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"}
+        own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
+        own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
+        flags, own = ([part for k, v in f.items() for part in (f"--{k}", str(v))] for f in (data | SMALL, own))
+        self.args = args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed, *own])
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        self.command = [sys.executable, *torchrun, str(script.__file__), *flags, *typed, *own]  # ends in from_resume
+        self.ranks = ranks
+        self.weights = weight_path(args.save_dir, args.save_weight, args)
+        self.best_weights = weight_path(args.save_dir, f"{args.save_weight}_best", args)
+        self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
+        self.states = resume_path(args.checkpoint_dir, args.save_weight, args)
+        self.checkpoint = state_paths(self.states)[args.parallel == "fsdp" and ranks > 1]
+        typed_args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed])
+        self.first_weights = weight_path(typed_args.save_dir, args.from_weight, args)
+
+    def earlier(self) -> "Run":
+        """A run of the same name and place that this one must set aside, not continue."""
+        earlier = copy(self)
+        earlier.command = [*self.command[:-2], "--seed", "98765", "--from_resume", "0"]
+        return earlier
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether the files of an earlier run were set aside."""
+        return (Path(self.args.checkpoint_dir) / "earlier_1").exists()
+
+    def saved_update(self) -> int | None:
+        """The update at which a resumed run must continue; None if there is no checkpoint."""
+        for path in newest_first(self.states):
+            with suppress(*UNREADABLE):
+                return read_state(path)["update"]
+        return None
+
+    def last_update(self) -> int:
+        with suppress(OSError, IndexError), open(self.metrics, "rb") as file:
+            file.seek(max(0, self.metrics.stat().st_size - 4096))
+            return json.loads(file.read().split(b"\n")[-2])["update"]
+        return 0
+
+    def unfinished_caches(self) -> set[str]:
+        return {path.name for path in Path(self.args.cache_dir).glob("*.tmp-*")}
+
+
+def stamp(path: Path) -> tuple | None:
+    """A value that changes whenever the file is written or replaced; None if there is no file."""
+    with suppress(OSError):
+        return (status := path.stat()).st_ino, status.st_mtime_ns, status.st_size
+    return None
+
+
+class Launch:
+    """One start of a run, in its own session, observed from outside.
+
+    Args:
+        way: how it will be ended. `all`: SIGKILL to all its processes at once; `launcher`: SIGKILL to torchrun alone;
+            `terminal`: its terminal is closed; `pipe`: Ctrl-C, which also ends what reads its output.
+        fresh: start it without --from_resume 1.
+    """
+
+    def __init__(self, run: Run, way: str = "all", fresh: bool = False):
+        run.launches += 1
+        self.run, self.way, self.log = run, way, run.folder / f"launch_{run.launches}.log"
+        self.saved = None if fresh else run.saved_update()
+        self.metrics, self.caches = stamp(run.metrics), run.unfinished_caches()
+        self.begin = time.monotonic()
+        self.reader: int | None = None
+        command = [*run.command[:-1], "0"] if fresh else run.command
+        with open(self.log, "wb") as out:
+            if way in ("terminal", "pipe"):
+                self.process = self._start_with_reader(command)
+            else:
+                self.process = psutil.Popen(command, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True)
+        self.processes: list[psutil.Process] = [self.process]
+
+    def _start_with_reader(self, command: list[str]) -> psutil.Popen:
+        """Start it in a terminal or a pipe whose other end writes the log."""
+        self.reader, writer = os.openpty() if self.way == "terminal" else os.pipe()
+
+        def take_terminal() -> None:
+            if os.isatty(1):
+                fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+
+        streams = {"stdin": DEVNULL, "stdout": writer, "stderr": writer, "preexec_fn": take_terminal}
+        process = psutil.Popen(command, start_new_session=True, **streams)
+        os.close(writer)
+        self.copying = Thread(target=self._copy, daemon=True)
+        self.copying.start()
+        return process
+
+    def _copy(self) -> None:
+        with open(self.log, "ab", buffering=0) as log, suppress(OSError, TypeError):  # until it ends, or is closed here
+            while read := os.read(self.reader, 1 << 16):  # type: ignore[arg-type]
+                log.write(read)
+
+    def training(self) -> bool:
+        """Whether it has opened its metrics file, the last thing before the first update."""
+        return stamp(self.run.metrics) not in (None, self.metrics)
+
+    def wait(self, condition: Callable[[], object] = lambda: False, seconds: float = inf) -> bool:
+        """Poll until the condition holds or the time is over; False if the process ends first."""
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
+            if self.process.poll() is not None:
+                return False
+            written = (path.stat().st_mtime for path in (self.log, self.run.metrics) if path.exists())
+            if time.time() - max(written) > TIMEOUT:
+                sys.exit(f"FAIL: no output for {TIMEOUT:.0f} s; {self.tail()}")
+            time.sleep(POLL)
+        return True
+
+    def find_processes(self) -> None:
+        """List its processes; done before a kill, this makes the kill faster."""
+        with suppress(psutil.NoSuchProcess):
+            self.processes = [self.process, *self.process.children(recursive=True)]
+
+    def end(self) -> None:
+        """End it in its way; it has time to save, except where all is killed."""
+        self.find_processes()
+        if self.way == "launcher":
+            self.process.kill()
+        elif self.way == "pipe":
+            os.close(self.reader)  # type: ignore[arg-type]
+            os.killpg(self.process.pid, signal.SIGINT)
+        elif self.way == "terminal":
+            os.close(self.reader)  # type: ignore[arg-type]
+        if self.way != "all":
+            self.reader = None
+            _, left = psutil.wait_procs(self.processes, timeout=GRACE)
+            left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+            if left:
+                sys.exit(
+                    f"FAIL: {len(left)} processes are left {GRACE:.0f} s after the {self.way} ended; {self.tail()}"
+                )
+
+    def close(self) -> None:
+        """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own sessions,
+        and a process may be starting another one: so all are suspended first, until there are no new ones."""
+        suspended: list[psutil.Process] = []
+        while found := [process for process in self.processes if process not in suspended]:
+            for process in found:
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            suspended += found
+            self.find_processes()
+        for process in suspended:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
+                    time.sleep(POLL)
+        self.process.wait()
+        if self.reader is not None:
+            self.copying.join(1)
+            os.close(self.reader)
+            self.reader = None
+        self.seconds = time.monotonic() - self.begin
+
+    def tail(self) -> str:
+        """The last lines that it printed, without torchrun's report on a failed rank."""
+        lines = re.split(r".*torch/distributed/elastic", self.log.read_text("utf-8", "replace"))[0].splitlines()[-15:]
+        return f"the last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
+
+    def result(self, killed: bool) -> str:
+        """A description of this launch. FAIL if it ended in another way, or did not resume from the checkpoint."""
+        resumed = re.findall(r"^resuming .*\bupdate (\d+)", self.log.read_text("utf-8", "replace"), re.M)
+        status = self.process.returncode
+        right = status == 0 if not killed else status == -signal.SIGKILL if self.way in ("all", "launcher") else status
+        if not right:
+            sys.exit(f"FAIL: a launch ended by itself with status {self.process.returncode}; {self.tail()}")
+        if self.training() and resumed != ([] if self.saved is None else [str(self.saved)]):
+            sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run resumed from {resumed}; {self.tail()}")
+        where = f"at update {self.run.last_update()}" if self.training() else "before training"
+        origin = "from the start" if self.saved is None else f"resumed from update {self.saved}"
+        return f"{where} after {self.seconds:.1f} s, {origin}"
