@@ -201,9 +201,8 @@ def main() -> None:
         shutil.rmtree(work)
     parts = [_by_word(done, position) for position in (0, 1)]  # kinds, ways
     how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in parts)
-    print(
-        f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {time.monotonic() - begin:.0f} s)"
-    )
+    seconds = time.monotonic() - begin
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
 
 
 if __name__ == "__main__":
