@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -39,6 +40,8 @@ WORDS = [
 # a suite in the background ignores Ctrl-C, one under nohup SIGHUP; the processes that tests signal must not
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+settings.register_profile("repeatable", print_blob=True)  # a failure prints how to repeat it
+settings.load_profile("repeatable")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -18,6 +18,7 @@ from trainer.components.distributed import Logger, is_main_process
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.run_files import NamedShape, metrics_path, resume_path, run_name, weight_path
+from trainer.components.sharded import saving_group
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 from trainer.components.state_files import state_paths
@@ -121,6 +122,8 @@ def complete_files(state: TrainState, wandb=None) -> Iterator[None]:
     """Wrap training: a signal waits for the end of an update, and however training ends, the files being written are
     completed: a checkpoint in the background, the metrics file, the tracker's curves."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
+    if is_sharded(state.model):
+        saving_group()
     try:
         state.stop.defer = True
         yield

@@ -50,8 +50,9 @@ SAFE["torch.distributed.checkpoint.metadata"] = {
 
 
 @cache
-def _group() -> dist.ProcessGroup:
-    """A process group for saving: its collectives run in the background and must not mix with those of training."""
+def savingsaving_group() -> dist.ProcessGroup:
+    """A process group for saving: its collectives run in the background and must not mix with those of training. Made
+    while all ranks and their launcher are alive."""
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
 
@@ -94,7 +95,7 @@ def save(path: Path, state: dict[str, Any], writer: Writer | None = None) -> Non
     if leads and temp.exists():  # of a run that was killed
         remove(temp)
     tensors = {name: tensor.detach() for name, tensor in taken.values()}
-    saving = cast(Future, dcp.async_save(tensors, checkpoint_id=temp, process_group=_group()))
+    saving = cast(Future, dcp.async_save(tensors, checkpoint_id=temp, process_group=saving_group()))
 
     def job() -> None:
         try:
@@ -118,7 +119,7 @@ def _gather_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of each file that the ranks wrote: each rank reads its own, while they are in its memory."""
     own = folder.glob(f"__{dist.get_rank()}_*")
     digests: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, {path.name: file_digest(path) for path in own}, group=_group())
+    dist.all_gather_object(digests, {path.name: file_digest(path) for path in own}, group=saving_group())
     metadata = {".metadata": file_digest(folder / ".metadata")} if is_main_process() else {}
     return metadata | {name: digest for each in digests for name, digest in (each or {}).items()}
 
