@@ -50,7 +50,7 @@ SAFE["torch.distributed.checkpoint.metadata"] = {
 
 
 @cache
-def savingsaving_group() -> dist.ProcessGroup:
+def saving_group() -> dist.ProcessGroup:
     """A process group for saving: its collectives run in the background and must not mix with those of training. Made
     while all ranks and their launcher are alive."""
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
