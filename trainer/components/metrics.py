@@ -20,7 +20,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: a line is not a log record.
     """
     records = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_complete_lines(path), 1):
         record = _record(line)
         if record is None:
             raise UserError(f"{path}:{number} is not a log record; remove the line")
@@ -28,7 +28,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _lines(path: Path) -> list[bytes]:
+def _complete_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
 
 
@@ -53,7 +53,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, total_updates: int, last_update: int | None = None, records: int | None = None):
-        found = [] if last_update is None else [record for record in map(_record, _lines(path)) if record is not None]
+        found = [] if last_update is None else [record for record in map(_record, _complete_lines(path)) if record is not None]
         kept = [record for record in found if record["update"] <= (last_update or 0)]
         if records is not None and len(kept) != records:
             warn(f"{path} has {len(kept)} of the {records} records before the checkpoint; the run goes on without them")
