@@ -53,12 +53,8 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, total_updates: int, last_update: int | None = None, records: int | None = None):
-        found = (
-            []
-            if last_update is None
-            else [record for record in map(_record, _complete_lines(path)) if record is not None]
-        )
-        kept = [record for record in found if record["update"] <= (last_update or 0)]
+        found = map(_record, _complete_lines(path)) if last_update is not None else ()
+        kept = [record for record in found if record is not None and record["update"] <= (last_update or 0)]
         if records is not None and len(kept) != records:
             warn(f"{path} has {len(kept)} of the {records} records before the checkpoint; the run goes on without them")
         text = "".join(json.dumps(record) + "\n" for record in kept)
