@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +173,10 @@ def test_kills_are_spread_over_the_run(count):
         )
         assert not any(kind == "cache" for kind, *_ in kills[2:])
     assert set(kinds) == {"cache", "start", "update", "save", "evaluation"}
+    ways = {kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records)}
+    assert ways == {"all", "terminal", "pipe"}
+    ways = {kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records, ranks=2)}
+    assert ways == {"all", "terminal", "pipe", "launcher"}
 
 
 # --- running and killing -------------------------------------------------------------------------------------------
@@ -207,6 +212,19 @@ def test_a_kill_leaves_no_process(run, tmp_path):
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     assert started.result(killed=True).startswith("before training after")
     started.close()  # a second time changes nothing
+
+
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print(); time.sleep(600)"
+
+
+@pytest.mark.parametrize("way", ["terminal", "pipe"])
+def test_a_process_that_outlives_its_console_is_found(run, monkeypatch, way):
+    monkeypatch.setattr(launches, "GRACE", 0.2)
+    run.command = [sys.executable, "-c", STUBBORN]
+    with closing(Launch(run, way)) as started:
+        assert started.wait(lambda: started.log.exists() and started.log.stat().st_size, seconds=30)
+        with pytest.raises(SystemExit, match="FAIL: 1 processes are left 0 s after the"):
+            started.end()
 
 
 def test_a_hung_run_ends(run, monkeypatch):
