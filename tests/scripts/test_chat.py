@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT, launch
+from scripts import chat
+from tests.conftest import ROOT
 from trainer.components.checkpoint import save_weights
 from trainer.components.run_files import weight_path
 
@@ -23,12 +24,12 @@ def weights(tmp_path) -> list[str]:
     return ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
 
 
-def test_one_prompt_is_repeatable(weights):
+def test_one_prompt_is_repeatable(weights, call):
     greedy = [*weights, "--prompt", "hello", "--temperature", "0"]
     shape = ("--hidden_size", "32", "--num_hidden_layers", "1")  # may be given
-    first, second = launch(CHAT, *greedy), launch(CHAT, *greedy, *shape, "--seed", "5")
+    first, second = call(chat, *greedy), call(chat, *greedy, *shape, "--seed", "5")
     assert "model: " in first.stdout and first.stdout == second.stdout
-    sampled = [launch(CHAT, *weights, "--prompt", "hello", "--seed", seed).stdout for seed in ("1", "1", "2")]
+    sampled = [call(chat, *weights, "--prompt", "hello", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
@@ -39,8 +40,8 @@ def test_a_conversation_from_a_pipe(weights):
     assert done.stdout.count("> ") >= 5  # four lines and the end of the input
 
 
-def test_mistakes(weights):
-    done = launch(CHAT, *weights, "--weight", "nothing", "--prompt", "x", check=False)
+def test_mistakes(weights, call):
+    done = call(chat, *weights, "--weight", "nothing", "--prompt", "x")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "nothing_*.pth do not exist" in done.stderr
-    done = launch(CHAT, *weights, "--temperature", "-1", "--prompt", "x", check=False)
+    done = call(chat, *weights, "--temperature", "-1", "--prompt", "x")
     assert done.returncode == 2 and done.stderr.startswith("error: --temperature")

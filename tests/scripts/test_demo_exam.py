@@ -1,9 +1,6 @@
 """The exam of the demo: the scorer, the report, batches of answers, and the whole script on a tiny random model."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +9,11 @@ import torch
 from common.errors import UserError
 from dataset.demo_corpus import make_corpus, write_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts import demo_exam
 from scripts.demo_exam import ask, is_right, merge_report, names_value, read_exam, run_costs
 from trainer.trainer_utils import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "demo_exam.py"
 COLOR = {"accepted": ["red"], "rejected": ["blue", "green"]}
 COLOR_ZH = {"accepted": ["红色"], "rejected": ["蓝色", "绿色"]}
 
@@ -25,12 +22,6 @@ def tiny_model() -> MiniMindForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": len(load_tokenizer(ROOT / "model"))}
     return MiniMindForCausalLM(MiniMindConfig(**shape)).eval()
-
-
-def sit(*args) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *map(str, args)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=env)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +128,7 @@ def test_answers_do_not_depend_on_the_batch():
     assert len(together) == 4
 
 
-def test_script_with_a_random_model(tmp_path):
+def test_script_with_a_random_model(tmp_path, call):
     """End to end: a model that knows nothing scores next to nothing, and the report says so."""
     write_corpus(tmp_path / "demo", 0)
     lines = (tmp_path / "demo" / "exam.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[::12]
@@ -147,7 +138,7 @@ def test_script_with_a_random_model(tmp_path):
     common = ["--save_dir", tmp_path, "--device", "cpu", "--runs", "full_sft"]  # the shape is in the weights
     (tmp_path / "full_sft_32_metrics.jsonl").write_text('{"seconds": 2.0, "memory_mb": 3.0}\n')
     common += ["--exam_path", tmp_path / "exam.jsonl", "--report", tmp_path / "report.json", "--max_new_tokens", 8]
-    done = sit(*common, "--show", 3)
+    done = call(demo_exam, *common, "--show", 3)
     assert done.returncode == 0, done.stderr
     assert f"of {len(lines)} right" in done.stdout
     assert done.stdout.count("Q: ") == done.stdout.count("A: ") == 3
@@ -155,7 +146,7 @@ def test_script_with_a_random_model(tmp_path):
     assert report["heldout_accuracy"] <= 0.2 and (report["train_seconds"], report["peak_memory_mb"]) == (2.0, 3.0)
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
 
-    done = sit(*common, "--control")
+    done = call(demo_exam, *common, "--control")
     assert done.returncode == 0, done.stderr
     after = json.loads((tmp_path / "report.json").read_text())
     assert after == {**report, "heldout_accuracy_without_pretrain": report["heldout_accuracy"]}
@@ -170,9 +161,9 @@ def test_script_with_a_random_model(tmp_path):
         (["--exam_path", "no/such/exam.jsonl"], "python -m dataset.demo_corpus"),
     ],
 )
-def test_a_mistake_is_one_error_line(tmp_path, args, message):
+def test_a_mistake_is_one_error_line(tmp_path, call, args, message):
     write_corpus(tmp_path / "demo", 0)
-    done = sit("--save_dir", tmp_path, "--exam_path", tmp_path / "demo" / "exam.jsonl", *args)
+    done = call(demo_exam, "--save_dir", tmp_path, "--exam_path", tmp_path / "demo" / "exam.jsonl", *args)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
