@@ -35,6 +35,14 @@ class Faults:
     script: str = ""  # Python that is run first
 
 
+def called_from(function: str) -> bool:
+    """Whether a function of this name is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
 class FaultyLoss:
     """A loss function with faults."""
 
@@ -44,6 +52,8 @@ class FaultyLoss:
     def __call__(self, model, batch, args):
         faults = self.faults
         loss, aux_loss = self.loss_fn(model, batch, args)
+        if called_from("train_on_nothing"):
+            return loss, aux_loss
         self.count += 1
         if faults.record:
             with open(faults.record, "a") as file:
