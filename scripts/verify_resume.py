@@ -124,7 +124,7 @@ def train(
         text = launch.result(killed=not ended)
         if ended:
             break
-        done[f"{kind} {kill.way}" if kill else kind] += 1
+        done[kind, launch.way] += 1
         print(f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}, {launch.way}: {text}", flush=True)
     print(f"  {run.folder.name}: ended {text}" + ", before its kill" * (kill is not None), flush=True)
     return done, seconds
@@ -168,14 +168,6 @@ def parse_args() -> tuple[Any, list[str]]:
     return args, typed
 
 
-def _by_word(done: Counter, position: int) -> Counter:
-    """The counts by kind (0) or by way (1)."""
-    counts: Counter = Counter()
-    for name, count in done.items():
-        counts[name.split()[position]] += count
-    return counts
-
-
 def main() -> None:
     """Distribute the kills over the combinations, check each, and print the result."""
     args, typed = parse_args()
@@ -199,8 +191,8 @@ def main() -> None:
         done += check(runs[0], runs[1], runs[2], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
-    parts = [_by_word(done, position) for position in (0, 1)]  # kinds, ways
-    how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in parts)
+    counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
+    how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
     seconds = time.monotonic() - begin
     print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
 

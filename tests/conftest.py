@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 def sentence(rng: random.Random, low: int, high: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+
+def without_first_line_breaks(text: str) -> str:
+    """What the chat template keeps of an answer: no white space up to the last line break before the first word."""
+    return re.sub(r"\A\s*[\r\n]", "", text)
 
 
 def write_jsonl(path: Path, records: list[dict]) -> Path:

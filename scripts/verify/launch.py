@@ -44,7 +44,7 @@ class Run:
         flags, own = ([part for k, v in f.items() for part in (f"--{k}", str(v))] for f in (data | SMALL, own))
         self.args = args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed, *own])
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        self.command = [sys.executable, *torchrun, str(script.__file__), *flags, *typed, *own]  # ends in from_resume
+        self.command = [sys.executable, *torchrun, str(script.__file__), *flags, *typed, *own]
         self.ranks = ranks
         self.weights = weight_path(args.save_dir, args.save_weight, args)
         self.best_weights = weight_path(args.save_dir, f"{args.save_weight}_best", args)
@@ -57,7 +57,7 @@ class Run:
     def earlier(self) -> "Run":
         """A run of the same name and place that this one must set aside, not continue."""
         earlier = copy(self)
-        earlier.command = [*self.command[:-2], "--seed", "98765", "--from_resume", "0"]
+        earlier.command = [*self.command, "--seed", "98765"]
         return earlier
 
     @property
@@ -105,7 +105,7 @@ class Launch:
         self.metrics, self.caches = stamp(run.metrics), run.unfinished_caches()
         self.begin = time.monotonic()
         self.reader: int | None = None
-        command = [*run.command[:-1], "0"] if fresh else run.command
+        command = [*run.command, "--from_resume", "0"] if fresh else run.command  # the last of two values holds
         with open(self.log, "wb") as out:
             if way in ("terminal", "pipe"):
                 self.process = self._start_with_reader(command)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from dataset.data_files import Block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
 from dataset.tokenizing import BlockTokenizer, TokenizerSpec
+from tests.conftest import without_first_line_breaks
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -172,7 +172,7 @@ def test_a_turn_that_must_not_be_trained_keeps_its_tokens(tokenizer, turns, data
     for (first, last), index in zip(edges, answers, strict=True):
         expected[first:last] = index not in off
     assert mine.tokens.tolist() == theirs["input_ids"] and mine.loss_mask.tolist() == expected.tolist()
-    said = {index: re.sub(r"\A\s*[\r\n]", "", messages[index]["content"]) for index in answers}  # as the template does
+    said = {index: without_first_line_breaks(messages[index]["content"]) for index in answers}
     spoken = sum(len(said[index].encode()) for index in answers if index not in off)
     special = sum(messages[index]["content"].count("<|im_") for index in answers)
     assert special or mine.target_bytes.tolist() == [spoken]

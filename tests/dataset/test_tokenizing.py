@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset.blocks import Block
 from dataset.tokenizing import BlockTokenizer, TokenizerSpec, bytes_before, encode_batch, encode_long
+from tests.conftest import without_first_line_breaks
 
 RELAXED = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists(
@@ -245,7 +245,7 @@ def test_whatever_is_cut_each_sample_has_labels_and_whole_turns(tokenizer, conve
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=2, max_size=6))
 def test_target_bytes_are_those_of_the_answers(tokenizer, turns):
     samples = samples_of(tokenizer, "sft", [conversation(*turns)], 10_000)
-    answers = [re.sub(r"\A\s*[\r\n]", "", text) for text in turns[1::2]]  # the template drops the first line breaks
+    answers = [without_first_line_breaks(text) for text in turns[1::2]]
     assert samples.target_bytes.tolist() == [sum(len(text.encode()) for text in answers)]
 
 

@@ -1,7 +1,6 @@
 """The chat template: what a conversation renders to, which tokens are trained, and that prefixes render to prefixes."""
 
 import json
-import re
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
+
+from tests.conftest import without_first_line_breaks
 
 MODEL = Path(__file__).resolve().parents[2] / "model"
 
@@ -235,7 +236,7 @@ def answer(content, calls):
     """Return what is left of an assistant's text behind its header."""
     if calls and not content.strip():
         return ""
-    return re.sub(r"\A\s*[\r\n]", "", content)  # greedy: up to the last line break
+    return without_first_line_breaks(content)
 
 
 def spans_of(messages):

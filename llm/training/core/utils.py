@@ -114,8 +114,11 @@ def _mark(launcher: int) -> Path:
 def _remove_old_marks() -> None:
     """Remove the marks of launchers that are gone: their runs were killed before all ranks had met."""
     for path in Path(tempfile.gettempdir()).glob(f"minimind-*-{os.getuid()}.prepared"):
-        launcher = int(path.name.split("-")[1])
-        if not psutil.pid_exists(launcher) or _mark(launcher) != path:
+        try:
+            is_old = _mark(int(path.name.split("-")[1])) != path  # another process has its number
+        except psutil.NoSuchProcess:
+            is_old = True
+        if is_old:
             path.unlink(missing_ok=True)
 
 
