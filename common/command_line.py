@@ -23,10 +23,11 @@ def handled_signals() -> list[signal.Signals]:
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of each flag that has one."""
+    """Shows the default of each flag that has one, unless its help does so."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.required else super()._get_help_string(action)
+        told = action.default is None or action.required or "(default: " in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)  # keeps paths in one piece

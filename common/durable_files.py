@@ -3,11 +3,12 @@
 A reader finds the old file or the new one, never a half-written one.
 """
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,10 +21,11 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[
     Raises:
         UserError: the disk is full, the folder cannot be written ...
     """
-    temp = path.with_name(f".{path.name}.tmp")  # always the same name: what a kill leaves behind is overwritten
+    temp = path.with_name(f".{path.name}.tmp")  # always the same name, so that what a kill leaves behind is replaced
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            remove(temp)  # it may be another user's file, which cannot be written but can be deleted
             with open(temp, "w+b") as file:
                 write(file)
                 file.flush()
@@ -42,15 +44,19 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[
 
 def write_error(path: Path, error: BaseException) -> BaseException:
     """The UserError for an OSError among the causes of `error`; any other error as it is."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
+    cause = _os_error(error)
     if cause is None:
         return error
     return UserError(
         f"{path} cannot be written ({cause.strerror or cause}); the file that was there is untouched. Make room or "
         "give another folder, then go on with --from_resume 1"
     )
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def remove(path: Path) -> None:
@@ -69,10 +75,14 @@ def link(source: str | Path, name: str | Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename or a new file in it survives a power cut."""
+    """Flush a folder's entries, so that a rename or a new file in it survives a power cut. Some file systems (of
+    network shares, and in user space) do that by themselves and refuse to flush a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -83,3 +93,33 @@ def write_json(path: Path, content: dict) -> None:
         json.dump(content, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """A place to write a new file or folder, which appears at `path` complete and flushed when the block ends, or not
+    at all. The place has the same name, in a temporary folder beside it.
+
+    Raises:
+        UserError: `path` exists already, the disk is full, the folder cannot be written ...
+    """
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already; remove it, or give another name")
+    temp = path.with_name(f".{path.name}.tmp")  # always the same name: what a kill leaves behind is overwritten
+    try:
+        remove(temp)
+        temp.mkdir(parents=True)
+        yield temp / path.name
+        for written in temp.rglob("*"):
+            with open(written, "rb") if written.is_file() else nullcontext() as file:
+                os.fsync(file.fileno()) if file else sync_folder(written)
+        os.replace(temp / path.name, path)
+        sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
+        if (cause := _os_error(error)) is None:
+            raise
+        why = f"{path} cannot be written ({cause.strerror or cause})"
+        raise UserError(f"{why}; make room or give another place") from error
+    finally:
+        with suppress(OSError):  # a read-only folder: nothing was written
+            remove(temp)

@@ -14,11 +14,11 @@ class LostRank(UserError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. The message says how to go on."""
+    """A signal ended the run. The message says how to go on; `together`: all ranks have stopped at the same update."""
 
-    def __init__(self, number: int, message: str):
+    def __init__(self, number: int, message: str, together: bool = False):
         super().__init__(message)
-        self.number = number
+        self.number, self.together = number, together
 
 
 def reason(error: BaseException) -> str:

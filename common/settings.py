@@ -20,6 +20,7 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository: default paths start here, not in the current folder
 T = TypeVar("T")
+Switch = bool | Literal["auto"]  # auto: the program decides
 
 
 def setting(default: T, help: str, unit: str = "", **limits: Any) -> T:
@@ -91,11 +92,12 @@ class OptimizationConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", "autocast dtype of matrix products; weights and optimizer state stay float32"
     )
-    use_compile: bool = setting(False, "1: torch.compile each layer")
+    use_compile: bool | Literal["auto"] = setting("auto", "1: torch.compile each layer; auto: where it pays")
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "several ranks: replicate the model (DDP) or shard it (FSDP2, fully_shard)"
     )
     activation_checkpointing: bool = setting(False, "1: recompute activations: less memory, a third more work")
+    deterministic: bool = setting(False, "1: deterministic kernels on a GPU: the same bits in every run, slower")
 
 
 @dataclass(kw_only=True)
@@ -115,7 +117,7 @@ class CheckpointConfig:
     save_dir: str = setting(str(ROOT / "out"), "folder of the weights for use and the metrics")
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
-    from_weight: str = setting("none", "name of the weights in --save_dir to start from; none: random weights")
+    from_weight: str = setting("none", "weights to start from: a name in --save_dir, or a path; none: random weights")
     from_resume: bool = setting(False, "1: continue from the checkpoint, if there is one")
     extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
     save_interval: int = setting(1000, "interval of checkpoints; each epoch ends with one", "micro-batches", ge=1)
@@ -142,14 +144,13 @@ class StageArgs(
     """The settings of a training stage, flat. A stage script subclasses it for its own defaults and flags."""
 
     section: ClassVar[str] = "this stage"
+    aliases: ClassVar[dict[str, str]] = {}  # other names of flags on the command line
 
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
-        wrong = [
-            f"--{name} {value!r} must be a plain name; the folder is --save_dir"
-            for name, value in (("save_weight", self.save_weight), ("from_weight", self.from_weight))
-            if Path(value).name != value
-        ]
+        name, wrong = self.save_weight, []
+        if Path(name).name != name:
+            wrong.append(f"--save_weight {name!r} must be a plain name; the folder is --save_dir")
         experts, per_token = self.num_experts, self.num_experts_per_tok
         if not self.use_moe and (experts, per_token) != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
             wrong.append(
@@ -157,7 +158,7 @@ class StageArgs(
             )
         if per_token > experts:
             wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
-        if self.use_compile and self.parallel == "fsdp":
+        if self.use_compile is True and self.parallel == "fsdp":
             wrong.append("--use_compile 1 does not go with --parallel fsdp; leave one of them out")
         if self.optimizer == "muon" and self.parallel == "fsdp":
             wrong.append("--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out")
@@ -186,7 +187,7 @@ class Setting:
     """One row of the table."""
 
     name: str
-    kind: Any  # bool, int, float, str, str | None, or a Literal of texts
+    kind: Any  # bool, Switch, int, float, str, str | None, or a Literal of texts
     default: Any
     help: str
     unit: str
@@ -195,7 +196,9 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a Literal."""
+        """The values of a Literal or a Switch."""
+        if self.kind == Switch:
+            return ("auto", "0", "1")
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def parse(self, value: Any) -> Any:
@@ -220,7 +223,7 @@ class Setting:
             limits = {
                 k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in problem.get("ctx", {}).items()
             }
-            text = MUST_BE[kind].format(**limits)
+            text = "auto, 0 or 1" if self.kind == Switch else MUST_BE[kind].format(**limits)
             raise ValueError(f"must be {text}, not {shown}") from None
 
 
@@ -276,7 +279,9 @@ A = TypeVar("A", bound=StageArgs)
 def add_flags(
     parser: argparse._ActionsContainer, settings: Iterable[Setting], typed: bool = True, **extra: Any
 ) -> None:
-    """Add a flag for each setting; with `typed` False it keeps its text, for `parse_values`. `extra`: for argparse."""
+    """Add a flag for each setting; with `typed` False it keeps its text, for `parse_values`. `extra`: for argparse, and
+    `aliases`, other names of settings."""
+    aliases = extra.pop("aliases", {})
 
     def converter(each: Setting):
         def convert(text: str) -> Any:
@@ -291,13 +296,15 @@ def add_flags(
         options: dict[str, Any] = {"default": each.default, **extra, "metavar": METAVARS.get(each.kind, "TEXT")}
         if each.choices:
             options["metavar"] = "{" + ",".join(each.choices) + "}"
-        if each.kind is bool:
+        if each.kind in (bool, Switch):
             options |= {"nargs": "?", "const": "1"}  # a bare flag switches it on
         if typed:
             options["type"] = converter(each)
         default = int(each.default) if isinstance(each.default, bool) else each.default
         shown = "" if default is None or default == "" else f" (default: {default} {each.unit}".rstrip() + ")"
-        parser.add_argument(f"--{each.name}", help=(each.help + shown).replace("%", "%%"), **options)
+        names = [*(other for other, name in aliases.items() if name == each.name), each.name]
+        told = (each.help + shown).replace("%", "%%")
+        parser.add_argument(*(f"--{name}" for name in names), dest=each.name, help=told, **options)
 
 
 def add_grouped_flags(parser: Parser, args_class: type) -> None:
@@ -305,7 +312,8 @@ def add_grouped_flags(parser: Parser, args_class: type) -> None:
     settings = settings_of(args_class).values()
     for section in dict.fromkeys(each.section for each in settings):
         group = parser.add_argument_group(section)
-        add_flags(group, (each for each in settings if each.section == section), False, default=argparse.SUPPRESS)
+        own = (each for each in settings if each.section == section)
+        add_flags(group, own, False, aliases=getattr(args_class, "aliases", {}), default=argparse.SUPPRESS)
 
 
 def parse_values(settings: Mapping[str, Setting], given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
