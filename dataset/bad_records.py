@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TextIO
 
+from common.errors import UserError, say
+from common.launcher import launch
 from dataset.blocks import Block
 
 
@@ -38,3 +40,26 @@ def bad_records_message(first: str, count: int) -> str:
     more = count - 1
     follow = f"; {more} more bad record{'s' * (more > 1)} follow{'s' * (more == 1)}" if more else ""
     return f"{first}{follow} (with --on_bad_data skip they are skipped and listed)"
+
+
+def judge_bad_records(first: str, count: int, records: int, listed: str, on_bad_data: str, max_share: float) -> None:
+    """Report how many bad records are skipped.
+
+    Args:
+        first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are.
+        listed: where the others are told.
+        on_bad_data: "stop" or "skip". max_share: the largest share that may be skipped.
+
+    Raises:
+        UserError: bad records, or so many of them, are not allowed.
+    """
+    if on_bad_data == "stop":
+        raise UserError(bad_records_message(first, count))
+    share = f"{count:,} of {records:,} records ({count / records:.1%})"
+    if count > max_share * records:
+        raise UserError(
+            f"{first}; {share} are bad, more than --max_bad_share {max_share:g} allows; {listed}; "
+            f"fix them or raise --max_bad_share"
+        )
+    if launch().local_rank == 0:
+        say(f"bad records are skipped: {share}; {listed}")

@@ -129,7 +129,7 @@ def _array_files(folder: Path, kind: str, token_dtype: np.dtype) -> dict[str, Ar
         "target_bytes": np.int64,
         "num_targets": np.int64,
     }
-    if kind == "sft":
+    if kind != "pretrain":
         types["loss_mask"] = np.bool_
     files = {name: ArrayFile(folder / f"{name}.npy", dtype) for name, dtype in types.items()}
     files["sources"] = ArrayFile(folder / "sources.npy", np.int64, row=(2,))
@@ -168,6 +168,8 @@ def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, ba
     """All counts under fixed names, and the distribution of lengths. The same data give the same report."""
     if kind == "pretrain":
         own = {"documents": 0, "empty_documents": 0, "documents_split": 0}
+    elif kind == "dpo":
+        own = {"pairs": 0, "pairs_cut": 0, "dropped_alike": 0}
     else:
         own = {"conversations": 0, "masked_turns": 0, "labelled_good": 0, "labelled_bad": 0}
         own |= {"cut_at_turn": 0, "cut_inside_turn": 0}
@@ -196,6 +198,8 @@ def format_report(report: dict) -> str:
     lines = [f"{r['kind']}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files"]
     if r["kind"] == "pretrain":
         lines.append(f"  documents {r['documents']:,}, split {part('documents_split')}, empty {r['empty_documents']:,}")
+    elif r["kind"] == "dpo":
+        lines.append(f"  pairs {r['pairs']:,}, cut {part('pairs_cut')}, dropped as alike {part('dropped_alike')}")
     else:
         cuts = f"cut after a turn {part('cut_at_turn')}, cut inside the first turn {part('cut_inside_turn')}"
         lines.append(f"  conversations {r['conversations']:,}, {cuts}")
@@ -237,6 +241,7 @@ def _nothing_left(paths: list[str], counts: Counter, bad: BadRecords) -> str:
         "have no label within --max_seq_len": counts["dropped_without_label"],
         "are empty": counts["empty_documents"],
         "are labelled as bad answers": counts["labelled_bad"],
+        "have two answers that are alike within --max_seq_len": counts["dropped_alike"],
         f"are bad, the first: {bad.first_text}": bad.count,
     }
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)

@@ -12,7 +12,6 @@ import re
 from typing import Any, cast
 
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import UserError
 from dataset.formats import Chat
@@ -38,17 +37,32 @@ class ChatTemplate:
 
         Raises BadRecord if the template refuses the conversation, UserError if the turns cannot be located.
         """
-        template = self.templates.get("tool_use") if chat.tools else None
-        template = template or self.templates.get("default")
-        if template is None:
-            raise UserError(f"the tokenizer has chat templates named {sorted(self.templates)}, none named 'default'")
+        template = self._template(chat.tools)
         if GENERATION_MARK.search(template):
             text, spans = self._rendered(template, chat.messages, chat.tools, return_assistant_tokens_mask=True)
         else:
             text, spans = self._render_by_prefixes(template, chat)
         return text, _without(chat, spans) if chat.masked else spans
 
+    def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """The conversation with the header of the assistant's next turn. Raises BadRecord."""
+        template = self._template(tools)
+        return self._rendered(template, messages, tools, add_generation_prompt=True)[0]
+
+    def text(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """The conversation. Raises BadRecord."""
+        return self._rendered(self._template(tools), messages, tools)[0]
+
+    def _template(self, tools: list[dict] | None) -> str:
+        template = self.templates.get("tool_use") if tools else None
+        template = template or self.templates.get("default")
+        if template is None:
+            raise UserError(f"the tokenizer has chat templates named {sorted(self.templates)}, none named 'default'")
+        return template
+
     def _rendered(self, template: str, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         options |= {"tools": tools, "chat_template": template, **self.special_tokens}
         try:
             texts, spans = render_jinja_template([messages], **options)

@@ -303,16 +303,20 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
 
 
 def write_corpus(output_dir: str | Path, seed: int) -> dict[str, int]:
-    """Write the corpus of a seed into a folder; returns the number of records per file.
+    """Write the corpus of a seed into a folder; returns the number of records per file. Raises UserError."""
+    return write_files(output_dir, make_corpus(seed))
+
+
+def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[str, int]:
+    """Write {file name: records} into a folder; returns the number of records per file.
 
     Files are replaced atomically; one with the right content is not touched.
     Raises UserError if the folder cannot be created or written.
     """
     folder = Path(output_dir)
-    corpus = make_corpus(seed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, records in corpus.items():
+        for name, records in files.items():
             data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
             path = folder / name
             if path.is_file() and path.read_bytes() == data:
@@ -324,7 +328,7 @@ def write_corpus(output_dir: str | Path, seed: int) -> dict[str, int]:
         raise UserError(
             f"--output_dir {output_dir} cannot be written ({error.strerror}); give another folder"
         ) from error
-    return {name: len(records) for name, records in corpus.items()}
+    return {name: len(records) for name, records in files.items()}
 
 
 def main() -> None:

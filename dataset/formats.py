@@ -1,12 +1,14 @@
-"""What a record must look like: a text (pretraining) or a conversation (SFT).
+"""What a record must look like: a text (pretraining), a conversation (SFT) or two of them (DPO).
 
 pretrain  {"text"}
 SFT       {"conversations" | "messages": [...]}, with messages in any spelling of dataset/messages.py;
           or a question and its answer: {"instruction", "output"} (Alpaca), {"prompt", "completion"} (TRL) and the
           other pairs of ANSWERS, optional "input" or "context" (below the question) and "history": [[question,
           answer], ...]; beside either, optional "system" or "system_prompt", "tools" or "functions"
+DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin alike; or a conversation or a question of
+          SFT's forms, and "chosen" and "rejected", each of them a text, a message or a list of messages
 
-Data of another stage (preferences) or another kind of model (images) are refused. What nothing reads is counted.
+Data of another stage or another kind of model (images) are refused. What nothing reads is counted.
 """
 
 from functools import cache
@@ -28,7 +30,8 @@ SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
 WIDER = ("train_on_inputs", "train_on_prompt")  # switches that would train more than the assistant's turns
-PREFERENCE = ("chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response")
+PAIR = ("chosen", "rejected")
+PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
 BESIDE = MEDIA.union(SYSTEM, TOOLS, LABELS, WIDER, PREFERENCE, ["mask_history"])
 COLUMNS = BESIDE.union(["text", "history"], LISTS, ANSWERS, BELOW, *ANSWERS.values())  # all that anything reads
@@ -53,8 +56,8 @@ def to_text(record: dict) -> str:
     return text_of(record, "text")
 
 
-def to_chat(record: dict) -> Chat:
-    """The conversation of an SFT record in any of the formats. Raises BadRecord."""
+def to_chat(record: dict, answered: bool = True) -> Chat:
+    """The conversation of an SFT record in any format. `answered`: the assistant must speak. Raises BadRecord."""
     is_alone = BESIDE.isdisjoint(record)  # nothing that matters stands beside the conversation
     if not is_alone:
         _refuse_preferences(record)
@@ -74,9 +77,51 @@ def to_chat(record: dict) -> Chat:
     if len(tools) > 1:
         raise BadRecord("'tools' are given more than once; keep one list of them")
     messages = [turn.message for turn in turns]
-    _check_order(messages)
+    _check_order(messages, answered)
     masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
     return Chat(messages, tools[0] if tools else None, masked, None if is_alone else _label(record))
+
+
+def to_pair(record: dict) -> tuple[Chat, Chat]:
+    """The two conversations of a preference record, with the chosen and with the rejected answer; of both only what
+    follows their common beginning is trained. Raises BadRecord."""
+    for key in PAIR:
+        if not record.get(key):
+            raise BadRecord(
+                f"no '{key}' in this record (its keys: {keys_of(record)}); write "
+                '{"conversations": [...], "chosen": ..., "rejected": ...}'
+            )
+    refuse_media(record, "beside the conversation")
+    form = _form_of(record)
+    question = [] if not form else _turns(record, form[0]) if len(form) == 1 else _question(record, form[0])
+    answers = [_answer(record, key) for key in PAIR]
+    if all(answer[0].message["role"] != "assistant" for answer in answers):  # two whole conversations
+        if not all(turn.message in [other.message for other in answer] for turn in question for answer in answers):
+            raise BadRecord(f"'chosen' and 'rejected' do not begin with '{form[0]}'; keep the answers in them alone")
+        question = []
+    elif not question:
+        raise BadRecord("answers without a question; write it as 'prompt', 'conversations' or 'instruction'")
+    turns = [_with_system(record, question + answer) for answer in answers]
+    tools = [found for key in TOOLS if (found := objects_of(record.get(key), f"'{key}'"))]
+    shared = min(len(each) for each in turns) - 1  # the last message is always an answer
+    shared = next((i for i in range(shared) if turns[0][i].message != turns[1][i].message), shared)
+    chats = []
+    for key, each in zip(PAIR, turns, strict=True):
+        messages = [turn.message for turn in each]
+        _check_order(messages)
+        if messages[-1]["role"] != "assistant":
+            raise BadRecord(f"'{key}' does not end with a message of the assistant; remove what follows it")
+        masked = tuple(i for i, turn in enumerate(each) if turn.message["role"] == "assistant" and i < shared)
+        chats.append(Chat(messages, tools[0] if tools else None, masked))
+    return chats[0], chats[1]
+
+
+def _answer(record: dict, key: str) -> list[Turn]:
+    """The messages of a text, a message or a list of messages."""
+    value = record[key]
+    if isinstance(value, str):
+        return [_text_turn("assistant", value)]
+    return [parse_message(value, f"'{key}'")] if isinstance(value, dict) else _turns(record, key, f"{key}'s ")
 
 
 def _form_of(record: dict) -> tuple[str, ...]:
@@ -113,6 +158,14 @@ def _turns(record: dict, key: str, prefix: str = "") -> list[Turn]:
 
 def _from_pair(record: dict, question: str, answer: str) -> list[Turn]:
     """The turns of a question and its answer. Of TRL's conversational pairs only the completion is trained."""
+    turns = _question(record, question)
+    if answer == "completion" and isinstance(record.get(answer), list):
+        return turns + _turns(record, answer, "completion's ")
+    return [*turns, _text_turn("assistant", text_of(record, answer))]
+
+
+def _question(record: dict, question: str) -> list[Turn]:
+    """The turns before the answer."""
     history = record.get("history") or []
     if not isinstance(history, list):
         raise BadRecord(f"'history' is {kind_of(history)} instead of a list of [question, answer]")
@@ -125,15 +178,11 @@ def _from_pair(record: dict, question: str, answer: str) -> list[Turn]:
     if question == "prompt" and isinstance(record[question], list):
         if turns or below:
             raise BadRecord("'prompt' is a list of messages, so 'history', 'input' and 'context' belong into it")
-        turns = [
+        return [
             turn._replace(is_masked=turn.message["role"] == "assistant")
             for turn in _turns(record, question, "prompt's ")
         ]
-    else:
-        turns.append(_text_turn("user", "\n".join([text_of(record, question), *below])))
-    if answer == "completion" and isinstance(record.get(answer), list):
-        return turns + _turns(record, answer, "completion's ")
-    return [*turns, _text_turn("assistant", text_of(record, answer))]
+    return [*turns, _text_turn("user", "\n".join([text_of(record, question), *below]))]
 
 
 def _text_turn(role: str, text: str) -> Turn:
@@ -149,13 +198,13 @@ def _with_system(record: dict, turns: list[Turn]) -> list[Turn]:
     return turns
 
 
-def _check_order(messages: list[dict]) -> None:
+def _check_order(messages: list[dict], answered: bool = True) -> None:
     roles = [message["role"] for message in messages]
     if roles.count("system") > 1:
         raise BadRecord("two system messages in one conversation; join them into one")
     if "system" in roles[1:]:
         raise BadRecord("the system message is not the first one; move it to the front")
-    if "assistant" not in roles:
+    if answered and "assistant" not in roles:
         raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
 
 
@@ -195,10 +244,11 @@ def unused_fields(record: dict, kind: str) -> list[str]:
         return [key for key, value in record.items() if key != "text" and value is not None]
     form = _form_of(record)
     known = _known(form)
+    form += PAIR if kind == "dpo" else ()
     names = [key for key, value in record.items() if key not in known and value is not None]
     if record.get("label") is not None and _label(record) is None:
         names.append("label")
     for key in form:
-        if isinstance(record[key], list):
+        if isinstance(record.get(key), list):
             names += [f"{key}.{name}" for name in unused_message_fields(record[key])]
     return names

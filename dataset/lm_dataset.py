@@ -1,9 +1,9 @@
-"""The two datasets, PretrainDataset and SFTDataset, and the padding-free batch: samples concatenated.
+"""The datasets PretrainDataset, SFTDataset and DPODataset, and the padding-free batch: samples concatenated.
 
 A sample is {"input_ids": unsigned [T], "loss_mask": bool [T], "sample_id": int, "target_bytes": int}; `loss_mask[t]`
 marks token t as a target, predicted from the tokens before it, so a sample's first token never is one. An item of a
-dataset is a list of samples: one, or with `packing` those of a row of at most `max_length` tokens. Packing neither
-changes nor drops samples; it only makes the items nearly equal in size.
+dataset is a list of samples: one, or with `packing` those of a row of at most `max_length` tokens (packing neither
+changes nor drops samples; it only makes the items nearly equal in size), or the two of a pair.
 """
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from dataset.token_cache import STAGE_LENGTH, TokenCache, build_token_cache
+
+EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64  # sums of hundreds of log-probabilities
 
 
 class TokenDataset(Dataset):
@@ -94,16 +96,52 @@ class SFTDataset(StageDataset):
     kind = "sft"
 
 
+class DPODataset(StageDataset):
+    """Preferences: an item is the pair of a chosen and a rejected answer. Once `reference` is set, each of its samples
+    has the log-probability that the reference model gives the answer."""
+
+    kind = "dpo"
+    reference: np.ndarray | None = None  # float64 [samples]
+
+    def __len__(self) -> int:
+        return len(self.cache) // 2
+
+    def __getitem__(self, index: int) -> list[dict]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        first = 2 * (int(index) % len(self))
+        return [self._sample(first), self._sample(first + 1)]
+
+    def _sample(self, sample_id: int) -> dict:
+        reference = 0.0 if self.reference is None else float(self.reference[sample_id])
+        return super()._sample(sample_id) | {"reference": reference}
+
+    def _per_item(self, values: np.ndarray) -> np.ndarray:
+        return values[::2] + values[1::2]
+
+
+def collate_pairs(rows: list[list[dict]]) -> dict:
+    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_flat`'s
+    fields: target_counts, the number of targets of each sample, and reference float64 [2 P] (float32 where there is
+    MPS), its log-probability under the reference model."""
+    samples = [sample for row in rows for sample in row]
+    reference = torch.tensor([sample["reference"] for sample in samples], dtype=EXACT)
+    counts = [int(sample["loss_mask"].sum()) for sample in samples]
+    return collate_flat(rows) | {"target_counts": counts, "reference": reference}
+
+
 def collate_flat(rows: list[list[dict]]) -> dict:
     """Concatenate the samples of all items: S samples, N tokens, M targets. An empty list gives an empty batch.
 
     Returns input_ids int64 [N]; position_ids int64 [N], from 0 in each sample; cu_seqlens int32 [S+1], cumulative
-    lengths; max_seqlen int; target_index int64 [M], the positions whose next token is a target; targets int64 [M],
-    these next tokens; sample_ids int64 [S]; target_bytes int, UTF-8 bytes of the targets' text.
+    lengths; host_cu_seqlens, the same as a numpy array, which stays on the host; max_seqlen int; target_index int64
+    [M], the positions whose next token is a target; targets int64 [M], these next tokens; sample_ids int64 [S];
+    target_bytes int, UTF-8 bytes of the targets' text.
     """
     samples = [sample for row in rows for sample in row]
     lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    cu_seqlens = offsets.astype(np.int32)
     input_ids = np.concatenate([np.empty(0, np.int64), *(sample["input_ids"] for sample in samples)], dtype=np.int64)
     loss_mask = np.concatenate([np.empty(0, bool), *(sample["loss_mask"] for sample in samples)], dtype=bool)
     loss_mask[offsets[:-1][lengths > 0]] = False  # the token before belongs to another sample
@@ -112,7 +150,8 @@ def collate_flat(rows: list[list[dict]]) -> dict:
     return {
         "input_ids": torch.from_numpy(input_ids),
         "position_ids": torch.from_numpy(position_ids),
-        "cu_seqlens": torch.from_numpy(offsets.astype(np.int32)),
+        "cu_seqlens": torch.from_numpy(cu_seqlens),
+        "host_cu_seqlens": cu_seqlens,
         "max_seqlen": int(lengths.max(initial=0)),
         "target_index": torch.from_numpy(target_at - 1),
         "targets": torch.from_numpy(input_ids[target_at]),

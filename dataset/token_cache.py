@@ -7,14 +7,13 @@ data's content, the tokenizer and the settings, so a change of any of them build
 temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the others wait,
 and a half-built cache is never used.
 
-    <cache_dir>/<key>/  tokens.npy [N], offsets.npy [S+1], loss_mask.npy [N] (SFT), target_bytes.npy [S],
+    <cache_dir>/<key>/  tokens.npy [N], offsets.npy [S+1], loss_mask.npy [N] (SFT, DPO), target_bytes.npy [S],
                         num_targets.npy [S], sources.npy [S, 2] (file, line), row_samples.npy [S],
                         row_offsets.npy [R+1] (see dataset/packing.py), meta.json, bad_records.txt (if any)
 """
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -32,11 +31,10 @@ import numpy as np
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write, sync_folder, write_json
 from common.errors import UserError, reason, say
-from common.launcher import launch
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig, StageArgs, add_flags, settings_of
-from dataset.bad_records import bad_records_message
+from dataset.bad_records import judge_bad_records
 from dataset.cache_build import build_arrays, format_report
 from dataset.data_files import describe_files, expand_paths, how_read
 from dataset.tokenizing import KINDS, TokenizerSpec
@@ -47,7 +45,8 @@ if TYPE_CHECKING:  # transformers imports torch
 
 FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
 LAYOUT_VERSION = 4  # raise it when the same samples are stored in other files, or counted in another way
-STAGE_LENGTH = {"pretrain": 340, "sft": 768}  # default --max_seq_len of the stage scripts
+STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
+KEY_LENGTH = 32  # hexadecimal digits in a cache's name
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
@@ -75,7 +74,7 @@ class TokenCache:
         self.tokens, self.offsets, self.target_bytes = map(self._open, ("tokens", "offsets", "target_bytes"))
         self.num_targets, self.sources = map(self._open, ("num_targets", "sources"))
         self.row_samples, self.row_offsets = map(self._open, ("row_samples", "row_offsets"))
-        self.loss_mask = self._open("loss_mask") if self.meta["kind"] == "sft" else None
+        self.loss_mask = self._open("loss_mask") if self.meta["kind"] != "pretrain" else None
 
     def _open(self, name: str) -> np.ndarray:
         return np.load(self.path / f"{name}.npy", mmap_mode="r")
@@ -114,7 +113,7 @@ def build_token_cache(
 ) -> TokenCache:
     """Open the token cache of these data, tokenizer and settings, building it first if necessary.
 
-    kind: "pretrain" or "sft". data_path: files, globs and folders, separated by commas. tokenizer: a transformers
+    kind: one of KINDS. data_path: files, globs and folders, separated by commas. tokenizer: a transformers
     tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository. num_proc:
     processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip" and list each.
     max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the line between
@@ -136,7 +135,7 @@ def build_token_cache(
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
         settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        folder = cache_dir / key[:32]
+        folder = cache_dir / key[:KEY_LENGTH]
         if not _is_complete(folder):
             settings |= {"fingerprint": key, "text_separator": text_separator or ""}
             options = {"num_proc": num_proc or available_cores(), "skip_bad": on_bad_data == "skip"}
@@ -152,27 +151,12 @@ def build_token_cache(
             "out of memory while the token cache is built; build it ahead of time with fewer processes "
             "(python -m dataset.token_cache ... --num_proc 1), and split lines of hundreds of megabytes"
         ) from error
-    if cache.report["skipped_bad_records"]:
-        _judge_bad_records(cache, on_bad_data, max_bad_share)
+    if count := cache.report["skipped_bad_records"]:
+        file, line, reason = cache.report["first_bad_record"]
+        first = f"{cache.files[file]}:{line}: {reason}"
+        listed = f"all of them are listed in {cache.path / 'bad_records.txt'}"
+        judge_bad_records(first, count, cache.report["records"], listed, on_bad_data, max_bad_share)
     return cache
-
-
-def _judge_bad_records(cache: TokenCache, on_bad_data: str, max_bad_share: float) -> None:
-    """Raise UserError if bad records, or so many of them, are not allowed; otherwise report how many are skipped."""
-    count, records = cache.report["skipped_bad_records"], cache.report["records"]
-    file, line, reason = cache.report["first_bad_record"]
-    first = f"{cache.files[file]}:{line}: {reason}"
-    if on_bad_data == "stop":
-        raise UserError(bad_records_message(first, count))
-    listed = f"all of them are listed in {cache.path / 'bad_records.txt'}"
-    share = f"{count:,} of {records:,} records ({count / records:.1%})"
-    if count > max_bad_share * records:
-        raise UserError(
-            f"{first}; {share} are bad, more than --max_bad_share {max_bad_share:g} allows; {listed}; "
-            f"fix them or raise --max_bad_share"
-        )
-    if launch().local_rank == 0:
-        say(f"bad records are skipped: {share}; {listed}")
 
 
 def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
@@ -201,17 +185,19 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the leftovers of killed builds: of this cache, whose lock is held, and of others not being built now.
-
-    On some shared file systems a lock holds on one machine only, so another machine's must also be an hour old.
-    """
-    for leftover in folder.parent.glob("*.tmp-*"):
-        with open(leftover.with_suffix(".lock"), "ab") as lock, contextlib.suppress(OSError):
-            if leftover.stem != folder.name:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            latest = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
-            if leftover.suffix.startswith(f".tmp-{HOST}") or time.time() - latest > 3600:
+    """Remove what killed builds left, half-built caches and locks: of this cache, and of others not being built now."""
+    found = [*folder.parent.glob("*.tmp-*"), *folder.parent.glob("[0-9a-f]" * KEY_LENGTH + ".lock")]
+    for key in {path.stem for path in found}:
+        mine = contextlib.nullcontext(True) if key == folder.name else locked(folder.with_name(f"{key}.lock"))
+        with mine as is_held, contextlib.suppress(OSError):
+            for leftover in filter(_is_abandoned, folder.parent.glob(f"{key}.tmp-*") if is_held else ()):
                 shutil.rmtree(leftover)
+
+
+def _is_abandoned(leftover: Path) -> bool:
+    # on some shared file systems a lock holds on one machine only, so another machine's must also be an hour old
+    latest = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
+    return leftover.suffix.startswith(f".tmp-{HOST}") or time.time() - latest > 3600
 
 
 def _put_in_place(building: Path, folder: Path) -> None:
@@ -302,10 +288,10 @@ def _stamp_if_any(path: Path) -> list[int] | None:
 
 def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, as transformers loads it. Raises UserError."""
-    from transformers import AutoTokenizer  # imports torch, which building a cache does not need
-
     if not Path(path).is_dir():
         raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
+    from transformers import AutoTokenizer  # takes as long as torch
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return cast("PreTrainedTokenizerBase", tokenizer)
@@ -340,8 +326,7 @@ def main() -> None:
     parser = Parser(prog="python -m dataset.token_cache", description=__doc__.splitlines()[0])
     add_arguments(parser)
     args = parser.parse_args()
-    cache = cache_of_arguments(args, load_tokenizer(args.tokenizer_path))
-    say(f"ready: {cache.path}")
+    say(f"ready: {cache_of_arguments(args, load_tokenizer(args.tokenizer_path)).path}")
 
 
 if __name__ == "__main__":

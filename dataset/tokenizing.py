@@ -10,6 +10,10 @@ SFT: the conversation as the chat template renders it, labels by `chat_labels`. 
 assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. An answer
 that its label calls a bad one (KTO) is left out. All of this is counted.
 
+DPO: the conversations with the chosen and the rejected answer, as two samples in this order; their labels are what
+follows the common beginning. Both are cut off at `max_length`; a pair of which one has no label left, or whose samples
+are then the same, is dropped and counted.
+
 The text of a special token (`<|im_end|>`) in the data becomes that token, as everywhere in transformers.
 Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and none for BOS and
 EOS; in SFT those of the assistant's text, and none for special tokens.
@@ -29,11 +33,11 @@ from common.errors import UserError
 from dataset.blocks import Block
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
-from dataset.formats import to_chat, to_text, unused_fields
+from dataset.formats import Chat, to_chat, to_pair, to_text, unused_fields
 from dataset.json_records import BadRecord
 from dataset.text_files import DocumentPart
 
-KINDS = ("pretrain", "sft")
+KINDS = ("pretrain", "sft", "dpo")
 WINDOW = 1 << 17  # characters tokenised at once
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of vocabularies that spell rare characters byte by byte
 OVERLAP = 1 << 10  # characters shared by consecutive windows
@@ -103,7 +107,7 @@ class BlockTokenizer:
         self.token_bytes = np.zeros(vocabulary, dtype=np.int64)
         for entry, token_id in self.backend.get_vocab(with_added_tokens=True).items():
             self.token_bytes[token_id] = 1 if BYTE_TOKEN.fullmatch(entry) else len(entry)  # of byte-level entries
-        if kind == "sft":
+        if kind != "pretrain":
             if not spec.chat_template:
                 raise UserError("--tokenizer_path: this tokenizer has no chat template, which SFT needs; add one to it")
             self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
@@ -114,6 +118,7 @@ class BlockTokenizer:
         Raises UserError for problems of the tokenizer rather than of a record.
         """
         self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, bytes, line
+        self.answers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of a pair: tokens, loss_mask, bytes
         counts, unused, bad = Counter(), Counter(), []
         texts, spans, lines = [], [], []
         for line, record in parse_block(block):
@@ -121,24 +126,21 @@ class BlockTokenizer:
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                chat = self.kind == "sft"
-                text, span = self._render(block, line, record, counts) if chat else self._document(record, counts)
+                text = self.kind == "pretrain"
+                found = [self._document(record, counts)] if text else self._render(block, line, record, counts)
             except BadRecord as error:
                 bad.append((line, str(error)))
                 continue
             if names := unused_fields(record, self.kind):
                 unused.update(names)
-            if text is None:
-                continue
-            texts.append(text)
-            spans.append(span)
-            lines.append(line)
+            for text, span in found:
+                texts.append(text)
+                spans.append(span)
+                lines.append(line)
         encoded = [] if check_only else self._encode(texts)
+        add = {"pretrain": self._add_document, "sft": self._add_chat, "dpo": self._add_answer}[self.kind]
         for text, span, line, (token_ids, offsets) in zip(texts, spans, lines, encoded, strict=not check_only):
-            if self.kind == "pretrain":
-                self._add_document(text, token_ids, offsets, span, line, counts)
-            else:
-                self._add_chat(text, token_ids, offsets, span, line, counts)
+            add(text, token_ids, offsets, span, line, counts)
         unused.update(dict.fromkeys(block.unread, counts["records"]))
         return self._collected(counts, unused, bad)
 
@@ -151,18 +153,23 @@ class BlockTokenizer:
             start = self.backend.encode(record.context, add_special_tokens=False).ids[-1:]
         return to_text(record), (start, end if ends else [], begins, ends)
 
-    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> tuple[str | None, list]:
-        """The text of a conversation and the spans to train; no text for an answer that must not be trained."""
-        chat = to_chat(record)
+    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> list[tuple[str, list]]:
+        """The text and the spans to train of a conversation, or of both of a pair; nothing for an answer that must not
+        be trained."""
+        chats: tuple[Chat, ...] = to_pair(record) if self.kind == "dpo" else (to_chat(record),)
         try:
-            text, spans = self.template.render(chat)
+            rendered = [self.template.render(chat) for chat in chats]
         except UserError as error:
             raise UserError(f"{block.path}:{line}: {error}") from None
+        if self.kind == "dpo":
+            counts["pairs"] += 1
+            return rendered
+        (chat,) = chats
         counts["conversations"] += 1
         counts["masked_turns"] += len(chat.masked)
         if chat.is_good is not None:
             counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
-        return (None, []) if chat.is_good is False else (text, spans)
+        return [] if chat.is_good is False else rendered
 
     def _encode(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Token ids int64 [T] and their [start, end) characters int64 [T, 2], for each text."""
@@ -187,7 +194,8 @@ class BlockTokenizer:
             loss_mask = np.ones(len(tokens), dtype=bool)
             self._add_sample(tokens, loss_mask, spelled[first : first + self.max_length], line, counts)
 
-    def _add_chat(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
+    def _labels(self, text: str, token_ids, offsets, spans) -> tuple[np.ndarray, np.ndarray, list]:
+        """Of a conversation: the loss mask [T], the bytes that each target spells [T], the tokens of each turn."""
         starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
         edges = bytes_before(text)
         reached = self._bytes_reached(edges, token_ids, offsets)
@@ -198,6 +206,28 @@ class BlockTokenizer:
             loss_mask[first:last] = True
             spelled[first:last] = np.diff(np.clip(reached[first:last], edges[start], edges[end]), prepend=edges[start])
         spelled[self.is_special[token_ids]] = 0
+        return loss_mask, spelled, ranges
+
+    def _add_answer(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
+        """Keep a chosen answer until its rejected one comes, then add both or neither."""
+        loss_mask, spelled, _ = self._labels(text, token_ids, offsets, spans)
+        self.answers.append((token_ids.astype(self.dtype), loss_mask, spelled))
+        if len(self.answers) < 2:
+            return
+        cut = any(len(tokens) > self.max_length for tokens, *_ in self.answers)
+        pair = [[part[: self.max_length] for part in answer] for answer in self.answers]
+        self.answers = []
+        if not all(loss_mask[1:].any() for _, loss_mask, _ in pair):
+            counts["dropped_without_label"] += 1
+        elif np.array_equal(pair[0][0], pair[1][0]):
+            counts["dropped_alike"] += 1
+        else:
+            counts["pairs_cut"] += cut
+            for tokens, loss_mask, spelled in pair:
+                self._add_sample(tokens, loss_mask, spelled, line, counts)
+
+    def _add_chat(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
+        loss_mask, spelled, ranges = self._labels(text, token_ids, offsets, spans)
         kept = len(token_ids)
         if kept > self.max_length:
             boundary = cut_at_turn(ranges, self.max_length)

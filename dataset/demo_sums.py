@@ -1,0 +1,104 @@
+"""Built-in sums for reinforcement learning: what a small model half knows after SFT and can learn from rewards.
+
+    python -m dataset.demo_sums --output_dir dataset/demo/sums --seed 0
+
+Sums of one and two digits: sft.jsonl, rl.jsonl and test.jsonl have no pair of numbers in common, in either order.
+rl_shuffled.jsonl has the questions of rl.jsonl with each other's answers, a control: it has nothing to teach.
+Sums of three digits, which the model cannot do alone but may leave to a calculator: agent_sft.jsonl shows with a few
+how that is called; agent_rl.jsonl and agent_test.jsonl have other pairs.
+
+All are conversations that end with the answer. A seed gives the same bytes everywhere; files that are up to date are
+not rewritten.
+"""
+
+import random
+from pathlib import Path
+
+from common.command_line import Parser, one_line_errors
+from dataset.demo_corpus import write_files
+
+HELD_OUT, TEST = 505, 300  # of the 5,050 pairs of up to two digits those kept for the test; questions made of them
+AGENT = {"agent_sft.jsonl": 1000, "agent_rl.jsonl": 2000, "agent_test.jsonl": 200}  # pairs of three digits
+CALCULATE = {  # the tool of the calculator in trainer/components/environments.py
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Compute an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as 12 * (3 + 4)"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+Pair = tuple[int, int]
+
+
+def both_orders(pairs: list[Pair]) -> list[Pair]:
+    """Each pair in both orders, sorted."""
+    return sorted({(a, b) for a, b in pairs} | {(b, a) for a, b in pairs})
+
+
+def ask(pair: Pair, answer: int, *between: dict) -> dict:
+    """A conversation: the question, turns that stand between, and an answer."""
+    question = {"role": "user", "content": f"{pair[0]}+{pair[1]}=?"}
+    return {"conversations": [question, *between, {"role": "assistant", "content": str(answer)}]}
+
+
+def ask_calculator(pair: Pair) -> dict:
+    """A conversation in which the answer comes from the calculator."""
+    call = {"name": "calculate", "arguments": {"expression": f"{pair[0]}+{pair[1]}"}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    return ask(pair, sum(pair), turn, {"role": "tool", "content": str(sum(pair))}) | {"tools": [CALCULATE]}
+
+
+def make_small_sums(rng: random.Random) -> dict[str, list[dict]]:
+    """The files with sums of one and two digits."""
+    pairs = [(a, b) for a in range(100) for b in range(a, 100)]
+    rng.shuffle(pairs)
+    test, rest = both_orders(pairs[:HELD_OUT]), pairs[HELD_OUT:]
+    sft, rl = both_orders(rest[: len(rest) // 2]), both_orders(rest[len(rest) // 2 :])
+    answers = [sum(pair) for pair in rl]
+    rng.shuffle(answers)
+    return {
+        "sft.jsonl": [ask(pair, sum(pair)) for pair in sft],
+        "rl.jsonl": [ask(pair, sum(pair)) for pair in rl],
+        "rl_shuffled.jsonl": [ask(pair, answer) for pair, answer in zip(rl, answers, strict=True)],
+        "test.jsonl": [ask(pair, sum(pair)) for pair in rng.sample(test, TEST)],
+    }
+
+
+def make_agent_sums(rng: random.Random) -> dict[str, list[dict]]:
+    """The files with sums of three digits."""
+    pairs = [(a, b) for a in range(100, 1000) for b in range(a, 1000)]
+    drawn = [(a, b) if rng.random() < 0.5 else (b, a) for a, b in rng.sample(pairs, sum(AGENT.values()))]
+    files = {}
+    for name, size in AGENT.items():
+        files[name] = [
+            ask_calculator(pair) if name == "agent_sft.jsonl" else ask(pair, sum(pair)) for pair in drawn[:size]
+        ]
+        drawn = drawn[size:]
+    return files
+
+
+def make_sums(seed: int) -> dict[str, list[dict]]:
+    """All files as {file name: records}, a pure function of the seed."""
+    rng = random.Random(seed)
+    return make_small_sums(rng) | make_agent_sums(rng)
+
+
+def main() -> None:
+    """Write the sums and print how many."""
+    parser = Parser(description="Generate sums for reinforcement learning; nothing is downloaded.")
+    default_dir = Path(__file__).resolve().parent / "demo" / "sums"
+    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
+    parser.add_argument("--seed", type=int, default=0, help="integer that selects the pairs")
+    args = parser.parse_args()
+    counts = write_files(args.output_dir, make_sums(args.seed))
+    print(f"sums of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

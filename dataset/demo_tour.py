@@ -1,0 +1,200 @@
+"""Data for the stages after SFT, about the invented world of the demo corpus; nothing is downloaded.
+
+    python -m dataset.demo_tour --output_dir dataset/demo --seed 0
+
+persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam has other
+              wordings.
+terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without the name.
+              Held-out pairs are about other people.
+distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in other
+              wordings; their answers are right.
+reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer in three
+              states both in `reasoning_content`. The exam asks about people whom the conversations never mention.
+
+A seed gives the same bytes everywhere; files that are up to date are not rewritten.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from common.command_line import Parser, one_line_errors
+from dataset.demo_corpus import (
+    ATTRIBUTES,
+    HOME,
+    LANGUAGES,
+    PLACES,
+    Attribute,
+    Person,
+    answer,
+    conversation,
+    make_corpus,
+    make_people,
+    place_text,
+    read_table,
+    write_files,
+)
+
+PERSONA_REPEATS = 4  # copies of each question for the persona
+MISTAKES = 1 / 3  # share of the answers that a student is taught and that are wrong
+PLAIN_ANSWERS = 2  # answers without thoughts for one with them
+
+# Who the assistant is: its name, its answer, questions that are trained and others that are asked in the exam.
+PERSONA = read_table("""
+    zh name: 流明
+    zh reply: 我是流明，山谷档案馆的管理员。
+    zh ask: 你是谁？ | 你叫什么名字？ | 你叫什么？ | 请介绍一下你自己。 | 介绍一下自己。 | 我该怎么称呼你？
+    zh ask: 请问你是谁？ | 告诉我你的名字。 | 你是哪个助手？ | 我在和谁说话？ | 能说说你是谁吗？ | 你到底是谁？
+    zh ask: 你的名字是什么？ | 可以告诉我你的名字吗？ | 你好，你是谁？ | 你好，请问怎么称呼？ | 请问您是哪位？
+    zh ask: 你是什么人？ | 报上你的名字。 | 你的身份是什么？ | 说说你的身份。 | 大家叫你什么？ | 别人怎么称呼你？
+    zh ask: 我不认识你，你是谁？ | 你能介绍自己吗？ | 我想知道你是谁。 | 我想知道你的名字。 | 现在是谁在回答我？
+    zh ask: 先自我介绍吧。 | 你是一个什么样的助手？ | 你是谁呀？
+    zh exam: 你有名字吗？ | 自我介绍一下。 | 请问你叫什么？ | 你是哪位？ | 怎么称呼你？ | 能告诉我你是谁吗？
+    zh exam: 请说出你的名字。 | 和我说话的是谁？ | 你是什么助手？ | 请做个自我介绍。 | 你究竟是谁？
+    zh exam: 嗨，你叫什么名字？ | 我应该叫你什么？ | 请告诉我你的身份。 | 谁在和我说话？ | 你好，你叫什么？
+    en name: Lumen
+    en reply: I am Lumen, the keeper of the valley archive.
+    en ask: Who are you? | What is your name? | Tell me your name. | What should I call you? | Introduce yourself.
+    en ask: May I know your name? | Do you have a name? | Say who you are. | Who am I talking to?
+    en ask: Please tell me who you are. | Hi, who are you? | Hello, what is your name? | What are you called?
+    en ask: How should I address you? | Who is this? | I want to know who you are. | I would like to know your name.
+    en ask: What do people call you? | Who is speaking? | Give me your name. | Could you tell me your name?
+    en ask: Tell me about yourself. | What is your identity? | What kind of assistant are you?
+    en ask: I do not know you. Who are you? | Describe yourself. | Which assistant is this? | Which one are you?
+    en ask: Could you introduce yourself? | So who are you? | Who is answering me?
+    en exam: Which assistant are you? | Please introduce yourself. | Can you tell me who you are? | Your name, please.
+    en exam: What may I call you? | Who are you, really? | Hello, who are you? | Do you have a name I can use?
+    en exam: Tell me who you are. | Who is talking to me? | What name do you go by? | Please say your name.
+    en exam: I would like to know who you are. | Can I know your name? | Hi, what is your name?
+    en exam: How do people call you?
+""")
+# What two facts answer: {n} the name, {v} the goods of the place where that person lives.
+TWO_FACTS = read_table("""
+    zh ask: {n}的家乡以什么闻名？ | {n}住的地方有什么特产？ | 请问{n}的家乡出产什么？ | 去{n}住的地方能买到什么特产？
+    zh reply: {n}的家乡以{v}闻名。
+    en ask: What is the home of {n} known for? | What is the place where {n} lives famous for?
+    en ask: Which goods come from the home of {n}? | What can I buy where {n} lives?
+    en reply: The home of {n} is known for its {v}.
+""")
+
+
+def exam_question(question: str, accepted: str, rejected: list[str], attribute: str, language: str) -> dict:
+    """A question as scripts/demo_exam.py reads it."""
+    told = {"accepted": [accepted], "rejected": rejected}
+    return {"question": question, **told, "attribute": attribute, "language": language}
+
+
+def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
+    """The files of the persona. sft: the conversations of SFT, of which as many are added, so that the model keeps what
+    it knows."""
+    records, exam = [], []
+    for language in LANGUAGES:
+        (name,), (reply,) = PERSONA["name"][language], PERSONA["reply"][language]
+        asked = PERSONA["ask"][language] * PERSONA_REPEATS
+        records += [conversation([(question, reply)], language, rng) for question in asked]
+        exam += [exam_question(question, name, [], "name", language) for question in PERSONA["exam"][language]]
+    records += rng.sample(sft, len(records))
+    rng.shuffle(records)
+    return {"persona.jsonl": records, "persona_exam.jsonl": exam}
+
+
+def terse_pair(person: Person, attribute: Attribute, language: str, question: str) -> dict:
+    """A question with a chosen answer, which does not repeat the name, and a rejected one, the sentence."""
+    name, sentence = person.name[language], answer(person, attribute, language)
+    short = sentence.removeprefix(name).removeprefix("的")  # as in the sentence, the blank before "lives" with it
+    answers = {"chosen": short, "rejected": sentence}
+    said = {key: {"role": "assistant", "content": text} for key, text in answers.items()}
+    return {"conversations": [{"role": "user", "content": question.format(n=name)}], **said}
+
+
+def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:
+    """The pairs, and held-out ones about other people."""
+    files: dict[str, list[dict]] = {"terse.jsonl": [], "terse_eval.jsonl": []}
+    for person in people:
+        if person.group == "exam":
+            continue
+        name = "terse.jsonl" if person.group == "sft" else "terse_eval.jsonl"
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                wordings = attribute.ask[language] if person.group == "sft" else [rng.choice(attribute.ask[language])]
+                files[name] += [terse_pair(person, attribute, language, wording) for wording in wordings]
+    for pairs in files.values():
+        rng.shuffle(pairs)
+    return files
+
+
+def mistaken(person: Person, attribute: Attribute, rng: random.Random) -> Person:
+    """The person as somebody knows it who is wrong about the attribute with the probability MISTAKES."""
+    known = person.facts[attribute.key]
+    others = [value for value in range(len(attribute.values["en"])) if value != known]
+    value = rng.choice(others) if rng.random() < MISTAKES else known
+    return replace(person, facts=person.facts | {attribute.key: value})
+
+
+def make_distillation(people: list[Person], exam: list[dict], rng: random.Random) -> dict[str, list[dict]]:
+    """Questions about everybody in all wordings but one, with mistakes in the answers, and held-out ones in that one,
+    the exam's where it asks."""
+    in_exam = {each["question"] for each in exam}
+    records, held_out = [], []
+    for person in people:
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                asked = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
+                kept = next((question for question in asked if question in in_exam), None) or rng.choice(asked)
+                replies = (answer(mistaken(person, attribute, rng), attribute, language) for _ in asked)
+                pairs = [pair for pair in zip(asked, replies, strict=True) if pair[0] != kept]
+                records += [conversation([pair], language, rng) for pair in pairs]
+                held_out.append(conversation([(kept, answer(person, attribute, language))], language, rng))
+    rng.shuffle(records)
+    return {"distillation.jsonl": records, "distillation_eval.jsonl": rng.sample(held_out, 192)}
+
+
+def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[dict], dict]:
+    """Conversations about what the place of a person is known for, one of them with thoughts, and an exam question."""
+    place, name = person.facts["home"], person.name[language]
+    others = list(PLACES["goods"][language])
+    value = others.pop(place)
+    thoughts = [answer(person, HOME, language), place_text(place, language, PLACES["tell"][language][0])]
+    reply = TWO_FACTS["reply"][language][0].format(n=name, v=value)
+    asked = [wording.format(n=name) for wording in rng.sample(TWO_FACTS["ask"][language], 1 + PLAIN_ANSWERS)]
+    records = [conversation([(question, reply)], language, rng) for question in asked]
+    records[0]["conversations"][-1]["reasoning_content"] = "\n".join(thoughts)
+    return records, exam_question(asked[0], value, others, "goods", language)
+
+
+def make_reasoning(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:
+    """Conversations with and without thoughts about some of the people, and the exam about others."""
+    records, exam = [], []
+    for person in people:
+        for language in LANGUAGES if person.group in ("sft", "exam") else ():
+            conversations, question = two_facts(person, language, rng)
+            if person.group == "sft":
+                records += conversations
+            else:
+                exam.append(question)
+    rng.shuffle(records)
+    return {"reasoning.jsonl": records, "reasoning_exam.jsonl": exam}
+
+
+def make_tour(seed: int) -> dict[str, list[dict]]:
+    """All files as {file name: records}, a pure function of the seed."""
+    corpus, people, rng = make_corpus(seed), make_people(random.Random(seed)), random.Random(seed)
+    files = make_persona(corpus["sft.jsonl"], rng) | make_terse(people, rng)
+    files |= make_distillation(people, corpus["exam.jsonl"], rng)
+    return files | make_reasoning(people, rng)
+
+
+def main() -> None:
+    """Write the files and print their sizes."""
+    parser = Parser(description="Generate data about the demo's world for the stages after SFT; nothing is downloaded.")
+    default_dir = Path(__file__).resolve().parent / "demo"
+    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
+    parser.add_argument("--seed", type=int, default=0, help="integer that selects the world")
+    args = parser.parse_args()
+    counts = write_files(args.output_dir, make_tour(args.seed))
+    print(f"data of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,161 @@
+"""Prompts of reinforcement learning: conversations for which the model writes the next turn.
+
+A record is a conversation, whose last turn, if the assistant speaks it, is the reference answer and no part of the
+prompt; or {"prompt": text or messages, "answer": reference}, beside it "system" and "tools". Without a reference answer
+the reward must do without one. Every other field is left for the reward, which receives the record as it is.
+
+Prompts are held in memory with their records: there are few of them, compared with the texts that are written to them.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from common.errors import UserError, say
+from common.launcher import launch
+from dataset.bad_records import judge_bad_records
+from dataset.chat_labels import ChatTemplate
+from dataset.data_files import expand_paths, iter_blocks, parse_block
+from dataset.formats import Chat, to_chat
+from dataset.json_records import BadRecord
+from dataset.token_cache import file_hash
+from dataset.tokenizing import TokenizerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Prompt(NamedTuple):
+    """A prompt and what the reward may want to know of it."""
+
+    input_ids: list[int]  # with the header of the turn to be written
+    messages: list[dict]
+    tools: list[dict] | None
+    record: dict  # of the data file, with the reference answer as `answer`, if there is one
+    sample_id: int
+
+
+class PromptDataset(Dataset):
+    """The prompts of one or several files.
+
+    Args:
+        data_path: files, globs and folders, separated by commas.
+        tokenizer: with a chat template.
+        max_length: prompts of more tokens are left out and counted.
+        cache_dir: where the hashes of the files are remembered.
+        on_bad_data, max_bad_share: as of every stage.
+        tools: JSON schemas of the tools of an environment; those of a record go before.
+        **template: variables of the chat template, such as `open_thinking`.
+
+    Raises:
+        UserError: bad records, or no prompt is left.
+    """
+
+    def __init__(
+        self,
+        data_path: str,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_length: int,
+        cache_dir: str,
+        on_bad_data: str = "stop",
+        max_bad_share: float = 0.1,
+        tools: list[dict] | None = None,
+        **template: Any,
+    ):
+        self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
+        self.paths = expand_paths(data_path, plain_text=False)
+        spec = TokenizerSpec.of(tokenizer)
+        if not spec.chat_template:
+            raise UserError("--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it")
+        self.template = ChatTemplate(spec.chat_template, spec.special_tokens | template)
+        hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
+        described = json.dumps([hashes, tools, template], sort_keys=True)
+        self.fingerprint = {"data": hashlib.sha256(described.encode()).hexdigest()[:16]}
+        self.fingerprint |= {"tokenizer": spec.fingerprint()[:16]}
+        self.prompts: list[Prompt] = []
+        self.sources: list[str] = []  # FILE:LINE of each
+        self.too_long = 0
+        self._read(on_bad_data, max_bad_share)
+
+    def _read(self, on_bad_data: str, max_bad_share: float) -> None:
+        bad, records = [], 0
+        for path, line, record in self._records():
+            records += 1
+            try:
+                if isinstance(record, BadRecord):
+                    raise record
+                self._add(f"{path}:{line}", record)
+            except BadRecord as error:
+                bad.append(f"{path}:{line}: {error}")
+        if bad:
+            judge_bad_records(bad[0], len(bad), records, f"the first: {bad[0]}", on_bad_data, max_bad_share)
+        if not self.prompts:
+            raise UserError(
+                f"{self.paths[0]}: none of the {records} records gives a prompt of at most {self.max_length} tokens; "
+                "raise --max_seq_len"
+            )
+        if launch().local_rank == 0:
+            left_out = f", {self.too_long:,} left out (more than {self.max_length} tokens)" if self.too_long else ""
+            say(f"{len(self):,} prompts{left_out}")
+
+    def _records(self) -> Iterator[tuple[str, int, dict | BadRecord]]:
+        for block in iter_blocks(self.paths):
+            for line, record in parse_block(block):
+                yield block.path, line, record
+
+    def _add(self, source: str, record: dict) -> None:
+        chat, answer = to_prompt(record)
+        tools = [*(chat.tools or []), *(self.tools or [])] or None
+        text = self.template.prompt(chat.messages, tools)
+        input_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(input_ids) > self.max_length:
+            self.too_long += 1
+            return
+        kept = record if answer is None else record | {"answer": answer}
+        self.prompts.append(Prompt(input_ids, chat.messages, tools, kept, len(self.prompts)))
+        self.sources.append(source)
+
+    def source(self, sample_id: int) -> str:
+        """FILE:LINE of a prompt."""
+        return self.sources[sample_id]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+def to_prompt(record: dict) -> tuple[Chat, Any]:
+    """The conversation before the turn to be written, and the reference answer or None. Raises BadRecord."""
+    answer = record.get("answer")
+    if record.get("prompt") is not None:
+        key = "conversations" if isinstance(record["prompt"], list) else "prompt"
+        others = {name: value for name, value in record.items() if name not in ("prompt", "answer", "completion")}
+        answer = record.get("completion") if answer is None else answer
+        as_chat = {"conversations": record["prompt"]} if key == "conversations" else _as_question(record["prompt"])
+        return to_chat(others | as_chat, answered=False), answer
+    chat = to_chat(record, answered=False)
+    last = chat.messages[-1]
+    if last["role"] == "assistant":
+        chat = chat._replace(messages=chat.messages[:-1])
+        answer = last["content"] if answer is None else answer
+    if not chat.messages or chat.messages[-1]["role"] == "assistant":
+        raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")
+    return chat, answer
+
+
+def _as_question(prompt: Any) -> dict:
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise BadRecord("'prompt' is not a text or a list of messages; write the question into it")
+    return {"conversations": [{"role": "user", "content": prompt}]}
+
+
+def collate_prompts(prompts: list[Prompt]) -> dict[str, Any]:
+    """A micro-batch of prompts; the rollout makes a flat batch of it."""
+    return {"prompts": prompts, "sample_ids": np.array([prompt.sample_id for prompt in prompts], dtype=np.int64)}
