@@ -3,12 +3,16 @@
 Shape legend: N all tokens, C hidden size, E experts, K experts per token, R rows of all experts.
 """
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+
+from model.lora import LoRALinear
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GROUP = 16  # each expert's rows are padded to a multiple: CUDA's grouped_mm needs 8, and oneDNN caches few shapes
 
@@ -22,7 +26,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: PretrainedConfig, intermediate_size: int):
+    def __init__(self, config: "PretrainedConfig", intermediate_size: int):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
@@ -48,32 +52,74 @@ class StackWeights(torch.autograd.Function):
         return None, *(part.to(ctx.dtype) for part in grads[0].unbind())
 
 
-def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor) -> Tensor:
-    """Apply linear layer i to rows [ends[i-1], ends[i]) of x [R, in] -> [R, out], as one grouped matrix product.
+def has_grouped_mm(x: Tensor) -> bool:
+    """Whether torch multiplies groups of rows of x without a host sync: on a CPU, and in bfloat16 on Hopper and
+    Blackwell data-centre GPUs. On other GPUs its grouped_mm is a loop that reads the groups on the host."""
+    if x.is_cuda:
+        return product_dtype(x) == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+    return x.device.type == "cpu"
 
-    `ends` [E] stays on the device (no host sync); a layer without rows gets a zero gradient."""
+
+def group_size(rows: int, experts: int) -> int:
+    """Rows per group without grouped_mm: multiples of 16 so large that there are at most 5 groups for each expert."""
+    return GROUP * (rows // (4 * GROUP * experts) + 1)
+
+
+def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor, group: int) -> Tensor:
+    """Apply linear layer i to rows [ends[i-1], ends[i]) of x [R, in] -> [R, out].
+
+    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync); a layer without rows gets a
+    zero gradient."""
     dtype = product_dtype(x)
     weights = StackWeights.apply(dtype, *(layer.weight for layer in layers)).transpose(1, 2)  # [E, in, out]
-    eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if hasattr(F, "grouped_mm") and (eager_cpu or (x.device.type in ("cpu", "cuda") and dtype == torch.bfloat16)):
-        return F.grouped_mm(x.to(dtype), weights, offs=ends)
-    return linear_by_expert(x.to(dtype), weights, ends)
+    if not has_grouped_mm(x):
+        starts = torch.arange(0, len(x), group, dtype=ends.dtype, device=x.device)
+        owner = torch.bucketize(starts, ends, right=True).clamp(max=len(layers) - 1)  # spare groups: rows of zeros
+        return GroupedProduct.apply(x.to(dtype).view(-1, group, x.shape[-1]), weights, owner).flatten(0, 1)
+    if torch.compiler.is_compiling() and dtype != torch.bfloat16:
+        return untraced_grouped_mm(x.to(dtype), weights, ends)
+    return F.grouped_mm(x.to(dtype), weights, offs=ends)
 
 
 @torch.compiler.disable
-def linear_by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_linear` where torch has no kernel for it (float32 on a GPU, or compiled). Sync point."""
-    bounds = [0, *ends.tolist()]
-    pieces = [x[a:b] @ weight for a, b, weight in zip(bounds[:-1], bounds[1:], weights, strict=True)]
-    return torch.cat(
-        [*pieces, x.new_zeros(len(x) - bounds[-1], weights.shape[-1])]
-    )  # rows after the last expert's are unused
+def untraced_grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """grouped_mm in float32, which torch computes but cannot trace: a compiled graph breaks here."""
+    return F.grouped_mm(x, weights, offs=ends)
+
+
+class GroupedProduct(torch.autograd.Function):
+    """x [B, group, in] times the matrices weights [E, in, out], of which group b takes number owner[b].
+
+    As batched products, with a copy of its matrix for each group; the copies are not kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, owner: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, owner)
+        return x.bmm(weights.index_select(0, owner))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (x, weights, owner) = grads, ctx.saved_tensors
+        of_groups = x.transpose(1, 2).bmm(grad)  # [B, in, out]
+        owners = F.one_hot(owner, len(weights)).to(grad.dtype)  # summed by a product: always in the same order
+        of_weights = (owners.T @ of_groups.flatten(1)).view_as(weights)
+        return grad.bmm(weights.index_select(0, owner).transpose(1, 2)), of_weights, None
+
+
+def grouped_with_adapters(x: Tensor, layers: list[nn.Linear], *groups) -> Tensor:
+    """`grouped_linear`, plus what the layers' adapters add where they have some; `groups`: its further arguments."""
+    out = grouped_linear(x, layers, *groups)
+    adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
+    if not adapted:
+        return out
+    low = grouped_linear(adapted[0].dropout(x), [layer.lora_A for layer in adapted], *groups)
+    return out + grouped_linear(low, [layer.lora_B for layer in adapted], *groups) * adapted[0].scale
 
 
 class MOEFeedForward(nn.Module):
     """Top-k routed experts (Qwen3-MoE's arithmetic): softmax over the experts, the best K of them, weighted sum."""
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: "PretrainedConfig"):
         super().__init__()
         self.num_experts, self.top_k, self.norm = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
@@ -88,21 +134,22 @@ class MOEFeedForward(nn.Module):
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
         weight = weight / weight.sum(dim=-1, keepdim=True) if self.norm else weight
-        # sort the rows by expert; each expert's block is padded to a multiple of GROUP rows
+        # sort the rows by expert; each expert's rows are padded to a multiple of `group`
+        count = chosen.numel()
+        group = GROUP if has_grouped_mm(flat) else group_size(count, self.num_experts)
         picked = F.one_hot(chosen.flatten(), self.num_experts)  # [N * K, E]
-        ends = ((picked.sum(dim=0) + GROUP - 1) // GROUP * GROUP).cumsum(0)  # [E]
+        ends = ((picked.sum(dim=0) + group - 1) // group * group).cumsum(0)  # [E]
         begin = F.pad(ends[:-1], (1, 0))
         place = ((picked.cumsum(0) - 1 + begin) * picked).sum(dim=-1)  # [N * K]
-        rows = flat.new_zeros(
-            len(place) + GROUP * self.num_experts, flat.shape[-1]
-        )  # [R, C], the largest size possible: no host sync
+        size = (count // group + self.num_experts) * group  # R, the largest possible: no host sync
+        rows = flat.new_zeros(size, flat.shape[-1])
         rows = rows.index_copy(0, place, flat.repeat_interleave(self.top_k, dim=0))
         ends = ends.to(torch.int32)
         experts = cast(list[FeedForward], list(self.experts))
-        gate = grouped_linear(rows, [e.gate_proj for e in experts], ends)
-        up = grouped_linear(rows, [e.up_proj for e in experts], ends)
-        out = grouped_linear(F.silu(gate) * up, [e.down_proj for e in experts], ends)
-        out = out[place].view(*weight.shape, flat.shape[-1]) * weight[..., None].to(out.dtype)  # [N, K, C]
+        gate = grouped_with_adapters(rows, [e.gate_proj for e in experts], ends, group)
+        up = grouped_with_adapters(rows, [e.up_proj for e in experts], ends, group)
+        out = grouped_with_adapters(F.silu(gate) * up, [e.down_proj for e in experts], ends, group)
+        out = out.index_select(0, place).view(*weight.shape, flat.shape[-1]) * weight[..., None].to(out.dtype)
         return out.sum(dim=1).view(x.shape), (probs, chosen)
 
 

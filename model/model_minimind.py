@@ -14,19 +14,20 @@ vocabulary, C hidden size, H query heads, G key/value heads, D head size, E expe
 import math
 from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationMixin, GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
+from model.attention import flat_attention, padded_attention
 from model.feed_forward import FeedForward, MOEFeedForward, load_balancing_loss, product_dtype
+from model.flat_batch import cross_entropy, pad_rows
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others' frequencies depend on the length of the input
 
@@ -84,10 +85,35 @@ class MiniMindConfig(PretrainedConfig):
             )
 
 
-def pad_rows(rows: Tensor) -> int:
-    """Rows to pad a flat batch with, up to a multiple of 64 on a CPU: oneDNN compiles and caches a kernel for each new
-    number of rows (docs/LOG.md, "Few kernel shapes on the CPU")."""
-    return -len(rows) % 64 if rows.device.type == "cpu" else 0
+def has_fused_norm(weight: Tensor) -> bool:
+    """Whether torch has one kernel for RMSNorm with Qwen3's rounding: on CUDA, where the weight is in float32."""
+    return weight.is_cuda and weight.dtype == torch.float32
+
+
+def has_written_out_norm(weight: Tensor) -> bool:
+    """Whether `NormInFewPasses` pays: in training, where the compiler does not save the passes."""
+    training = weight.dtype == torch.float32 and torch.is_grad_enabled()
+    return training and not torch.compiler.is_compiling()
+
+
+class NormInFewPasses(torch.autograd.Function):
+    """RMSNorm in float32 with its derivative written out: the same numbers in two thirds of autograd's time on a CPU,
+    and one tensor less kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
+        normed = x * scale
+        product = grad * normed
+        of_weight = product.flatten(0, -2).sum(0)
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), of_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -101,6 +127,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
+        if has_fused_norm(self.weight):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if has_written_out_norm(self.weight):
+            return cast(Tensor, NormInFewPasses.apply(x, self.weight, self.eps))
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(self.weight.dtype)
 
 
@@ -136,42 +166,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos.unsqueeze(-2), x.roll(x.shape[-1] // 2, dims=-1), sin.unsqueeze(-2))
 
 
-def flat_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Causal attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
-
-    One variable-length FlashAttention kernel (torch.nn.attention.varlen) on GPUs from Ampere on in half precision; else
-    one call per sample, which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for every
-    new length)."""
-    if not len(q):
-        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # empty micro-batch: a zero gradient, not None, for DDP
-    half, head_dim = v.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
-    if q.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0):
-        spans = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)  # of queries and keys
-        out = varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *spans, window_size=(-1, 0), enable_gqa=True)  # causal
-        return cast(Tensor, out)
-    return attention_by_sample(q, k, v, cu_seqlens)
-
-
-@torch.compiler.disable
-def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """`flat_attention` with one call per sample. Sync point on a GPU: the lengths are read on the host, so a
-    compiled graph breaks here."""
-    lengths = cu_seqlens.diff().tolist()
-    lengths += [len(q) - sum(lengths)]  # the padding rows
-    dtype = torch.float32 if q.device.type == "cpu" else v.dtype
-    pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
-    with torch.autocast(q.device.type, enabled=False):
-        out = torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces])
-    return out.to(v.dtype)
-
-
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention of q [B, T, H, D] over k, v [B, T', G, D]; `mask` [B, 1, T, T'] replaces the causal one."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    causal = mask is None and q.shape[2] > 1
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True).transpose(1, 2)
-
-
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with an RMSNorm on each query and key head, as in Qwen3."""
 
@@ -193,7 +187,7 @@ class Attention(nn.Module):
         q, k, v = (y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))  # [..., H, D]
         q, k = apply_rotary(self.q_norm(q), *rotary), apply_rotary(self.k_norm(k), *rotary)
         if flat is not None:
-            out = flat_attention(q, k, v, *flat)
+            out = flat_attention(q, k, v, flat)
             return self.dropout(self.o_proj(out.flatten(-2)))
         q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None:  # transformers' caches hold [B, G, T, D]
@@ -242,13 +236,6 @@ class MiniMindModel(nn.Module):
         return self.norm(x), routings
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of logits [M, V] in float32; on a CPU in chunks whose float32 copies fit its cache."""
-    rows = 512 if logits.device.type == "cpu" else len(logits)
-    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
-    return torch.stack([F.cross_entropy(x.float(), y, reduction="sum") for x, y in pieces]).sum()
-
-
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     """MiniMind with its language-model head."""
 
@@ -283,23 +270,33 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         max_seqlen: int | None = None,
         target_index: Tensor | None = None,
         targets: Tensor | None = None,
+        host_cu_seqlens: np.ndarray | None = None,
+        reduction: str = "sum",
+        head: bool = True,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
 
         Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the head
         runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
-        counts of the whole update. Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V].
+        counts of the whole update; with `reduction` "none" the loss is [M], minus the log-probability of each target.
+        Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]; without `head`, only the
+        `hidden_states` [M, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without them it may
+        wait for the device.
         Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means. Without labels there
         is an aux_loss, too, unless the call has a cache: generation does not compute it.
         """
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
-            return self._forward_flat(embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets)
+            is_there = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
+            spans = (cu_seqlens, max_seqlen, cu_seqlens if is_there else torch.from_numpy(host_cu_seqlens))
+            return self._forward_flat(embeds, position_ids, spans, target_index, targets, reduction, head)
         cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
+        from transformers.masking_utils import create_causal_mask  # brings in the compiler
+
         mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
         hidden, routings = self.model(embeds, position_ids, mask, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
@@ -314,24 +311,24 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             loss = loss if aux_loss is None else loss + aux_loss
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
-    def _forward_flat(self, embeds, position_ids, cu_seqlens, max_seqlen, target_index, targets):
-        tokens, extra = len(embeds), pad_rows(embeds)
+    def _forward_flat(self, embeds, position_ids, spans, target_index, targets, reduction, head):
+        cu_seqlens, tokens, extra = spans[0], len(embeds), pad_rows(embeds)
         embeds, position_ids = F.pad(embeds, (0, 0, 0, extra)), F.pad(position_ids, (0, extra))
-        hidden, routings = self.model(embeds, position_ids, flat=(cu_seqlens, max_seqlen))  # [N, C]
+        hidden, routings = self.model(embeds, position_ids, flat=spans)  # [N, C]
         if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
-        rows = len(target_index)
-        extra = pad_rows(target_index)
+        rows, extra = len(target_index), pad_rows(target_index)
+        if not head:
+            return MoeCausalLMOutputWithPast(hidden_states=hidden.index_select(0, target_index))
         logits = self.lm_head(hidden.index_select(0, F.pad(target_index, (0, extra))))  # [M, V]
-        aux_loss = logits.new_zeros((), dtype=torch.float32)
+        aux_loss, positions = logits.new_zeros((), dtype=torch.float32), torch.arange(len(embeds), device=embeds.device)
         if self.config.use_moe:
-            positions = torch.arange(len(embeds), device=embeds.device)
             sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)  # [N], padding rows get S
             aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
         if targets is None:
             return MoeCausalLMOutputWithPast(logits=logits[:rows], aux_loss=aux_loss)
-        loss = summed_cross_entropy(logits, F.pad(targets, (0, extra), value=-100))  # -100: ignored
-        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
+        loss = cross_entropy(logits, F.pad(targets, (0, extra), value=-100), reduction)  # -100: ignored, 0 each
+        return MoeCausalLMOutputWithPast(loss=loss[:rows] if reduction == "none" else loss, aux_loss=aux_loss)
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
         losses = [

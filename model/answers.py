@@ -1,0 +1,45 @@
+"""What an answer's text consists of: reasoning, content and tool calls, by the marks of chat_template.jinja."""
+
+import json
+import re
+from typing import Any
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+ONE_CALL = re.compile(rf"\s*{CALL}(.*?){END_CALL}", re.DOTALL)
+REASONING = re.compile(rf"\s*{THINK}(.*?)(?:{END_THINK}\s*|\Z)", re.DOTALL)
+
+
+def parse_call(body: str) -> dict[str, Any] | None:
+    """The call {"name", "arguments"} that the text between the marks of a call spells; None if it is not well formed.
+    Arguments may also be the text of a JSON object. Nothing is executed."""
+    try:
+        call = json.loads(body, parse_constant=_refuse)
+        name, arguments = call["name"], call.get("arguments") or {}
+        arguments = json.loads(arguments, parse_constant=_refuse) if isinstance(arguments, str) else arguments
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def answer_message(text: str) -> dict[str, Any]:
+    """The assistant's message that an answer spells: `content`, and `reasoning_content` and `tool_calls` if it has any.
+
+    A call that is not well formed is left in the text.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if found := REASONING.match(text):
+        message["reasoning_content"], text = found[1].strip("\n"), text[found.end() :]
+    calls = []
+
+    def take(found: re.Match) -> str:
+        call = parse_call(found[1])
+        calls.extend([{"type": "function", "function": call}] if call else [])
+        return "" if call else found[0]
+
+    message["content"] = ONE_CALL.sub(take, text).strip()
+    return message | ({"tool_calls": calls} if calls else {})

@@ -1,0 +1,68 @@
+"""Causal attention over flat and padded batches; which of torch's kernels computes it.
+
+Shape legend: N tokens of a flat batch, S samples, B batch, T padded length, H query heads, G key/value heads, D head
+size.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Spans = tuple[Tensor, int, Tensor]  # cu_seqlens [S + 1] on the device, max_seqlen, cu_seqlens [S + 1] on the host
+
+
+def has_varlen_kernel(values: Tensor) -> bool:
+    """Whether torch has a variable-length attention kernel for these values: in half precision, on GPUs from Ampere."""
+    half, head_dim = values.dtype in (torch.float16, torch.bfloat16), values.shape[-1]
+    fits = values.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256
+    return fits and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    """Causal attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
+
+    One variable-length FlashAttention kernel (torch.nn.attention.varlen) where there is one; else one call per sample,
+    which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for every new length)."""
+    if not len(q):
+        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # empty micro-batch: a zero gradient, not None, for DDP
+    cu_seqlens, max_seqlen, host_cu_seqlens = spans
+    if has_varlen_kernel(v):
+        from torch.nn.attention.varlen import varlen_attn  # brings in the compiler, which other devices do not need
+
+        ends = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)  # of queries and keys
+        out = varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *ends, window_size=(-1, 0), enable_gqa=True)  # causal
+        return cast(Tensor, out)
+    return attention_by_sample(q, k, v, host_cu_seqlens)
+
+
+@torch.compiler.disable
+def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """`flat_attention` with one call per sample. It reads `cu_seqlens`, so a compiled graph breaks here, and on the
+    host: one on the device makes the host wait."""
+    lengths = cu_seqlens.diff().tolist()
+    lengths += [len(q) - sum(lengths)]  # the padding rows
+    dtype = torch.float32 if q.device.type == "cpu" else v.dtype
+    if q.device.type != "cpu":  # there grouped queries would be computed without a kernel
+        k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+    pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
+    with torch.autocast(q.device.type, enabled=False):
+        out = torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces])
+    return out.to(v.dtype)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Key or value heads [N, G, D], each as often as query heads share it -> [N, H, D]."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of q [B, T, H, D] over k, v [B, T', G, D]; `mask` [B, 1, T, T'] replaces the causal one."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if q.shape[1] == 1:  # decoding: the heads that share a key take the place of queries, so no key is repeated
+        shape = (len(q), k.shape[1], q.shape[2] // k.shape[1], q.shape[-1])
+        return F.scaled_dot_product_attention(q.reshape(shape), k, v, mask).reshape(q.shape)
+    q = q.transpose(1, 2)
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True).transpose(1, 2)

@@ -1,0 +1,20 @@
+"""The rows of a flat batch: few different numbers of them on a CPU, and the cross entropies of those with a target."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pad_rows(rows: Tensor) -> int:
+    """Rows to pad a flat batch with, up to a multiple of 64 on a CPU: oneDNN compiles and caches a kernel for each new
+    number of rows (docs/LOG.md, "Few kernel shapes on the CPU")."""
+    return -len(rows) % 64 if rows.device.type == "cpu" else 0
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M]; on a CPU in chunks whose float32
+    copies fit its cache."""
+    rows = 512 if logits.device.type == "cpu" else len(logits)
+    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
+    losses = [F.cross_entropy(x.float(), y, reduction=reduction) for x, y in pieces]
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)

@@ -1,0 +1,301 @@
+"""Batched decoding: many answers are written at once, over one cache of keys and values; they join and leave between
+two steps. For serving, and for whoever needs many answers (`generate`); no threads, no text and no network here.
+
+    decoder = Decoder(model, slots=64, length=2048, end_ids=[2])
+    answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)   one prefill, two answers
+    while decoder.rows:
+        for answer in decoder.step():       # every answer that got a token: answer.tokens, answer.finish
+            ...
+
+The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except where two
+tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
+
+Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.sampling import Sampling, draw_tokens, token_logprobs
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer that is being written. finish: None while it is; "stop" after an end token (which is the last of its
+    tokens), "length" if it has all tokens that it may have."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
+    finish: str | None = None
+    slot: int = -1  # row of the cache; -1: the prompt is not read yet, or the answer has left
+    cached: int = 0  # tokens whose keys and values are in the cache
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that is being read, for one or several answers."""
+
+    tokens: list[int]
+    answers: list[Answer]
+    slot: int = -1
+    cached: int = 0
+
+
+class KeyValueCache:
+    """Keys and values of `slots` rows of `length` tokens, allocated once. It takes the place of a transformers cache in
+    the model's attention: before a forward `rows` and `positions` say where its tokens belong, `end` what they see."""
+
+    def __init__(self, model: Any, slots: int, length: int):
+        config, weight = model.config, model.lm_head.weight
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
+        # zeros, not empty: a masked value that is not a number would still spoil the sum
+        self.keys, self.values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.rows: slice | Tensor = slice(0)
+        self.index: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # rows and positions to write, [R, T]
+        self.end = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache; on a CPU the system hands them out as they are written."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Store k, v [R, G, T, D] of a layer; returns all that its rows see, [R, G, end, D]."""
+        rows, positions = self.index
+        keys, values = self.keys[layer], self.values[layer]
+        keys[rows, :, positions], values[rows, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+        return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first tokens of a row."""
+        for cache in (self.keys, self.values):
+            cache[:, target, :, :length] = cache[:, source, :, :length]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Swap the first tokens of two rows."""
+        for cache in (self.keys, self.values):
+            cache[:, [one, other], :, :length] = cache[:, [other, one], :, :length]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.keys.zero_()
+        self.values.zero_()
+
+
+class Decoder:
+    """Decodes up to `slots` answers at once, each with its prompt of up to `length` tokens.
+
+    model: a `MiniMindForCausalLM`. end_ids: tokens that end an answer. prefill_tokens: how many tokens of prompts a
+    step reads at most, so that a long prompt does not hold up the answers that are being written. with_logprobs: keep
+    the tokens' log-probabilities.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        slots: int,
+        length: int,
+        end_ids: Collection[int],
+        prefill_tokens: int = 256,
+        with_logprobs: bool = False,
+    ):
+        self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
+        self.prefill_tokens, self.with_logprobs = prefill_tokens, with_logprobs
+        self.device = model.lm_head.weight.device
+        with torch.inference_mode():
+            self.cache = KeyValueCache(model, slots, length)
+        self.rows: list[Prompt | Answer] = []  # by slot: first the answers that are being written, then prompts
+        self.ready = 0  # how many answers are being written
+
+    @property
+    def free(self) -> int:
+        """Answers that can be added now."""
+        waiting = sum(len(row.answers) - 1 for row in self.rows if isinstance(row, Prompt))
+        return self.slots - len(self.rows) - waiting
+
+    def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int) -> list[Answer]:
+        """Begin one answer for each sampling; the prompt is read once.
+
+        Raises:
+            ValueError: there is no room for so many answers, or prompt and answer are longer than the cache.
+        """
+        if not 1 <= len(samplings) <= self.free:
+            raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
+        if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
+            raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
+        answers = [Answer(sampling, max_new_tokens) for sampling in samplings]
+        self.rows.append(Prompt(list(prompt), list(answers), slot=len(self.rows)))
+        return answers
+
+    def remove(self, answer: Answer) -> None:
+        """Stop writing an answer and free its place; nothing happens to one that has left already."""
+        if answer.slot >= 0:
+            self._free(answer)
+            return
+        for row in self.rows:
+            if isinstance(row, Prompt) and answer in row.answers:
+                row.answers.remove(answer)
+                if not row.answers:
+                    self._free(row)
+                return
+
+    def clear(self) -> None:
+        """Remove everything, as after a step that failed."""
+        for row in self.rows:
+            row.slot = -1
+        self.rows, self.ready = [], 0
+        with torch.inference_mode():
+            self.cache.clear()
+
+    @torch.inference_mode()
+    def step(self) -> list[Answer]:
+        """Read a chunk of the prompts that wait, and write one token of every answer that is under way.
+
+        Returns the answers that got a token; those with a `finish` have left. Sync point on a GPU: the tokens are read.
+        """
+        advanced: list[Answer] = []
+        if self.ready:
+            advanced += self._without_finished(self._decode())
+        if self.ready < len(self.rows):
+            advanced += self._without_finished(self._prefill())
+        return advanced
+
+    def _without_finished(self, advanced: list[Answer]) -> list[Answer]:
+        for answer in advanced:
+            if answer.finish:
+                self.remove(answer)
+        return advanced
+
+    def _prefill(self) -> list[Answer]:
+        """One forward over the next tokens of the first prompts; answers whose prompt is read get their first token."""
+        chosen: list[Prompt] = []
+        width = 0  # of the padded batch
+        for row in self.rows[self.ready :]:
+            assert isinstance(row, Prompt)
+            wide = max(width, min(len(row.tokens) - row.cached, self.prefill_tokens))
+            if chosen and wide * (len(chosen) + 1) > self.prefill_tokens:
+                break
+            chosen.append(row)
+            width = wide
+        chunks = [row.tokens[row.cached : row.cached + width] for row in chosen]
+        tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.device)  # [P, T]
+        slots = torch.tensor([row.slot for row in chosen], device=self.device)
+        begin = torch.tensor([row.cached for row in chosen], device=self.device)
+        # padding goes behind the chunk, where it is overwritten before it is seen, or to the last place
+        positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
+        end = min(self.length, max(row.cached for row in chosen) + width)
+        last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=self.device)
+        logits = self._logits(tokens, positions, slots, slots, end, last)
+        for row, chunk in zip(chosen, chunks, strict=True):
+            row.cached += len(chunk)
+        read = [i for i, row in enumerate(chosen) if row.cached == len(row.tokens)]
+        answers = [self._begin(chosen[i]) for i in read]
+        if read:
+            of_prompt = [i for i, group in zip(read, answers, strict=True) for _ in group]
+            self._draw(sum(answers, []), logits[of_prompt])
+        return sum(answers, [])
+
+    def _begin(self, prompt: Prompt) -> list[Answer]:
+        """Let the answers of a prompt take its place, and further places with a copy of its keys and values."""
+        first, source = prompt.answers[0], prompt.slot
+        self.rows[source], first.slot, first.cached = first, source, prompt.cached
+        for answer in prompt.answers[1:]:
+            answer.slot, answer.cached = len(self.rows), prompt.cached
+            self.rows.append(answer)
+            self.cache.copy(source, answer.slot, prompt.cached)
+        for answer in prompt.answers:
+            self._swap(answer.slot, self.ready)
+            self.ready += 1
+        return prompt.answers
+
+    def _decode(self) -> list[Answer]:
+        """One forward over the last tokens of the answers that are being written."""
+        answers = [row for row in self.rows[: self.ready] if isinstance(row, Answer)]
+        at = [answer.cached for answer in answers]
+        positions = torch.tensor(at, device=self.device)[:, None]  # [R, 1]
+        tokens = torch.tensor([answer.tokens[-1:] for answer in answers], device=self.device)
+        slots = torch.arange(self.ready, device=self.device)
+        logits = self._logits(tokens, positions, slots, slice(self.ready), max(at) + 1, torch.zeros_like(slots))
+        for answer in answers:
+            answer.cached += 1
+        self._draw(answers, logits)
+        return answers
+
+    def _logits(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int, last: Tensor
+    ) -> Tensor:
+        """Logits [R, V] behind token number `last` [R] of tokens [R, T] in the rows of the cache."""
+        cache = self.cache
+        cache.rows, cache.index, cache.end = rows, (slots[:, None], positions), end
+        seen = torch.arange(end, device=self.device) <= positions[..., None]  # [R, T, end]
+        hidden, _ = self.model.model(self.model.model.embed_tokens(tokens), positions, seen[:, None], cache)
+        return self.model.lm_head(hidden[torch.arange(len(last), device=self.device), last]).float()
+
+    def _draw(self, answers: list[Answer], logits: Tensor) -> None:
+        """Give each answer its next token."""
+        chosen = draw_tokens(logits, [answer.sampling for answer in answers], [len(a.tokens) for a in answers])
+        if self.with_logprobs:
+            logprobs = token_logprobs(logits, chosen, [answer.sampling for answer in answers]).tolist()
+            for answer, logprob in zip(answers, logprobs, strict=True):
+                answer.logprobs.append(logprob)
+        for answer, token in zip(answers, chosen.tolist(), strict=True):
+            answer.tokens.append(token)
+            if token in self.end_ids:
+                answer.finish = "stop"
+            elif len(answer.tokens) == answer.max_new_tokens:
+                answer.finish = "length"
+
+    def _swap(self, one: int, other: int) -> None:
+        if one == other:
+            return
+        rows = self.rows
+        self.cache.swap(one, other, max(rows[one].cached, rows[other].cached))
+        rows[one], rows[other] = rows[other], rows[one]
+        rows[one].slot, rows[other].slot = one, other
+
+    @torch.inference_mode()
+    def _free(self, row: Prompt | Answer) -> None:
+        """Take a row out; the last ones of each kind fill the gaps, so that the rows stay without any."""
+        row.cached = 0  # nothing of it has to be moved
+        if row.slot < self.ready:
+            self._swap(row.slot, self.ready - 1)
+            self.ready -= 1
+        self._swap(row.slot, len(self.rows) - 1)
+        self.rows.pop()
+        row.slot = -1
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sequence[Sampling]],
+    max_new_tokens: int | Sequence[int],
+    end_ids: Collection[int],
+    slots: int = 64,
+    with_logprobs: bool = False,
+    between: Callable[[], None] = lambda: None,
+) -> list[list[Answer]]:
+    """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a time.
+
+    max_new_tokens: of every answer, or of those of each prompt.
+    between: called before each step; what it raises ends the call.
+
+    Raises:
+        ValueError: a prompt is empty, or has more answers than there are slots.
+    """
+    new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
+    decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
+    found: list[list[Answer]] = []
+    while len(found) < len(prompts) or decoder.rows:
+        while len(found) < len(prompts) and (not decoder.rows or len(samplings[len(found)]) <= decoder.free):
+            found.append(decoder.add(prompts[len(found)], samplings[len(found)], new[len(found)]))
+        between()
+        decoder.step()
+    return found
