@@ -52,6 +52,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
     meter.restart()
     while step < iters and not state.finished:
         window = meter.fetch(batches, min(args.accumulation_steps, iters - step))  # the update's micro-batches
+        window = state.hooks.prepare(state, window)
         sizes = [state.size(batch) for batch in window]
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
         if stop_requested:
@@ -88,29 +89,34 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
-        On the device, over all ranks: losses [2], the mean cross entropy per target and the mean auxiliary loss per
-        token, in float64 (float32 on MPS); the gradient norm [] before clipping. The loop reads them only to log.
+        On the device, over all ranks: losses [2 + K], the mean cross entropy per target, the mean auxiliary loss per
+        token and the means per target of the K sums to show, in float64 (float32 on MPS), NaN without any target; the
+        gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
     set_learning_rate(optimizer, state.learning_rate(state.update + 1))
-    targets, tokens = max(targets, 1.0), max(tokens, 1.0)  # without any target the loss and its gradient are zero
-    sums = torch.zeros(2, dtype=state.losses.dtype, device=state.device)
+    is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
+    targets, tokens = max(targets, 1.0), max(tokens, 1.0)
+    sums = torch.zeros_like(state.losses)
     for i, batch in enumerate(window):
         seed_dropout(args.seed, state.update, i)
         with gradient_sync(model, enabled=i == len(window) - 1):
             with state.autocast:
-                loss, aux_loss = state.loss_fn(model, to_device(batch, state.device), args)
+                loss, aux_loss, *shown = state.loss_fn(model, to_device(batch, state.device), args)
             # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
             scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
-        sums += torch.stack((loss.detach(), aux_loss.detach())).to(sums.dtype)
-    losses = reduce_sum(sums) / torch.tensor([targets, tokens], dtype=sums.dtype, device=state.device)
+        values = [loss, aux_loss, *(shown[0][name] for name in state.shown)]
+        sums += torch.stack([value.detach().to(sums.dtype) for value in values])
+    counts = [targets, tokens] + [targets] * len(state.shown)
+    losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
-    skip = state.bad_updates.judge(losses, grad_norm, scaler)  # on the device, alike on all ranks
-    if should_step(optimizer, skip):  # fused optimizers read `skip` on the device
+    skip = state.bad_updates.judge(losses[:2], grad_norm, scaler)  # on the device, alike on all ranks
+    if not is_empty and should_step(optimizer, skip):  # fused optimizers read `skip` on the device
         optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    losses = losses * math.nan if is_empty else losses
     add_to_mean_loss(state, losses)
     return losses, grad_norm
 
@@ -120,8 +126,9 @@ def train_on_nothing(state: TrainState, loader: DataLoader) -> None:
     first backward pass, and with three or more ranks the first update after a resume would sum the gradients in another
     order than the same update of a run that was not stopped. Nothing else changes."""
     assert loader.collate_fn is not None
+    (batch,) = state.hooks.prepare(state, [loader.collate_fn([])])
     with state.autocast:
-        loss, aux_loss = state.loss_fn(state.model, to_device(loader.collate_fn([]), state.device), state.args)
+        loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
     (loss + aux_loss).backward()
     state.optimizer.zero_grad(set_to_none=True)
 
@@ -157,35 +164,36 @@ def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch's tensors without waiting. On MPS, cu_seqlens stays on the host, where the model reads it."""
+    """Move a batch's tensors without waiting; what is no tensor stays on the host."""
     if device.type == "cpu":
         return batch
-    on_host = ("cu_seqlens",) if device.type == "mps" else ()
-    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and k not in on_host}
-    return batch | {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
+    return batch | {k: v.to(device, non_blocking=True) for k, v in batch.items() if isinstance(v, Tensor)}
 
 
 def add_to_mean_loss(state: TrainState, losses: Tensor) -> None:
-    """Add the update to the mean over the updates since the last log point, on the device; not if it is not finite."""
-    loss = losses.sum()
-    state.losses += torch.where(torch.isfinite(loss), torch.stack((loss, torch.ones_like(loss))), 0.0)
+    """Add the update to the means over the updates since the last log point, on the device; not if its loss is not
+    finite."""
+    loss = losses[:2].sum()
+    sums = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
+    state.losses += torch.where(torch.isfinite(loss), sums, 0.0)
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------
 
 
 def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_due: bool) -> dict[str, Any]:
-    """The log record of the update just made: `loss` is its own, `mean_loss` that of the updates since the last record.
-    Sync point: the host waits for the device."""
-    total, count = state.losses.tolist()
+    """The log record of the update just made: `loss` is its own; `mean_loss` and the values that the stage shows are
+    means over the updates since the last record. Sync point: the host waits for the device."""
+    total, count, *shown = state.losses.tolist()
     state.losses.zero_()
-    logits_loss, aux_loss = losses.tolist()
+    logits_loss, aux_loss = losses[:2].tolist()
     record: dict[str, Any] = {"update": state.update, "epoch": state.epoch, "step": state.step, "iters": state.iters}
     values = {"loss": logits_loss + aux_loss, "mean_loss": total / count if count else math.nan}
     values |= {"logits_loss": logits_loss, "aux_loss": aux_loss, "grad_norm": float(grad_norm)}
     values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"])
+    values |= {name: value / count if count else math.nan for name, value in zip(state.shown, shown, strict=True)}
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
-    record |= state.expert_load.take(unwrap(state.model))
+    record |= state.hooks.figures(state) | state.expert_load.take(unwrap(state.model))
     skipped = state.bad_updates.take()
     if evaluate_due:
         record["evaluating"] = True

@@ -22,8 +22,9 @@ from common.locks import lock_output
 from common.settings import ROOT, StageArgs, parse_args
 from dataset.lm_dataset import PretrainDataset
 from trainer.components.bad_updates import BadUpdates
+from trainer.components.compiling import uses_compile
 from trainer.components.data import open_datasets
-from trainer.components.device import mixed_precision, prepare_device, select_device
+from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.failures import training_errors
 from trainer.components.flops import peak_rate
 from trainer.components.optimizer import build_optimizer
@@ -51,9 +52,10 @@ from trainer.trainer_utils import (
     leave_process_group,
     lm_checkpoint,
     load_tokenizer,
-    model_config,
     next_token_loss,
     setup_seed,
+    start_model_config,
+    start_shape,
     steps_per_epoch,
     warmup_cosine,
 )
@@ -83,7 +85,8 @@ frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g.
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings, device and precision; signals end the run at an update, and no other run may write its files.
-    args = parse_args(Args, __doc__)
+    args = start_shape(parse_args(Args, __doc__))
+    use_deterministic_kernels(args.deterministic)
     device = select_device(args.device)
     autocast, scaler = mixed_precision(args.dtype, device)
     stop = StopRequest().install()
@@ -94,14 +97,14 @@ def main() -> None:
     train_set, eval_set = open_datasets(PretrainDataset, args, tokenizer)
 
     # 3. Processes and seed.
-    init_distributed_mode(args.rank_timeout)
+    init_distributed_mode(args.rank_timeout, device)
     prepare_device(device)
     setup_seed(args.seed)
     if args.packing:
         Logger(train_set.describe())
 
     # 4. Model config, and the checkpoint to resume from.
-    lm_config = model_config(tokenizer, args)
+    lm_config = start_model_config(tokenizer, args)
     checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
     run = run_fingerprint(args, model_fingerprint(lm_config), data_fingerprint(train_set.cache), len(train_set))
@@ -113,7 +116,7 @@ def main() -> None:
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     model, _ = init_model(lm_config, "none" if checkpoint else args.from_weight, args.tokenizer_path, args.save_dir)
     freeze(model, frozen)
-    model = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
+    model = wrap_model(model, device, args.parallel, uses_compile(args, run), args.activation_checkpointing, autocast)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, restored from the checkpoint.
@@ -130,11 +133,10 @@ def main() -> None:
     with complete_files(state, wandb):
         if state.record:
             finish_update(state, wandb)  # the checkpoint was written before its update was logged
-        iters = steps_per_epoch(len(train_set), args.batch_size)
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
             loader = epoch_loader(train_set, args.batch_size, args.seed, epoch, start_step, args.num_workers)
-            train_epoch(state, epoch, loader, iters, start_step, wandb)
+            train_epoch(state, epoch, loader, steps_per_epoch(len(train_set), args.batch_size), start_step, wandb)
         save_final_weights(state)
 
     # 9. Clean up: DDP is freed before the process group.

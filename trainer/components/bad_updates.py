@@ -50,8 +50,8 @@ class BadUpdates:
         """
         bad_loss = ~torch.isfinite(losses).all()
         skip = bad_loss | ~torch.isfinite(grad_norm)
-        overflow_expected = scaler.is_enabled() and scaler.get_scale() > 1.0  # sync point, float16 only
-        bad = bad_loss if overflow_expected else skip
+        scale = scaler.scale(torch.ones_like(grad_norm))  # read on the device; 1 without a scaler
+        bad = bad_loss | (skip & (scale <= 1.0))
         self._judgement = torch.stack((bad, skip & ~bad))
         return skip
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from common.durable_files import atomic_write
 from common.errors import UserError, reason, warn
 from common.settings import ROOT
-from trainer.components import sharded
 from trainer.components.distributed import is_main_process, world_size
 from trainer.components.language_model import SHAPE, config_of_weights
 from trainer.components.parallel import half_precision, is_sharded, unwrap
@@ -31,6 +30,8 @@ from trainer.components.state_files import (
     write_file,
 )
 
+STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # what tells a state to resume from
+
 
 def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for a sharded
@@ -38,12 +39,13 @@ def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return half_precision(unwrap(model).state_dict(keep_vars=True))
 
 
-def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> None:
-    """Write the fp16 weights for use, on rank 0; with a writer in the background, from a copy."""
+def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> Path:
+    """Write the fp16 weights for use, on rank 0; with a writer in the background, from a copy. Returns the path."""
     writes = is_main_process()
     if writes or is_sharded(model):
         state = half_state_dict(model)
         _write_state(path, state, writer) if writes else None
+    return path
 
 
 def _write_state(path: Path, state: dict[str, Any], writer: Writer | None, **options: Any) -> None:
@@ -146,6 +148,8 @@ def lm_checkpoint(
     }
     state |= {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()}
     if is_sharded(model):
+        from trainer.components import sharded
+
         sharded.save(path, state, writer)
     else:
         _write_state(path, snapshot(state) if writer is not None else state, writer, rotate=rotate)
@@ -158,8 +162,13 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         one of UNREADABLE: it is missing, damaged or something else.
     """
-    state = sharded.read_rest(path) if path.is_dir() else read_file(path)
-    if not (isinstance(state, dict) and {"model", "optimizer", "epoch", "step", "world_size"} <= set(state)):
+    if path.is_dir():
+        from trainer.components import sharded
+
+        state = sharded.read_rest(path)
+    else:
+        state = read_file(path)
+    if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
         raise ValueError("it is not a state to resume from")
     return state
 

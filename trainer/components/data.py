@@ -1,19 +1,20 @@
 """The datasets of a stage, opened before the process group exists."""
 
 from pathlib import Path
-from typing import TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import UserError
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 D = TypeVar("D", bound=StageDataset)
 
 
-def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[D, D | None]:
+def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTrainedTokenizerBase") -> tuple[D, D | None]:
     """The training and held-out (or None) data of a stage, tokenised first where no cache is there.
 
     No process group may exist yet: tokenising a large corpus takes longer than a collective waits.

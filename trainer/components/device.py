@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.launcher import launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # its values with reproducible products
 
 
 def select_device(device: str) -> torch.device:
@@ -42,6 +43,17 @@ def select_device(device: str) -> torch.device:
     if not alone and (found.type == "mps" or ":" in device):
         raise UserError(f"--device {device} cannot be shared by several processes; with auto each takes its own")
     return found
+
+
+def use_deterministic_kernels(enabled: bool) -> None:
+    """For `--deterministic`: have torch and cuBLAS take kernels that give the same bits in every run; where torch knows
+    of none it raises an error. Called before CUDA starts: cuBLAS reads its setting once."""
+    if enabled != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(enabled)
+    # filling fresh memory finds bugs, and costs a pass over it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if enabled and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
+        os.environ[CUBLAS] = CUBLAS_VALUES[0]
 
 
 def prepare_device(device: torch.device) -> None:
@@ -76,6 +88,14 @@ def native_float16(device: torch.device) -> bool:
     return device.type != "cpu" or getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
 
 
+def check_dtype(dtype: str, device: torch.device) -> None:
+    """Refuse float16 on a CPU without arithmetic for it, with a UserError; does not touch the device."""
+    if dtype == "float16" and not native_float16(device):
+        raise UserError(
+            f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)"
+        )
+
+
 def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
     """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
 
@@ -86,14 +106,13 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
     """
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(device) else "float32"
-    if dtype == "float16" and not native_float16(device):
-        raise UserError(
-            f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)"
-        )
+    check_dtype(dtype, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     if dtype == "float32":
         return nullcontext(), scaler
-    return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
+    # autocast asks the current GPU for bfloat16, an old one by allocating on it: that must be this rank's own
+    with torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext():
+        return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
 
 
 def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> torch.dtype:

@@ -197,7 +197,7 @@ def measure(state: TrainState) -> Figures:
         evaluate=shares["evaluate"],
         dtype=dtype,
         num_workers=args.num_workers,
-        use_compile=bool(args.use_compile),
+        use_compile=args.use_compile is True,
         packing=bool(args.packing),
         max_seq_len=args.max_seq_len,
         device=device.type,

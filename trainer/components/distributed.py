@@ -1,22 +1,33 @@
-"""The process group: joining and leaving it, and what the ranks tell each other."""
+"""The process group: joining and leaving it, what the ranks tell each other, and noticing that one of them is gone."""
 
 import gc
+import multiprocessing
 import os
+import sys
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from threading import Thread
-from typing import Any, TypeVar
+from threading import Event, Thread
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UserError, reason
+from common.errors import LostRank, UserError, reason
 from common.launcher import launch
 from common.machine import available_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
+NCCL_MARGIN = timedelta(minutes=1)  # by which a PeerWatch notices silence before torch's watchdog aborts the process
+CLEANUP_PATIENCE, LOST_RANK_DELAY = 5.0, 3.0  # seconds
+# The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
+SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
+LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
+INTERVAL, PATIENCE = 1.0, 10.0  # seconds: between two meetings; for the main thread to find out (torchrun grants 30)
 T = TypeVar("T")
 
 
@@ -56,10 +67,75 @@ def gather(value: Any) -> list[Any]:
     return everyone
 
 
-def init_distributed_mode(rank_timeout: float = 600) -> int:
+def meet() -> None:
+    """Wait for all ranks, over gloo: NCCL's barrier would wait for the GPUs."""
+    reduce_sum(torch.zeros(()))
+
+
+def lost_rank_message(error: Exception) -> str:
+    """What a failed collective tells: a rank that ended closes its connections, a network cut off stays silent."""
+    if any(phrase in str(error) for phrase in SILENT):
+        what = "no sign of another rank for --rank_timeout seconds: its machine or the network is down, or it hangs"
+        then = "when it is back, the same commands with"
+    else:
+        what, then = "another rank ended while this one waited for it", "the reason is what that rank or torchrun says;"
+    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then} --from_resume 1 go on from the last checkpoint"
+
+
+class PeerWatch:
+    """Notices a lost rank where the main thread cannot: while it waits for a GPU that waits for the lost rank's.
+
+    NCCL does not tell that a process on the same machine is gone, and torch's own watchdog aborts each rank with a
+    traceback when the timeout is over. So with NCCL a thread of each rank meets the others' every second over gloo,
+    which notices a closed connection at once. Usually the main thread finds the loss itself, when the hosts exchange
+    the sizes of an update; it is given the time to, and then the thread keeps silent.
+
+    Made on all ranks together, after the process group.
+
+    Args:
+        timeout: how long a rank may be silent.
+        patience: seconds between the loss of a rank and the end of this process.
+    """
+
+    def __init__(self, timeout: timedelta, patience: float = PATIENCE):
+        self.patience = patience
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        self._leaving = Event()
+        self._thread = Thread(target=self._watch, name="peer watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Training is over on this rank: it still meets the others, but whoever loses a rank now reports it himself."""
+        self._leaving.set()
+
+    def join(self) -> None:
+        """Wait until all ranks have stopped, or one of them is lost."""
+        self.stop()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        leaving, ranks = torch.zeros(()), dist.get_world_size(self._group)
+        try:
+            while int(leaving) < ranks:
+                self._leaving.wait(INTERVAL)
+                leaving = torch.tensor(float(self._leaving.is_set()))
+                dist.all_reduce(leaving, group=self._group)
+        except RuntimeError as error:
+            if not self._leaving.wait(self.patience):
+                for child in multiprocessing.active_children():  # of data loaders
+                    child.kill()
+                print(f"error: {lost_rank_message(error)}", file=sys.stderr, flush=True)
+                os._exit(2)  # the main thread is in a call that does not return
+
+
+_watches: list[PeerWatch] = []  # of the process group, if it uses NCCL
+
+
+def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None = None) -> int:
     """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
 
     Args:
+        device: of this rank; by default a GPU if there is one. Without one CUDA is not touched.
         rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network that is cut
             off gives no other sign. The rendezvous itself waits a day, since one machine may still be tokenising what
             another one has in its cache.
@@ -76,15 +152,18 @@ def init_distributed_mode(rank_timeout: float = 600) -> int:
     if place.world_size == 1:
         return 0
     local_rank = place.local_rank
-    if torch.cuda.is_available():
+    on_gpu = device.type == "cuda" if device is not None else torch.cuda.is_available()
+    if on_gpu:
         torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # select_device refuses too many ranks
     elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default
         torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
     try:
         store = _interruptible(lambda: _meet(place.rank, place.world_size))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         timeout = timedelta(seconds=rank_timeout)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        backend, limit = ("cpu:gloo,cuda:nccl", timeout + NCCL_MARGIN) if on_gpu else ("gloo", timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+        if on_gpu:
+            _watches.append(PeerWatch(timeout))
     except RuntimeError as error:  # dist.DistNetworkError and its like
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -119,6 +198,12 @@ def _interruptible(work: Callable[[], T]) -> T:
     return future.result()
 
 
+def stop_watching() -> None:
+    """Training is over on this rank; see PeerWatch."""
+    for watch in _watches:
+        watch.stop()
+
+
 def leave_process_group() -> None:
     """Destroy the process group, all ranks together. Call it when no DDP-wrapped model is referenced any more.
 
@@ -126,6 +211,26 @@ def leave_process_group() -> None:
     lock that they need to release their last tensors (a deadlock seen once in some dozen runs).
     """
     if dist.is_initialized():
-        dist.barrier()
+        while _watches:
+            _watches.pop().join()
+        meet()
         gc.collect()
         dist.destroy_process_group()
+
+
+def abandon_process_group(error: BaseException | None) -> None:
+    """Destroy the process group while an exception ends this rank. Other ranks may be gone, and then that can hang, so
+    it is waited for no longer than CLEANUP_PATIENCE. A rank that lost another one lets that one report and exit first.
+    """
+    if not dist.is_initialized():
+        return
+    stop_watching()
+    if isinstance(error, LostRank):
+        time.sleep(LOST_RANK_DELAY)
+    while error is not None:  # what failed holds the DDP-wrapped model in its local variables
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    thread = Thread(target=dist.destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(CLEANUP_PATIENCE)

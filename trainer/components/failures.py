@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 
 from common.command_line import one_line_errors, outlast_console
-from common.errors import LostRank, UserError, reason
+from common.errors import Interrupted, LostRank, UserError, reason
+from trainer.components.distributed import LOST, abandon_process_group, lost_rank_message
 from trainer.components.signals import end_with_launcher
 
-# The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
-SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
-LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
 # torch's words when a data loader process cannot pass on its batches, or was killed.
@@ -28,7 +25,12 @@ def training_errors() -> Iterator[None]:
     with one_line_errors(), translated_failures():
         outlast_console()
         end_with_launcher()
-        yield
+        try:
+            yield
+        except Interrupted as error:
+            if error.together:
+                abandon_process_group(error)
+            raise
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def translated_failures() -> Iterator[None]:
         if type(error).__name__ == "InductorError" and "OSError" in text:
             raise UserError(
                 f"--use_compile cannot write its cache ({reason(error)}); make room, or name another folder in the "
-                "environment variable TORCHINDUCTOR_CACHE_DIR"
+                "environment variable TORCHINDUCTOR_CACHE_DIR; or --use_compile 0"
             ) from error
         raise
 
@@ -73,13 +75,3 @@ def _loader_message(error: Exception) -> str:
         f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
         "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
     )
-
-
-def lost_rank_message(error: Exception) -> str:
-    """What a failed collective tells: a rank that ended closes its connections, a network cut off stays silent."""
-    if any(phrase in str(error) for phrase in SILENT):
-        what = "no sign of another rank for --rank_timeout seconds: its machine or the network is down, or it hangs"
-        then = "when it is back, the same commands with"
-    else:
-        what, then = "another rank ended while this one waited for it", "the reason is what that rank or torchrun says;"
-    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then} --from_resume 1 go on from the last checkpoint"

@@ -2,16 +2,19 @@
 
 import time
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from model.model_minimind import MiniMindConfig
 from trainer.components.device import autocast_dtype
 from trainer.components.distributed import world_size
 
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
 
-def training_flops(config: MiniMindConfig, tokens: int, targets: int, cu_seqlens: Tensor) -> float:
+
+def training_flops(config: "MiniMindConfig", tokens: int, targets: int, cu_seqlens: Tensor) -> float:
     """Floating-point operations of the forward and backward pass over a flat batch, without padding rows.
 
     Six per weight and token for the layers (two forward, four backward), six per weight and target for the head, and

@@ -21,7 +21,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     for number, line in enumerate(_complete_lines(path), 1):
-        record = _record(line)
+        record = log_record(line)
         if record is None:
             raise UserError(f"{path}:{number} is not a log record; remove the line")
         records.append(record)
@@ -32,7 +32,7 @@ def _complete_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def log_record(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is damaged or something else."""
     try:
         record = json.loads(line)
@@ -50,15 +50,23 @@ class MetricsLog:
         last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
             an empty file.
         records: how many they are, by the checkpoint; a warning tells if some of them are lost.
+        shown: names of the values that the stage shows beside the loss.
     """
 
-    def __init__(self, path: Path, total_updates: int, last_update: int | None = None, records: int | None = None):
-        found = map(_record, _complete_lines(path)) if last_update is not None else ()
+    def __init__(
+        self,
+        path: Path,
+        total_updates: int,
+        last_update: int | None = None,
+        records: int | None = None,
+        shown: tuple[str, ...] = (),
+    ):
+        found = map(log_record, _complete_lines(path)) if last_update is not None else ()
         kept = [record for record in found if record is not None and record["update"] <= (last_update or 0)]
         if records is not None and len(kept) != records:
             warn(f"{path} has {len(kept)} of the {records} records before the checkpoint; the run goes on without them")
         text = "".join(json.dumps(record) + "\n" for record in kept)
-        self.path = path
+        self.path, self.shown = path, shown
         atomic_write(path, lambda file: file.write(text.encode()))
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         self.total_updates = total_updates
@@ -88,7 +96,7 @@ class MetricsLog:
                 f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
             ) from error
         eta = f"eta: {duration(record['seconds_left'])}"
-        text = f"{head}, {describe(record)}, {eta}"
+        text = f"{head}, {describe(record, self.shown)}, {eta}"
         if self.bar is None:
             print(text, flush=True)
         else:
@@ -116,15 +124,16 @@ def headline(record: dict[str, Any], epochs: int, iters: int) -> str:
 
 
 def number(name: str, value: float | None, form: str) -> str:
-    """`name: value`; a skipped update has no finite value."""
-    return f"{name}: {'not finite' if value is None else format(value, form)}"
+    """`name: value`; an update that was skipped, or had no target, has none."""
+    return f"{name}: {'-' if value is None else format(value, form)}"
 
 
-def describe(record: dict[str, Any]) -> str:
-    """One record as text for people."""
+def describe(record: dict[str, Any], shown: tuple[str, ...] = ()) -> str:
+    """One record as text for people; `shown`: names of the values of its stage."""
     forms = {"loss": ".4f", "logits_loss": ".4f", "aux_loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f"}
     parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
     parts.insert(1, number("mean loss", record["mean_loss"], ".4f"))
+    parts[2:2] = [number(name, record[name], ".4f") for name in shown]
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
     parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
     if record.get("dead_experts") is not None:

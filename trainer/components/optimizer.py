@@ -1,5 +1,6 @@
 """Optimizers: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others; skippable steps."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from common.errors import UserError
 MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/LOG.md, "Muon's learning rate"
 
 
-def build_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> Optimizer:
+def build_optimizer(
+    model: nn.Module, lr: float, weight_decay: float, kind: str = "adamw", lr_scales: Mapping[str, float] | None = None
+) -> Optimizer:
     """Fused AdamW; with `kind` muon, Muon for the layers' matrices and AdamW for embedding, router and norms.
 
     `lr` is on AdamW's scale: with Muon all groups run at MUON_LR_SCALE times as much, noted as their `lr_scale`. Weight
-    decay acts on matrices only (norm weights keep their scale). Frozen parameters are left out.
+    decay acts on matrices only (norm weights keep their scale). Frozen parameters are left out. lr_scales: names of
+    modules of the model whose rate is a multiple of `lr`, and that multiple.
 
     Raises:
         UserError: Muon finds nothing to optimize.
@@ -23,18 +27,29 @@ def build_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str 
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise UserError("nothing to train: all parameters of the model are frozen")
-    hidden = [p for name, p in named if kind == "muon" and is_hidden_matrix(name, p)]
-    if kind == "muon" and not hidden:
+    if kind == "muon" and not any(is_hidden_matrix(*each) for each in named):
         raise UserError("--optimizer muon: this model has no matrices in `layers`; use adamw")
-    by_muon = set(map(id, hidden))
-    matrices = [p for _, p in named if p.ndim >= 2 and id(p) not in by_muon]
-    vectors = [p for _, p in named if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    fused = named[0][1].device.type in ("cpu", "cuda")
-    if not hidden:
+    hidden, groups = [], []
+    for module, scale in {"": 1.0, **(lr_scales or {})}.items():
+        own = [(name, p) for name, p in named if _module_of(name, lr_scales) == module]
+        by_muon = [p for name, p in own if kind == "muon" and is_hidden_matrix(name, p)]
+        taken = set(map(id, by_muon))
+        matrices = [p for _, p in own if p.ndim >= 2 and id(p) not in taken]
+        vectors = [p for _, p in own if p.ndim < 2]
+        told = {"lr_scale": scale} if module else {}
+        hidden += [{"params": by_muon} | told]
+        groups += [{"params": matrices, "weight_decay": weight_decay} | told]
+        groups += [{"params": vectors, "weight_decay": 0.0} | told]
+    fused = named[0][1].device.type in ("cpu", "cuda", "mps")
+    if kind == "adamw":
         return AdamW(groups, lr=lr, fused=fused)
     lr *= MUON_LR_SCALE
     return MuonWithAdamW(hidden, AdamW(groups, lr=lr, fused=fused), lr, weight_decay)
+
+
+def _module_of(name: str, lr_scales: Mapping[str, float] | None) -> str:
+    """The module of `lr_scales` that a parameter belongs to, "" for none."""
+    return next((module for module in lr_scales or () if f".{module}." in f".{name}"), "")
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -50,17 +65,40 @@ class MuonWithAdamW(Optimizer):
     learning rate serves both, larger than AdamW's alone.
     """
 
-    def __init__(self, hidden: list[nn.Parameter], adamw: AdamW, lr: float, weight_decay: float):
+    def __init__(self, hidden: list[dict[str, Any]], adamw: AdamW, lr: float, weight_decay: float):
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         self.muon, self.adamw = torch.optim.Muon(hidden, **options), adamw
         for group in (*self.muon.param_groups, *adamw.param_groups):
-            group["lr_scale"] = MUON_LR_SCALE
+            group["lr_scale"] = MUON_LR_SCALE * group.get("lr_scale", 1.0)
+        self.grad_scale = self.found_inf = None  # set by `should_step` where the next line says so: on a GPU
+        self._step_supports_amp_scaling = hidden[0]["params"][0].is_cuda
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
 
     def step(self, closure=None) -> None:  # type: ignore[override]
-        """Step both; a closure is not supported."""
-        self.muon.step()
+        """Step both, or, as a fused optimizer, neither if `found_inf` [] is set; a closure is not supported."""
+        if self.found_inf is None:
+            self.muon.step()
+        else:
+            self.adamw.grad_scale, self.adamw.found_inf = None, self.found_inf  # type: ignore[attr-defined]
+            self._step_or_put_back(self.found_inf > 0)
         self.adamw.step()
+
+    @torch.no_grad()
+    def _step_or_put_back(self, skip: Tensor) -> None:
+        """Step Muon one matrix at a time; with `skip` [], read on the device, each becomes again what it was."""
+        groups = self.muon.param_groups
+        for group in groups:
+            for p in group["params"]:
+                state = self.muon.state[p]
+                if not state:  # before its first step
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                values = (p, state["momentum_buffer"])
+                before = [value.clone() for value in values]
+                self.muon.param_groups = [group | {"params": [p]}]
+                self.muon.step()
+                for value, old in zip(values, before, strict=True):
+                    value.copy_(torch.where(skip, old, value))
+        self.muon.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both, by name."""
@@ -72,7 +110,7 @@ class MuonWithAdamW(Optimizer):
         self.adamw.load_state_dict(state_dict["adamw"])
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
         for group in self.param_groups:
-            group["lr_scale"] = MUON_LR_SCALE
+            group.setdefault("lr_scale", MUON_LR_SCALE)  # the checkpoints of early versions do not say
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float | None) -> None:
@@ -84,10 +122,11 @@ def set_learning_rate(optimizer: Optimizer, lr: float | None) -> None:
 def should_step(optimizer: Optimizer, skip: Tensor) -> bool:
     """Whether to call `optimizer.step()`; hands the flag `skip` [], which is on the device, to a fused optimizer.
 
-    Fused optimizers read it on the device (as torch's own `found_inf` of gradient scaling): then always True, and the
-    host does not wait. For others the host reads it: a sync point.
+    Fused optimizers, and Muon on a GPU, read it on the device (as torch's own `found_inf` of gradient scaling): then
+    always True, and the host does not wait. For others the host reads it, and on MPS, whose fused kernels ignore it: a
+    sync point.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and skip.device.type != "mps":
         optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
         return True
     return not skip.item()

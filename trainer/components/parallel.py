@@ -6,27 +6,30 @@ the checkpoints.
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GradientCheckpointingLayer, PreTrainedModel
 
 from common.errors import UserError
+from common.settings import Switch
+from trainer.components.device import autocast_dtype
 from trainer.components.distributed import world_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def wrap_model(
     model: nn.Module,
     device: torch.device,
     parallel: str = "ddp",
-    use_compile: bool = False,
+    use_compile: Switch = False,
     activation_checkpointing: bool = False,
+    autocast: AbstractContextManager | None = None,
 ) -> nn.Module:
     """Move a model to the device of this rank, compile it in place, and replicate or shard it where there are ranks.
 
@@ -34,6 +37,8 @@ def wrap_model(
 
     Args:
         model: best on the CPU: fsdp then moves only this rank's shards to the device.
+        use_compile: `auto` is no here; `uses_compile` in compiling.py decides it.
+        autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in its dtype.
 
     Raises:
         UserError: activation checkpointing of a model without transformer layers.
@@ -41,11 +46,12 @@ def wrap_model(
     if activation_checkpointing:  # keep only each layer's input, and recompute the rest in the backward pass
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError("--activation_checkpointing 1: this task's model has no layers that can be recomputed")
-        cast(PreTrainedModel, model).activation_checkpointing_enable({"use_reentrant": False})
+        cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
     if parallel == "fsdp" and dist.is_initialized():
-        return _shard(model, init_device_mesh(device.type, (world_size(),)))
+        dtype = autocast_dtype(autocast or nullcontext(), device)
+        return _shard(model, init_device_mesh(device.type, (world_size(),)), dtype)
     model = model.to(device)
-    if use_compile:
+    if use_compile is True:
         for layer in transformer_layers(model) or [model]:  # all layers share what is compiled for the first
             layer.compile(dynamic=True)
     if not dist.is_initialized():
@@ -58,16 +64,36 @@ def wrap_model(
     return DistributedDataParallel(model, **options)
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Each layer is gathered while it computes; embedding, norm and head stay gathered in between."""
+def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+    """Each layer is gathered while it computes; embedding, norm and head stay gathered in between.
+
+    Autocast would cast each gathered matrix and keep the copy until the backward pass. So the layers' matrices are
+    gathered in `dtype`, which also halves what is sent; gradients are summed in float32. The shards, everything that
+    autocast leaves in float32 (the layers' norms), and what lies outside the layers stay float32: the arithmetic is
+    that of DDP.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else half
     for layer in transformer_layers(model):
-        fully_shard(layer, mesh=mesh)
+        if dtype != torch.float32 and (norms := _modules_of_vectors(layer)):
+            fully_shard(norms, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)  # in place
     return model
 
 
+def _modules_of_vectors(layer: nn.Module) -> list[nn.Module]:
+    """The modules in a layer whose own parameters are all vectors: its norms."""
+    own = {module: list(module.parameters(recurse=False)) for module in layer.modules()}
+    return [module for module, parameters in own.items() if parameters and all(p.ndim < 2 for p in parameters)]
+
+
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformer; none in other models."""
+    from transformers import GradientCheckpointingLayer
+
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -93,6 +119,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def is_sharded(model: nn.Module | None) -> bool:
     """Whether each rank holds only a part: then all ranks must take part in its forward pass and its state dict."""
+    from torch.distributed.fsdp import FSDPModule
+
     return isinstance(model, FSDPModule)
 
 
@@ -103,13 +131,15 @@ def is_replicated(model: nn.Module) -> bool:
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
     """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an update."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+    if is_sharded(model):
+        cast(Any, model).set_requires_gradient_sync(enabled)
     return nullcontext() if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
 def full_tensor(value: Tensor) -> Tensor:
     """A tensor with the shards of all ranks; a collective if it is sharded."""
+    from torch.distributed.tensor import DTensor
+
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

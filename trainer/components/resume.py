@@ -6,20 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
-from model.model_minimind import MiniMindConfig
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.run_files import NAMED_SHAPE, resume_states, weight_path
+from trainer.components.run_files import NAMED_SHAPE, resume_states, start_path
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
 
 Fingerprint = dict[str, Any]
 A = TypeVar("A", bound=StageArgs)
 
 
-def model_fingerprint(lm_config: MiniMindConfig) -> Fingerprint:
+def model_fingerprint(lm_config: "MiniMindConfig") -> Fingerprint:
     """The part of the run fingerprint that describes a language model."""
     names = ("hidden_size", "num_hidden_layers", "use_moe", "num_experts", "num_experts_per_tok", "vocab_size")
     return {key: getattr(lm_config, key) for key in (*names, "dropout")}
@@ -31,6 +33,15 @@ def data_fingerprint(cache: TokenCache) -> Fingerprint:
     return {"data": hashlib.sha256(content.encode()).hexdigest()[:16], "tokenizer": cache.meta["tokenizer"][:16]}
 
 
+def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
+    """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a file, or all
+    files of a folder."""
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    hashes = [file_hash(str(each), Path(cache_dir)) for each in files]
+    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    return {f"{name}_sha256": whole}
+
+
 def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:
     """Everything that must stay the same for a resumed run to be the same run.
 
@@ -40,11 +51,19 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
     run = {key: getattr(args, key) for key in (*names, "packing", "seed")} | model | own_flags(args)
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run |= {"samples": samples} | data
-    start = weight_path(args.save_dir, args.from_weight, args)
-    named = args.from_weight != "none" and start.is_file()
+    start = start_path(args.save_dir, args.from_weight, args)
+    named = args.from_weight != "none" and start.exists()
     run["from_weight"] = args.from_weight
-    run["from_weight_sha256"] = file_hash(str(start), Path(args.cache_dir)) if named else None
-    return run
+    hashed = weights_fingerprint("from_weight", start, args.cache_dir) if named else {"from_weight_sha256": None}
+    return run | hashed
+
+
+def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
+    """Refuse weights under the name of --from_weight that are not those which the run began with."""
+    start = start_path(args.save_dir, args.from_weight, args)
+    found = weights_fingerprint("from_weight", start, args.cache_dir) if start.exists() else {}
+    if found and found["from_weight_sha256"] != run["from_weight_sha256"]:
+        raise UserError(f"weights {start} are no longer those that the run began with; put them back to go on")
 
 
 def total_updates(run: Fingerprint) -> int:
@@ -92,6 +111,9 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     if run["from_weight_sha256"] is None or args.from_weight in own:  # the checkpoint holds what became of the weights
         run = run | {"from_weight_sha256": saved.get("from_weight_sha256")}
     hint = "" if run["global_batch"] == saved.get("global_batch") else _global_batch_hint(args, saved)
+    if run["from_weight_sha256"] != saved.get("from_weight_sha256") and run["from_weight"] == saved.get("from_weight"):
+        start = start_path(args.save_dir, args.from_weight, args)
+        hint += f". {start} is not the file that the run started from: put that one back, or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
     return run
 
@@ -167,7 +189,13 @@ def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool
 # --- the code of a run -----------------------------------------------------------------------------------------------
 
 SHARED_CODE = ("trainer/loop.py", "trainer/trainer_utils.py", "trainer/components/language_model.py")
-SHARED_CODE += ("trainer/components/optimizer.py", "model/model_minimind.py", "model/feed_forward.py")
+SHARED_CODE += (
+    "trainer/components/optimizer.py",
+    "model/model_minimind.py",
+    "model/attention.py",
+    "model/flat_batch.py",
+    "model/feed_forward.py",
+)
 
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
@@ -183,3 +211,13 @@ def warn_of_other_code(checkpoint: dict[str, Any], code: dict[str, str]) -> None
     changed = sorted(name for name in saved if name in code and saved[name] != code[name])
     if changed:
         warn(f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code")
+
+
+def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool) -> None:
+    """Warn if `--deterministic` was set otherwise before: the same run, but no longer the same bits."""
+    saved = checkpoint.get("deterministic", deterministic)  # early versions' checkpoints do not say
+    if saved != deterministic:
+        warn(
+            f"--deterministic was {int(saved)} until the checkpoint and is {int(deterministic)} now: on a GPU the run "
+            "will not end with the bits of one that was not stopped"
+        )

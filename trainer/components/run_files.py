@@ -43,6 +43,16 @@ def weight_path(save_dir: str | Path, weight: str, lm_config: NamedShape) -> Pat
     return Path(save_dir) / f"{run_name(weight, lm_config)}.pth"
 
 
+def is_path(weight: str) -> bool:
+    """Whether the value of a flag that names weights is a path, of a file or folder, and no name in --save_dir."""
+    return Path(weight).name != weight or weight.endswith(".pth")
+
+
+def start_path(save_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:
+    """Where the weights are that a run starts from: a path, or the file of this name."""
+    return Path(weight) if is_path(weight) else weight_path(save_dir, weight, lm_config)
+
+
 def shape_in_name(path: Path) -> dict[str, Any] | None:
     """The settings of NAMED_SHAPE that the name of a weights file tells, those of experts None for a dense model; None
     if it is not such a name."""

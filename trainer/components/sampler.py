@@ -77,16 +77,29 @@ def epoch_loader(
     collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
 ) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
+    order = epoch_order(len(dataset), seed, epoch)
+    return ordered_loader(dataset, order, batch_size, skip_batches, num_workers, collate_fn)
+
+
+def ordered_loader(
+    dataset: SizedDataset,
+    order: np.ndarray,
+    batch_size: int,
+    skip_batches: int,
+    num_workers: int,
+    collate_fn: Callable[[list], dict[str, Any]],
+) -> DataLoader:
+    """The micro-batches of the samples in this order, of all ranks, on this rank."""
     if num_workers:
         check_shared_memory(num_workers)
-    order = rank_share(epoch_order(len(dataset), seed, epoch), batch_size, this_rank(), world_size())
-    batches = SkipBatchSampler(order, batch_size, skip_batches, steps_per_epoch(len(dataset), batch_size))
+    mine = rank_share(order, batch_size, this_rank(), world_size())
+    batches = SkipBatchSampler(mine, batch_size, skip_batches, steps_per_epoch(len(order), batch_size))
     return DataLoader(
         cast(Dataset, dataset),
         batch_sampler=batches,
         collate_fn=collate_fn,
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_initialized(),  # if this process computes on a GPU
         generator=torch.Generator(),  # the loader draws a base seed: keep it off the global stream
         worker_init_fn=ignore_stop_signals,
     )

@@ -1,5 +1,6 @@
 """When files are written: checkpoints at the end of an update, the best weights, the last ones, and at a signal."""
 
+import glob
 import os
 import re
 import signal
@@ -8,17 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from common.durable_files import link, sync_folder
+from common.durable_files import link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
 from trainer.components.checkpoint import lm_checkpoint, save_weights
-from trainer.components.distributed import Logger, is_main_process
+from trainer.components.distributed import Logger, is_main_process, meet, stop_watching
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.run_files import NamedShape, metrics_path, resume_path, run_name, weight_path
-from trainer.components.sharded import saving_group
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 from trainer.components.state_files import state_paths
@@ -32,33 +30,46 @@ def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:
     if not resumed:
         set_earlier_run_aside(state.args, state.lm_config)
     path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.lm_config))
+    shown = (*state.hooks.shown, *state.shown)
     if resumed:
-        return MetricsLog(path, state.total_updates, state.reported_update, state.records)
-    return MetricsLog(path, state.total_updates)
+        return MetricsLog(path, state.total_updates, state.reported_update, state.records, shown)
+    return MetricsLog(path, state.total_updates, shown=shown)
 
 
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
     """Move the checkpoints and metrics of an earlier run of this name into a folder `earlier_<n>` beside them, and keep
-    its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files."""
+    its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files.
+
+    Raises:
+        UserError: the disk is full ...
+    """
     run, best = (run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
-    old_states = [path for kind in ("resume", "update", "best_resume") for path in states.glob(f"{run}_{kind}*")]
+    kinds = ("resume", "update", "best_resume")
+    old_states = [path for kind in kinds for path in states.glob(f"{glob.escape(run)}_{kind}*")]
     metrics = metrics_path(out, run)
     if not old_states:
         return
     taken = [re.fullmatch(r"earlier_(\d+)", path.name) for folder in (states, out) for path in folder.glob("earlier_*")]
     name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
-    for folder, paths in ((states, old_states), (out, [path for path in [metrics] if path.exists()])):
-        for path in paths:  # the checkpoints first: without them nothing continues
-            (folder / name).mkdir(exist_ok=True)
-            os.replace(path, folder / name / path.name)
-    for weights in (out / f"{run}.pth", out / f"{best}.pth"):
-        if weights.exists():  # they may be the start weights of this run, which other ranks still read
-            (out / name).mkdir(exist_ok=True)
-            link(weights, out / name / weights.name)
-    for folder in {states, out, states / name, out / name}:
-        if folder.exists():
+    adapters = [path for each in (run, best) for path in (out / each).glob("adapter_*")]
+    try:
+        for path in (metrics, out / f"{run}.pth", out / f"{best}.pth", *adapters):  # other ranks may still read weights
+            if path.exists():
+                kept = out / name / path.relative_to(out)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                link(path, kept)
+                sync_folder(kept.parent)
+        if (out / name).exists():
+            sync_folder(out / name)
+        (states / name).mkdir(exist_ok=True)
+        for path in old_states:  # after all else is kept: a run killed here finds the rest and sets it aside again
+            os.replace(path, states / name / path.name)
+        metrics.unlink(missing_ok=True)
+        for folder in {states, out, states / name}:
             sync_folder(folder)
+    except OSError as error:
+        raise write_error(states / name, error) from error
     places = " and ".join(dict.fromkeys(str(folder / name) for folder in (states, out)))
     Logger(f"a run named {run} was here; its files are kept in {places} (--from_resume 1 would have continued it)")
 
@@ -75,23 +86,27 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
         where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
         parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
         lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
-        save_weights(state.model, weight_path(args.save_dir, args.save_weight, state.lm_config), state.writer)
+        write_weights(state, args.save_weight)
         path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
         state.hooks.checkpoint_saved(state, state_paths(path)[is_sharded(state.model)])
 
 
+def write_weights(state: TrainState, weight: str) -> Path:
+    """Write what is used of the model under this name, in the background; returns where."""
+    write = state.save_fn or save_weights
+    return write(state.model, weight_path(state.args.save_dir, weight, state.lm_config), state.writer)
+
+
 def save_best_weights(state: TrainState) -> None:
     """Write the weights of this update as `<save_weight>_best`, in the background."""
-    best = weight_path(state.args.save_dir, f"{state.args.save_weight}_best", state.lm_config)
-    save_weights(state.model, best, state.writer)
+    write_weights(state, f"{state.args.save_weight}_best")
 
 
 def save_final_weights(state: TrainState) -> None:
     """Write the weights at the end of training, and wait for the disk."""
-    path = weight_path(state.args.save_dir, state.args.save_weight, state.lm_config)
     if state.save_due:
         save_checkpoint(state)
-    save_weights(state.model, path, state.writer)
+    path = write_weights(state, state.args.save_weight)
     state.writer.wait()
     Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
 
@@ -110,11 +125,11 @@ def interrupted(state: TrainState) -> Interrupted:
     Called on all ranks, which wait until the state is on the disk: torchrun ends all ranks when the first one exits.
     """
     state.writer.wait()
-    if dist.is_initialized():
-        dist.barrier()
+    meet()
     number = state.stop.signal or signal.SIGTERM
     name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
-    return Interrupted(number, f"by {name} after {done}, which is saved; --from_resume 1 goes on from there")
+    text = f"by {name} after {done}, which is saved; --from_resume 1 goes on from there"
+    return Interrupted(number, text, together=True)
 
 
 @contextmanager
@@ -123,12 +138,15 @@ def complete_files(state: TrainState, wandb=None) -> Iterator[None]:
     completed: a checkpoint in the background, the metrics file, the tracker's curves."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     if is_sharded(state.model):
+        from trainer.components.sharded import saving_group
+
         saving_group()
     try:
         state.stop.defer = True
         yield
         tracker_timeout = None
     finally:
+        stop_watching()
         state.stop.defer = False
         end_loader_processes()
         if wandb is not None:

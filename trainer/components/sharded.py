@@ -1,7 +1,7 @@
 """The resume state of a sharded run as a folder: each rank writes its shards, and any number of ranks reads it back.
 
 torch.distributed.checkpoint writes the tensors; everything else, with a name in place of each tensor, is in
-`state.pth`. Nothing in a folder is executed when it is read. scripts/convert_sharded.py makes plain files of a folder.
+`state.pth`. Nothing in a folder is executed when it is read. scripts/convert_model.py makes one file of a folder.
 """
 
 import io
@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import zeros as sharded_zeros
@@ -95,7 +96,12 @@ def save(path: Path, state: dict[str, Any], writer: Writer | None = None) -> Non
     if leads and temp.exists():  # of a run that was killed
         remove(temp)
     tensors = {name: tensor.detach() for name, tensor in taken.values()}
-    saving = cast(Future, dcp.async_save(tensors, checkpoint_id=temp, process_group=saving_group()))
+    # nothing to copy ahead, the tensors are on the host: torch's thread for that would start a CUDA context on GPU 0
+    files = dcp.FileSystemWriter(temp, per_thread_copy_ahead=0)
+    stager = DefaultStager(StagingOptions(False, False, False, False))  # copies at once, pageable, in this process
+    pending = dcp.async_save(tensors, storage_writer=files, async_stager=stager, process_group=saving_group())
+    saving = cast(Future, pending)
+    saving.add_done_callback(lambda _: stager.close())
 
     def job() -> None:
         try:

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from common.errors import UserError
+from common.errors import UserError, warn
 from common.settings import StageArgs
-from model.model_minimind import MiniMindConfig
 from trainer.components.bad_updates import BadUpdates
 from trainer.components.distributed import Logger, world_size
 from trainer.components.expert_load import ExpertLoad
@@ -22,20 +21,35 @@ from trainer.components.language_model import Batch, flat_size, held_out_loss
 from trainer.components.meter import Meter, Size
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import unwrap
-from trainer.components.resume import Fingerprint, total_updates, warn_of_other_code
+from trainer.components.resume import Fingerprint, total_updates, warn_of_other_code, warn_of_other_kernels
 from trainer.components.run_files import NamedShape
-from trainer.components.sharded import with_tensors
 from trainer.components.signals import StopRequest
 from trainer.components.state_files import Writer
 
-LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
+
+LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]]
 EvalFn = Callable[[nn.Module, Batch], dict[str, Tensor]]
+SaveFn = Callable[[nn.Module, Path, Writer], Path]  # (model, path of its .pth, writer) -> what was written
 Schedule = Callable[[int, int, StageArgs], float | None]
 SAVED = ("update", "tokens", "seconds", "best_eval", "record", "records", "save_due")
 
 
 class Hooks:
-    """No-op base: called by the loop on every rank at fixed points; the engine dispatches its callbacks from here."""
+    """No-op base: called by the loop on every rank at fixed points; the engine dispatches its callbacks from here. A
+    stage script, which has none, hands on what it finds in the engine's checkpoint."""
+
+    _kept: dict[str, Any] | None = None
+    shown: tuple[str, ...] = ()  # names of `figures` that stand on the console's line
+
+    def prepare(self, state: "TrainState", window: list[Batch]) -> list[Batch]:
+        """The micro-batches to train, made of those that the loader gave: rollouts of prompts, for instance."""
+        return window
+
+    def figures(self, state: "TrainState") -> dict[str, Any]:
+        """More values for the record at a log point; called on all ranks."""
+        return {}
 
     def batch_start(self, state: "TrainState") -> None:
         """Before an update."""
@@ -59,10 +73,13 @@ class Hooks:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint saves of the hooks."""
-        return {}
+        return self._kept or {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
+        self._kept = saved
+        if callbacks := saved.get("callbacks"):
+            warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")
 
 
 @dataclass
@@ -76,11 +93,13 @@ class TrainState:
     scaler: torch.amp.GradScaler
     autocast: AbstractContextManager
     device: torch.device
-    loss_fn: LossFn  # (model, batch, settings) -> sums: (losses of its targets, auxiliary losses of its tokens)
+    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of its targets, auxiliary losses of its tokens[, shown]
     schedule: Schedule  # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     run: Fingerprint  # what must not differ on resume
     stop: StopRequest = field(default_factory=StopRequest)
+    shown: tuple[str, ...] = ()  # names of the sums over the targets that loss_fn returns to be shown beside the loss
     size_fn: Callable[[Batch], Size] | None = None  # None: `flat_size`
+    save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
     metrics: MetricsLog | None = None  # rank 0 only
     eval_loader: DataLoader | None = None
@@ -108,8 +127,9 @@ class TrainState:
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         exact = torch.float32 if self.device.type == "mps" else torch.float64
-        # sum of the losses since the last record, and number of their updates; on the device, checkpoints save it
-        self.losses = torch.zeros(2, dtype=exact, device=self.device)
+        # sum of the losses since the last record, number of their updates, sums of the values shown; on the device,
+        # checkpoints save it
+        self.losses = torch.zeros(2 + len(self.shown), dtype=exact, device=self.device)
 
     @property
     def total_updates(self) -> int:
@@ -120,8 +140,7 @@ class TrainState:
         """The size of a micro-batch."""
         if self.size_fn is not None:
             return self.size_fn(batch)
-        assert isinstance(self.lm_config, MiniMindConfig)
-        return flat_size(batch, self.lm_config)
+        return flat_size(batch, cast("MiniMindConfig", self.lm_config))
 
     def learning_rate(self, update: int) -> float | None:
         """Learning rate of an update, from 1: a pure function, so there is nothing to save."""
@@ -156,12 +175,16 @@ class TrainState:
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
         parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks, "code": self.code}
-        parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist()}
+        parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "monitor": self.monitor}
+        parts |= {"deterministic": self.args.deterministic}
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress."""
+        from trainer.components.sharded import with_tensors
+
         warn_of_other_code(checkpoint, self.code)
+        warn_of_other_kernels(checkpoint, self.args.deterministic)
         saved = with_tensors(checkpoint, unwrap(self.model))
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -172,7 +195,11 @@ class TrainState:
         self.hooks.load_state_dict(saved["hooks"])
         for key in SAVED:
             setattr(self, key, saved.get(key))
-        self.losses.copy_(torch.tensor(saved.get("loss_sum", [0.0, 0.0]), dtype=self.losses.dtype))
+        if saved.get("monitor", self.monitor) != self.monitor:
+            warn(f"the best weights are now judged by {self.monitor[0]}, which was {saved['monitor'][0]}: none yet")
+            self.best_eval = math.inf
+        sums = saved.get("loss_sum", [0.0, 0.0])
+        self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)
         self.epoch = saved["epoch"]
         # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole epoch
         self.step = math.ceil(saved["samples_done"] / (self.args.batch_size * world_size()))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common.durable_files import remove
+from common.errors import UserError, reason
 
 # what zipfile and torch.load raise on a damaged or foreign file
 UNREADABLE: tuple[type[Exception], ...] = (
@@ -146,6 +147,7 @@ def read_file(path: Path) -> Any:
 
     Raises:
         one of UNREADABLE: the file is damaged, of another kind, or holds code.
+        UserError: it is whole, but there is not enough memory for it.
     """
     with open(path, "rb") as file:
         length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
@@ -159,10 +161,19 @@ def read_file(path: Path) -> Any:
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = _load(path, is_whole=comment.startswith(DIGEST_MARK))
     if isinstance(content, dict) and FORMAT in content and not comment.startswith(DIGEST_MARK):
         raise zipfile.BadZipFile("its digest is missing")
     return content
+
+
+def _load(path: Path, is_whole: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, RuntimeError) as error:
+        if is_whole and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+            raise UserError(f"out of memory while {path} is read ({reason(error)}); the file is whole") from error
+        raise
 
 
 def file_digest(path: Path, length: int | None = None) -> str:

@@ -1,32 +1,53 @@
-"""Trained weights for use: which file they are, the shape of their model, and the model itself.
+"""Trained models for use: which one a command line names, the shape of its model, and the model itself.
 
-Of the shape, the tensors tell all but the number of experts per token, which stands in the file's name (run_files.py).
+A model is a weights file of `out/`, a checkpoint of `checkpoints/` (a file, or the folder of a sharded run), or a
+Hugging Face folder. Of the shape, the tensors tell all but the number of experts per token, which stands in the file's
+name (run_files.py), in the checkpoint or in the folder's config. Nothing in a file is executed.
 """
 
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError, reason
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.token_cache import load_tokenizer
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.components.checkpoint import fill, missing_weights, read_weights
+from trainer.components.checkpoint import STATE_KEYS, fill, missing_weights, read_state, read_weights
+from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
+from trainer.components.hugging_face import CONFIG_FILE, TOKENIZER_FILE, read_folder
 from trainer.components.language_model import SHAPE, check_vocabulary, config_of_weights, describe_size, special_tokens
+from trainer.components.lora import merge_adapter
 from trainer.components.run_files import NAMED_SHAPE, shape_in_name, weight_files
+from trainer.components.state_files import UNREADABLE, read_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+WEIGHT = "full_sft"  # the weights that tools use unless told otherwise
 
 
-def add_trained_model_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of tools that use trained weights: which weights, where to run, and the shape if it must be told."""
+def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
+    """The flags of tools that use a trained model: which one, where to run, and the shape if it must be told.
+
+    device: whether to add `--device`.
+    """
     rows = settings_of(StageArgs)
-    parser.add_argument("--weight", default="full_sft", help="name of the weights in --save_dir")
-    add_flags(parser, (rows[name] for name in ("save_dir", "tokenizer_path", "device")))
+    parser.add_argument(
+        "--model", metavar="PATH", help="the model: a weights file, a checkpoint or a Hugging Face folder; or --weight"
+    )
+    parser.add_argument("--weight", help=f"name of the weights in --save_dir (default: {WEIGHT})")
+    parser.add_argument("--lora", metavar="PATH", help="folder of an adapter (LoRA) to merge into the model")
+    add_flags(parser, (rows[name] for name in ("save_dir", "device")[: 1 + device]))
+    beside = replace(rows["tokenizer_path"], default=None)
+    beside = replace(beside, help=f"{beside.help} (default: that of --model, or {ROOT / 'model'})")
+    add_flags(parser, [beside])
     shape = parser.add_argument_group("shape", "to choose between several weights of a name; else they tell it")
     add_flags(shape, (replace(rows[name], default=None) for name in SHAPE))
 
@@ -36,30 +57,133 @@ def given_shape(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
 
 
+def model_path(args: argparse.Namespace) -> Path:
+    """The file or folder of the model that the flags of `add_trained_model_flags` name.
+
+    Raises:
+        UserError: it is not there, or not clear.
+    """
+    if args.model is None:
+        return find_weights(args.save_dir, args.weight or WEIGHT, **given_shape(args))
+    if args.weight is not None:
+        raise UserError(f"--model {args.model} and --weight {args.weight} both name a model; leave one of them out")
+    if not Path(args.model).exists():
+        raise UserError(f"--model {args.model}: no such file or folder")
+    return Path(args.model)
+
+
+def load_model(
+    args: argparse.Namespace, device: str | torch.device | None = None
+) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
+    """The model that the flags of `add_trained_model_flags` name, in float32 and ready for use, and its tokenizer.
+
+    device: where to put the model; None: where `--device` says.
+
+    Raises:
+        UserError: as `model_path`, `load_path` and `merge_adapter`, or there is no such device.
+    """
+    path = model_path(args)
+    if device is None:
+        device = select_device(args.device)
+        prepare_device(device)
+    model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+    return merge_adapter(model, Path(args.lora)) if args.lora else model, tokenizer
+
+
+def load_path(
+    path: Path, tokenizer_path: str | Path | None = None, device: str | torch.device = "cpu", **asked: Any
+) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
+    """The model in a file or folder, in float32 and ready for use, and its tokenizer.
+
+    tokenizer_path: None: the folder of the model if it holds a tokenizer, else that of this repository.
+    asked: settings of the shape (`given_shape`); only needed where the file and its name do not tell.
+
+    Raises:
+        UserError: it is no model, contradicts `asked`, or has another vocabulary than the tokenizer.
+    """
+    from model.model_minimind import MiniMindForCausalLM
+
+    weights, told = read_model(path)
+    tokenizer_path = tokenizer_path or tokenizer_folder(path)
+    tokenizer = load_tokenizer(tokenizer_path)
+    config = trained_config(path, weights, asked, **told | special_tokens(tokenizer))
+    check_vocabulary(tokenizer, tokenizer_path, config, exactly=not is_hugging_face(path))
+    model = MiniMindForCausalLM(config)
+    fill(model, weights, path)
+    Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
+    cast(nn.Module, model).to(device)  # in place
+    return model.eval(), tokenizer
+
+
 def load_trained(
     weight: str,
     save_dir: str | Path = ROOT / "out",
-    tokenizer_path: str | Path = ROOT / "model",
+    tokenizer_path: str | Path | None = None,
     device: str | torch.device = "cpu",
     **asked: Any,
-) -> tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]:
-    """The model with these weights, in float32 and ready for use, and its tokenizer.
+) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
+    """`load_path` of the weights of this name in `save_dir`."""
+    return load_path(find_weights(save_dir, weight, **asked), tokenizer_path, device, **asked)
 
-    asked: settings of the shape (`given_shape`); only needed where there are several files, or where neither the file
-    nor its name tells.
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether it is a Hugging Face folder."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """The folder of the tokenizer that belongs to a model: beside its weights, else that of this repository."""
+    folder = path if path.is_dir() else path.parent
+    return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
+
+
+def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a model under MiniMind's names, and the fields of its config that they do not tell, as far as the
+    file or folder does.
 
     Raises:
-        UserError: the weights are not found or not clear, contradict `asked`, or have another vocabulary.
+        UserError: it is not there, damaged, or holds no such model.
     """
-    path = find_weights(save_dir, weight, **asked)
-    weights, tokenizer = read_weights(path), load_tokenizer(tokenizer_path)
-    config = trained_config(path, weights, asked, **special_tokens(tokenizer))
-    check_vocabulary(tokenizer, tokenizer_path, config, exactly=True)
-    model = MiniMindForCausalLM(config)
-    fill(model, weights, path)
-    Logger(f"{describe_size(model)}, weights: {path.name}")
-    cast(nn.Module, model).to(device)  # in place
-    return model.eval(), tokenizer
+    from trainer.components.sharded import REST, with_tensors
+
+    if is_hugging_face(path):
+        return read_folder(path)
+    try:
+        state = None
+        if path.is_dir() and not (path / REST).is_file():
+            raise UserError(f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({REST})")
+        if path.is_dir():
+            state = with_tensors(read_state(path))
+        elif path.is_file() and isinstance(content := read_file(path), dict) and set(content) >= STATE_KEYS:
+            state = content
+    except UNREADABLE as error:
+        raise UserError(f"{path}: not a readable model ({reason(error)})") from error
+    if state is None:
+        return read_weights(path), {}
+    run = state.get("run") or {}
+    return state["model"], {name: run[name] for name in ("num_experts_per_tok",) if name in run}
+
+
+def start_config(path: Path, experts_per_token: int | None = None) -> "MiniMindConfig":
+    """The config of a model that a run starts from, named by its path.
+
+    experts_per_token: of a mixture of experts whose file does not tell.
+
+    Raises:
+        UserError: it is not there, is no model, or one that a weights file cannot describe.
+    """
+    if not path.exists():
+        raise UserError(f"--from_weight {path}: no such file or folder")
+    weights, told = read_model(path)
+    asked = {"num_experts_per_tok": experts_per_token} if experts_per_token else {}
+    config = trained_config(path, weights, {}, **asked | told)
+    usual = type(config)(hidden_size=config.hidden_size)
+    for name in ("rms_norm_eps", "rope_parameters") + (("norm_topk_prob",) if config.use_moe else ()):
+        if getattr(config, name) != getattr(usual, name):
+            raise UserError(
+                f"--from_weight {path}: the weights files of a run cannot say that {name} is {getattr(config, name)}"
+            )
+    return config
 
 
 def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
@@ -88,7 +212,7 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
     return found[0]
 
 
-def trained_config(path: Path, weights: dict[str, Tensor], asked: dict[str, Any], **fields: Any) -> MiniMindConfig:
+def trained_config(path: Path, weights: dict[str, Tensor], asked: dict[str, Any], **fields: Any) -> "MiniMindConfig":
     """The config of weights that were read from `path`. asked: settings that it must have. fields: further ones, such
     as the special tokens.
 
@@ -98,7 +222,7 @@ def trained_config(path: Path, weights: dict[str, Tensor], asked: dict[str, Any]
     """
     try:
         config = config_of_weights(weights, **fields)
-        if config.use_moe:
+        if config.use_moe and "num_experts_per_tok" not in fields:
             per_token = _experts_per_token(path, config.num_experts, asked)
             config = config_of_weights(weights, num_experts_per_tok=per_token, **fields)
     except ValueError as error:

@@ -1,0 +1,112 @@
+"""Distillation: which model the teacher is, and how far the student's predictions are from its.
+
+Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import UserError
+from dataset.tokenizing import TokenizerSpec
+from trainer.components.hugging_face import TOKENIZER_FILE
+from trainer.components.language_model import Batch, target_logits, target_states
+from trainer.components.run_files import is_path
+from trainer.components.trained_weights import find_weights, load_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindForCausalLM
+
+SHOWN = ("cross_entropy", "divergence")
+PIECE = 1024  # targets whose predictions are compared at once
+
+
+def teacher_path(weight: str, save_dir: str, **asked: Any) -> Path:
+    """The teacher's file or folder: a path, or the name of weights in `save_dir`; asked: settings of its shape.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    if is_path(weight):
+        if not Path(weight).exists():
+            raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
+        return Path(weight)
+    try:
+        return find_weights(save_dir, weight, **asked)
+    except UserError as error:
+        names = (("--hidden_size", "--teacher_hidden_size"), ("--use_moe", "--teacher_use_moe"))
+        text = str(error)
+        for name, own in names:
+            text = text.replace(name, own)
+        raise UserError(f"teacher: {text}") from error
+
+
+def load_teacher(
+    path: Path, tokenizer: "PreTrainedTokenizerBase", tokenizer_path: str, **asked: Any
+) -> "MiniMindForCausalLM":
+    """The teacher in a file or folder; tokenizer: the student's, which must be the teacher's as well.
+
+    Raises:
+        UserError: it is no model, of another shape than `asked`, or has another tokenizer.
+    """
+    folder = path if path.is_dir() else path.parent
+    own = folder if (folder / TOKENIZER_FILE).is_file() else tokenizer_path
+    teacher, teachers = load_path(path, own, **asked)
+    if TokenizerSpec.of(teachers).backend != TokenizerSpec.of(tokenizer).backend:
+        raise UserError(
+            f"the teacher {path} has another tokenizer ({own}) than the student ({tokenizer_path}); their predictions "
+            "are of different tokens: take a teacher with the student's tokenizer"
+        )
+    if teacher.config.vocab_size != len(tokenizer):
+        raise UserError(
+            f"the teacher {path} has a vocabulary of {teacher.config.vocab_size}, the student one of {len(tokenizer)}"
+        )
+    return teacher
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float, kind: str, beta: float = 0.5) -> Tensor:
+    """Sum over the rows of logits [m, V] of the divergence of the predictions at this temperature, in nats.
+
+    forward_kl is KL(teacher, student), reverse_kl KL(student, teacher), and jsd the generalised Jensen-Shannon
+    divergence (arXiv:2306.13649, eq. 1): beta KL(teacher, mixture) + (1 - beta) KL(student, mixture), where the mixture
+    is beta teacher + (1 - beta) student.
+    """
+    q, p = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
+    if kind == "jsd":
+        shares = q.new_tensor([beta, 1 - beta]).log()
+        mixture = torch.logaddexp(p + shares[0], q + shares[1])
+        return beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
+    return _kl(q, p) if kind == "reverse_kl" else _kl(p, q)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p, q), summed, of log-probabilities."""
+    return F.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def distillation_sums(
+    model: nn.Module, teacher: "MiniMindForCausalLM", batch: Batch, temperature: float, kind: str, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over the targets of the student's cross entropy and of its divergence from the teacher, and its
+    load-balancing loss. The predictions are compared piece by piece and not kept for the backward pass: beside the
+    student's own logits, memory holds [PIECE, V] at a time."""
+
+    def compared(logits: Tensor, targets: Tensor, states: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher.lm_head(states)
+        cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
+        return torch.stack((cross_entropy, divergence(logits, wanted, temperature, kind, beta)))
+
+    logits, aux_loss = target_logits(model, batch)
+    pieces = zip(
+        *(part.split(PIECE) for part in (logits, batch["targets"], target_states(teacher, batch))), strict=True
+    )
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    sums = torch.stack([checkpoint(compared, *piece, **options) for piece in pieces]).sum(0)
+    return sums[0], sums[1], aux_loss

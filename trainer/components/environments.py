@@ -1,0 +1,163 @@
+"""Environments of agents: the tools that a model may call, and the replies to its calls.
+
+`--environment module:Class` names one; `calculator` and `lookup` are shipped. An environment is made anew for each
+trajectory, from its record; replies are a pure function of the record and the calls, so a resumed run repeats them.
+"""
+
+import ast
+import json
+import operator
+import random
+from fractions import Fraction
+from typing import Any, Protocol
+
+from common.errors import UserError
+from common.plugins import import_named
+from dataset.demo_corpus import ATTRIBUTES, make_people
+from dataset.demo_sums import CALCULATE
+
+Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
+
+
+class Environment(Protocol):
+    """What an agent acts in."""
+
+    tools: list[dict]  # JSON schemas of the tools, as chat templates take them
+
+    def __init__(self, record: dict) -> None: ...
+
+    def reply(self, calls: list[Call]) -> list[dict]:
+        """One message of role `tool` for each call. A call that cannot be answered gets a reply that says so."""
+        ...
+
+
+def tool_schema(tool: str, description: str, /, **parameters: str) -> dict:
+    """The JSON schema of a tool whose parameters are all texts; `parameters`: their descriptions."""
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": tool, "description": description, "parameters": schema}}
+
+
+def tool_message(content: Any) -> dict:
+    """The message with a tool's reply."""
+    return {"role": "tool", "content": content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)}
+
+
+# --- calculator ------------------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression: numbers, + - * / // % and parentheses, exact.
+
+    Raises:
+        ValueError: anything else, a division by zero, or a number that is too large.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"more than {MOST_CHARACTERS} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("not an arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value = Fraction(str(node.value))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    elif isinstance(node, ast.BinOp) and (operation := OPERATIONS.get(type(node.op))):
+        value = Fraction(operation(_value(node.left), _value(node.right)))
+    else:
+        raise ValueError("only numbers, + - * / // % and parentheses are allowed")
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+class Calculator:
+    """A calculator: `calculate(expression)`."""
+
+    tools = [CALCULATE]  # noqa: RUF012
+
+    def __init__(self, record: dict):
+        pass
+
+    def reply(self, calls: list[Call]) -> list[dict]:
+        """The value of each expression, or what is wrong with it."""
+        return [tool_message(self._answer(call)) for call in calls]
+
+    @staticmethod
+    def _answer(call: Call) -> str:
+        if call["name"] != "calculate":
+            return f"error: no tool named {call['name']}"
+        expression = call["arguments"].get("expression")
+        if not isinstance(expression, str):
+            return "error: calculate needs an expression"
+        try:
+            return calculate(expression)
+        except ValueError as error:
+            return f"error: {error}"
+
+
+# --- lookup ----------------------------------------------------------------------------------------------------------
+
+
+class Lookup:
+    """The register of the demo world's inhabitants: `look_up(name)` tells the facts about one of them."""
+
+    tools = [tool_schema("look_up", "Look up an inhabitant of Bell Valley.", name="the inhabitant's name")]  # noqa: RUF012
+    register: dict[str, dict[str, str]] = {}  # noqa: RUF012 (filled once)
+
+    def __init__(self, record: dict):
+        if not self.register:
+            self.register.update(_register())
+
+    def reply(self, calls: list[Call]) -> list[dict]:
+        """The facts about each name, or that there is no such inhabitant."""
+        return [tool_message(self._answer(call)) for call in calls]
+
+    def _answer(self, call: Call) -> Any:
+        if call["name"] != "look_up":
+            return f"error: no tool named {call['name']}"
+        name = call["arguments"].get("name")
+        return self.register.get(name, f"error: nobody is called {name}") if isinstance(name, str) else "error: no name"
+
+
+def _register() -> dict[str, dict[str, str]]:
+    found = {}
+    for person in make_people(random.Random(0)):
+        for language, name in person.name.items():
+            found[name] = {each.key: each.values[language][person.facts[each.key]] for each in ATTRIBUTES}
+    return found
+
+
+SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator, "lookup": Lookup}
+
+
+def load_environment(name: str) -> type[Environment]:
+    """The environment that `--environment` names.
+
+    Raises:
+        UserError: an unknown name, or a module that cannot be imported.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]
+    if ":" not in name:
+        raise UserError(f"--environment {name}: give module:Class, or one of {', '.join(SHIPPED)}")
+    found = import_named("--environment", name)
+    if not (callable(getattr(found, "reply", None)) and isinstance(getattr(found, "tools", None), list)):
+        raise UserError(f"--environment {name} needs `tools`, a list of JSON schemas, and a method `reply(calls)`")
+    return found

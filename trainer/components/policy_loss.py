@@ -1,0 +1,105 @@
+"""Losses of reinforcement learning on sampled completions, and the advantages that they use.
+
+Every loss is a SUM over the tokens of a flat batch. What it is divided by, over the whole update, is one of two counts:
+the tokens that were sampled (dapo, cispo) or the completions (grpo, dr_grpo), see `TOKEN_LEVEL`.
+
+    grpo     arXiv:2402.03300: clipped ratio, mean over the tokens of a completion, then over completions
+    dapo     arXiv:2503.14476: the same, mean over all tokens of the update
+    dr_grpo  arXiv:2503.20783: the same, sum over the tokens of a completion / --max_gen_len, mean over completions
+    cispo    arXiv:2506.13585: log-probability times the clipped ratio, which is a constant; mean over all tokens
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.components.language_model import Batch, target_log_probs
+
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+TOKEN_LEVEL = ("dapo", "cispo")
+SHOWN = ("kl", "clipped")  # beside the loss
+
+
+class PolicyLoss(NamedTuple):
+    """Sums over the tokens of a batch, each []. All but the loss are to be shown: their means over what the loss is
+    divided by are means over tokens, for grpo and dr_grpo first over those of a completion."""
+
+    loss: Tensor
+    kl: Tensor  # from the reference
+    clipped: Tensor  # whether the ratio was clipped
+
+
+def group_advantages(rewards: Tensor, scale: bool = True) -> Tensor:
+    """Advantages [P, G] of the completions of P prompts: reward [P, G] minus its mean over the group; with `scale` also
+    divided by its standard deviation (plus 1e-4, as in TRL). Groups whose rewards are all equal get zeros."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    centred[(rewards == rewards[:, :1]).all(dim=1)] = 0.0
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-4) if scale else centred
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    loss_type: str,
+    epsilon: float = 0.2,
+    epsilon_high: float = 0.2,
+    max_gen_len: int = 1,
+    ref_logp: Tensor | None = None,
+    beta: float = 0.0,
+) -> PolicyLoss:
+    """The loss of M sampled tokens.
+
+    Args:
+        logp: log-probabilities [M] under the present weights.
+        old_logp: the same under the weights that sampled them; `logp.detach()` right after the rollout.
+        advantages: [M], of the completion that each token belongs to.
+        lengths: [M], tokens of that completion.
+        loss_type: one of LOSS_TYPES.
+        epsilon, epsilon_high: the ratio is clipped to 1 - epsilon .. 1 + epsilon_high; cispo only from above.
+        max_gen_len: longest completion, for dr_grpo.
+        ref_logp: log-probabilities [M] under the reference, if `beta` is not 0.
+        beta: weight of the KL divergence from the reference, by the k3 estimator (http://joschu.net/blog/kl-approx.html)
+            times the ratio, which makes its gradient unbiased (arXiv:2512.02556).
+    """
+    ratio = (logp - old_logp).exp()
+    if loss_type == "cispo":
+        bounded = ratio.detach().clamp(max=1 + epsilon_high)
+        per_token = -bounded * advantages * logp
+        clipped = (ratio > 1 + epsilon_high) & (advantages > 0)
+    else:
+        bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+        per_token = -torch.minimum(ratio * advantages, bounded * advantages)
+        clipped = ((ratio < 1 - epsilon) & (advantages < 0)) | ((ratio > 1 + epsilon_high) & (advantages > 0))
+    kl = torch.zeros_like(logp)
+    if beta and ref_logp is not None:
+        difference = ref_logp - logp
+        kl = ratio * (difference.exp() - difference - 1)
+        per_token = per_token + beta * kl
+    if loss_type == "grpo":
+        per_token = per_token / lengths
+    elif loss_type == "dr_grpo":
+        per_token = per_token / max_gen_len
+    shown = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
+    kl, is_clipped = ((shown * value.detach()).sum() for value in (kl, clipped.to(logp.dtype)))
+    return PolicyLoss(per_token.sum(), kl, is_clipped)
+
+
+def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of a stage, from the batches of components/rollouts.py: the sum of the policy loss over the sampled
+    tokens, that of the auxiliary losses over all tokens, and sums to show. args: the settings of the stage."""
+    log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
+    old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
+    options = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "max_gen_len", "beta")}
+    found = policy_loss(
+        log_probs,
+        old,
+        batch["advantages"],
+        batch["lengths"],
+        args.loss_type,
+        ref_logp=batch.get("ref_log_probs"),
+        **options,
+    )
+    return found.loss, aux_loss, {"kl": found.kl, "clipped": found.clipped}

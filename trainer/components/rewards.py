@@ -1,0 +1,202 @@
+"""Rewards of reinforcement learning: pure Python functions `(prompt, completion, record) -> float`.
+
+`--reward module:function` names one; a plain name is one of those below; several are separated by commas, each with an
+optional weight: `--reward exact_answer,my_rewards:politeness=0.5`. A completion's reward is the weighted sum.
+
+prompt: the messages before the completion. completion: the text, without special tokens. record: what the data file
+says about the prompt; `record["answer"]` is its reference answer, if it has one.
+"""
+
+import math
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+
+from common.errors import UserError, reason
+from common.plugins import import_named
+
+RewardFn = Callable[[list[dict], str, dict], float]
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*)", re.DOTALL)
+
+
+class Reward(NamedTuple):
+    """One of the rewards of a run."""
+
+    name: str
+    function: RewardFn
+    weight: float
+
+
+# --- shipped rewards -------------------------------------------------------------------------------------------------
+
+
+def exact_answer(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if the completion, without its thoughts, is the reference answer."""
+    return float(spoken(completion) == str(reference(record)).strip())
+
+
+def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if the last number of the completion, without its thoughts, equals the last number of the reference answer."""
+    given, wanted = last_number(spoken(completion)), last_number(str(reference(record)))
+    if wanted is None:
+        raise ValueError(f"the reference answer {reference(record)!r} holds no number")
+    return float(given is not None and given == wanted)
+
+
+def think_format(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if the completion is <think> thoughts </think> and then an answer, each tag exactly once."""
+    once = completion.count("<think>") == completion.count("</think>") == 1
+    return float(once and THINKING.fullmatch(completion.strip()) is not None)
+
+
+def length(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 for an answer of 20 to 800 characters, else 0 (MiniMind's bounds)."""
+    return float(20 <= len(spoken(completion)) <= 800)
+
+
+def repetition(prompt: list[dict], completion: str, record: dict) -> float:
+    """Minus the share, 0 to 1, of the word triples (character triples of Chinese) that occurred before."""
+    words = re.findall(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+", completion.lower())
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return len(set(triples)) / len(triples) - 1.0 if triples else 0.0
+
+
+def tool_used(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if a tool has replied since the user's last message."""
+    since = takewhile(lambda message: message["role"] != "user", reversed(prompt))
+    return float(any(message["role"] == "tool" for message in since))
+
+
+FUNCTIONS = (exact_answer, numeric_answer, think_format, length, repetition, tool_used)
+SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNCTIONS}
+
+
+def spoken(completion: str) -> str:
+    """The completion without its thoughts."""
+    return completion.rsplit("</think>", 1)[-1].strip()
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text; commas between digits separate thousands."""
+    found = NUMBER.findall(text)
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def reference(record: dict) -> Any:
+    """The reference answer of a record. Raises KeyError with what to do."""
+    if record.get("answer") is None:
+        raise KeyError("the record has no reference answer; add an 'answer', or end the conversation with one")
+    return record["answer"]
+
+
+# --- choosing and computing ------------------------------------------------------------------------------------------
+
+
+def load_rewards(spec: str, model: str | None = None, device: torch.device | None = None) -> list[Reward]:
+    """The rewards that `--reward` names, and the one of a `--reward_model` on a device.
+
+    Raises:
+        UserError: an unknown name, a module or folder that cannot be loaded, a weight that is no number.
+    """
+    rewards = [_reward_named(part.strip()) for part in spec.split(",") if part.strip()]
+    if model is not None:
+        rewards.append(Reward("model", reward_model(model, device or torch.device("cpu")), 1.0))
+    if not rewards:
+        raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
+    return rewards
+
+
+def _reward_named(part: str) -> Reward:
+    name, _, weight = part.partition("=")
+    try:
+        factor = float(weight) if weight else 1.0
+    except ValueError:
+        factor = math.nan
+    if not math.isfinite(factor):
+        raise UserError(f"--reward {part}: the weight {weight!r} must be a finite number")
+    if name in SHIPPED:
+        return Reward(name, SHIPPED[name], factor)
+    if ":" not in name:
+        raise UserError(f"--reward {name}: give module:function, or one of {', '.join(SHIPPED)}")
+    found = import_named("--reward", name)
+    if not callable(found):
+        raise UserError(f"--reward {name} is not a function")
+    return Reward(name.partition(":")[2], found, factor)
+
+
+def reward_model(folder: str, device: torch.device) -> RewardFn:
+    """The score of a sequence classifier with one output, for the conversation as its own chat template renders it.
+
+    Raises:
+        UserError: the folder holds no such model. Code in it is not run.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        options = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).eval().to(device)
+    except Exception as error:  # transformers raises errors of any type for untrusted files
+        raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
+
+    def score(prompt: list[dict], completion: str, record: dict) -> float:
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True).to(device)
+        with torch.inference_mode():
+            return float(model(**inputs).logits[0, 0])
+
+    return score
+
+
+def compute(
+    rewards: list[Reward], prompt: list[dict], completion: str, record: dict, where: str, limit: float
+) -> dict[str, float]:
+    """Each reward of a completion by name, not weighted.
+
+    where: FILE:LINE of the record, for the error. limit: seconds that each function may take.
+
+    Raises:
+        UserError: a reward raises, takes too long or is not a finite number; the line names the record.
+    """
+    values = {}
+    for name, function, _ in rewards:
+        try:
+            with time_limit(limit):
+                values[name] = float(function(prompt, completion, record))
+        except TimeoutError:
+            raise UserError(
+                f"{where}: reward {name} took longer than --reward_timeout {limit:g} s; the last checkpoint is intact"
+            ) from None
+        except Exception as error:  # a user's function can raise anything
+            told = f"{type(error).__name__}: {reason(error)}"
+            raise UserError(f"{where}: reward {name} failed ({told}); the last checkpoint is intact") from error
+        if not math.isfinite(values[name]):
+            raise UserError(f"{where}: reward {name} is {values[name]}, not a finite number; make it one")
+    return values
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds. For the main thread of a process that has no other alarm;
+    code that never returns to Python is not interrupted."""
+
+    def over(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,288 @@
+"""Rollouts: where a micro-batch of prompts becomes a flat batch of the completions that the model writes to them.
+
+A completion is a function of (weights, seed, update, prompt, number in the group): its noise is keyed by these, so a
+run that was killed writes the same texts again, and a checkpoint holds nothing of them. Only where a rollout is used
+for several updates (--num_iterations) a checkpoint between them holds it.
+
+Token ids are trained as they were sampled, with the end token; nothing is decoded and tokenised again. Sampled is
+softmax(logits / temperature), which is also what is trained.
+"""
+
+import time
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+from dataset.lm_dataset import collate_flat
+from dataset.prompts import Prompt
+from trainer.components.distributed import Logger, gather, reduce_sum, this_rank, world_size
+from trainer.components.language_model import flat_size, target_log_probs
+from trainer.components.meter import Size
+from trainer.components.parallel import unwrap
+from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
+from trainer.components.rewards import Reward, compute
+from trainer.components.state import Batch, Hooks, TrainState
+from trainer.components.trajectories import Sampler, Trajectory
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
+
+SHOWN_CHARACTERS = 300  # of a sample in the log
+COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
+COUNTS += ("seconds", "reward_seconds", "rollouts")
+
+
+class Stopped(Exception):
+    """A signal came during a rollout; the loop saves and ends before the update."""
+
+
+class Rollouts(Hooks):
+    """Makes the micro-batches of reinforcement learning, and keeps the account of their rewards.
+
+    Args:
+        args: the settings of the stage. lm_config: of its model.
+        sampler: writes the trajectories.
+        rewards: of which the weighted sum counts.
+        reference: a frozen model for the KL divergence; None with --beta 0.
+    """
+
+    shown = ("reward", "entropy", "completion_length", "rollout_seconds")
+    counts: tuple[str, ...] = COUNTS
+    of_target: tuple[str, ...] = ("advantages",)  # what a batch holds for each target, beside `lengths`
+
+    def __init__(
+        self,
+        args: Any,
+        lm_config: "MiniMindConfig",
+        sampler: Sampler,
+        rewards: list[Reward],
+        reference: nn.Module | None = None,
+    ):
+        self.args, self.lm_config, self.sampler, self.rewards = args, lm_config, sampler, rewards
+        self.reference = reference
+        self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of this rank
+        self.fresh: defaultdict[str, float] = defaultdict(float)  # of the rollout whose update is still to come
+        self.samples: list[dict] = []  # of the last rollout
+        self.kept: list[list[Batch]] | None = None  # micro-batches of the last rollout, by rank; of several iterations
+
+    # ---- the loop's hooks
+
+    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+        """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first update."""
+        if not any(batch["prompts"] for batch in window):
+            return self._nothing(window)
+        several = self.args.num_iterations > 1
+        if several and state.update % self.args.num_iterations:
+            return self._kept_here()
+        self.sampler.between = lambda: _stop_if_asked(state)
+        model = unwrap(state.model)
+        model.eval()
+        self.samples = []
+        self.fresh.clear()
+        try:
+            found = [self._roll_out(state, batch["prompts"]) for batch in window]
+        except Stopped:
+            found = None
+        model.train()
+        found = self._complete(found)
+        if several:
+            everyone = gather(found)
+            self.kept = None if None in everyone else everyone
+        return found if found is not None else self._nothing(window)
+
+    def batch_start(self, state: TrainState) -> None:
+        """The update will be made: its rollout counts. Of one that a signal stops nothing is kept."""
+        for name, value in self.fresh.items():
+            self.totals[name] += value
+        self.fresh.clear()
+
+    def figures(self, state: TrainState) -> dict[str, Any]:
+        """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last rollout."""
+        names = [*self.counts, *(f"reward_{reward.name}" for reward in self.rewards)]
+        host = torch.tensor([self.totals[name] for name in names], dtype=torch.float64)
+        self.totals.clear()
+        for sample in self.samples:
+            Logger(f"  reward {sample['reward']:.3f}: {sample['prompt']!r} -> {sample['completion']!r}")
+        return self._means(dict(zip(names, reduce_sum(host).tolist(), strict=True))) | {"samples": self.samples}
+
+    def _means(self, total: dict[str, float]) -> dict[str, float | None]:
+        """What is shown of the account; None where there was no rollout since the last record."""
+        completions, rollouts = max(total["completions"], 1), max(total["rollouts"], 1)
+        mean = total["reward"] / completions
+        figures: dict[str, float | None] = {"reward": mean}
+        if len(self.rewards) > 1:
+            figures |= {name: total[name] / completions for name in (f"reward_{each.name}" for each in self.rewards)}
+        figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
+        figures |= {"completion_length": total["length"] / completions, "cut_share": total["cut"] / completions}
+        figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
+        figures["equal_groups"] = total["equal_groups"] / max(total["groups"], 1)  # nothing is learned from them
+        figures["rollout_seconds"] = total["seconds"] / rollouts
+        figures["reward_seconds"] = total["reward_seconds"] / rollouts
+        figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
+        return figures if total["rollouts"] else dict.fromkeys(figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The account since the last record, and a rollout that is used again."""
+        kept = self.kept and [[_without_arrays(batch) for batch in window] for window in self.kept]
+        return {"totals": dict(self.totals), "kept": kept, "samples": self.samples}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.totals, self.samples, kept = defaultdict(float, saved["totals"]), saved["samples"], saved["kept"]
+        self.kept = kept and [[_with_arrays(batch) for batch in window] for window in kept]
+
+    # ---- a rollout
+
+    def _kept_here(self) -> list[Batch]:
+        if self.kept is None or len(self.kept) != world_size():
+            ranks = len(self.kept) if self.kept else 0
+            raise UserError(
+                f"the checkpoint holds a rollout of {ranks} ranks in the middle of its --num_iterations; resume with "
+                "as many processes"
+            )
+        return self.kept[this_rank()]
+
+    def _roll_out(self, state: TrainState, prompts: list[Prompt]) -> Batch:
+        """The flat batch of the trajectories of these prompts."""
+        model, update = unwrap(state.model), state.update
+        begin = time.perf_counter()
+        written = self.sampler.write(self.policy(model), prompts, update)
+        middle = time.perf_counter()
+        rewards = self._rewards(written)  # [P, G]
+        self.fresh["seconds"] += middle - begin
+        self.fresh["reward_seconds"] += time.perf_counter() - middle
+        self.fresh["rollouts"] += 1
+        self._count(written, rewards)
+        with torch.no_grad(), state.autocast:
+            return self._learnable(model, written, rewards, state.device)
+
+    def policy(self, model: nn.Module) -> nn.Module:
+        """The part of the model that writes."""
+        return model
+
+    def _learnable(self, model: nn.Module, written: list[Trajectory], rewards: Tensor, device: torch.device) -> Batch:
+        """The flat batch of trajectories with these rewards [P, G]. Those without an advantage are left out where
+        nothing else is learned from them."""
+        advantages = group_advantages(rewards, self.args.scale_rewards).flatten().tolist()
+        pairs = [(each, a) for each, a in zip(written, advantages, strict=True) if a or self.args.beta]
+        counted = sum(each.sampled for each in written) if self.args.loss_type in TOKEN_LEVEL else len(written)
+        batch = self._flat([each for each, _ in pairs], counted, device)
+        values = [value for each, a in pairs for value in [a] * each.sampled]
+        batch["advantages"] = torch.tensor(values, device=device)
+        return batch | self._log_probs(model, batch)
+
+    def _log_probs(self, policy: nn.Module, batch: Batch) -> Batch:
+        """Log-probabilities of the targets [M] that are compared with those under later weights."""
+        found, temperature = {}, self.args.temperature
+        if self.reference is not None:
+            found["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
+        if self.args.num_iterations > 1:
+            found["old_log_probs"], _ = target_log_probs(policy, batch, temperature)
+        return found
+
+    def _complete(self, found: list[Batch] | None) -> list[Batch] | None:
+        """This rank's rollout, when all ranks have theirs; None: a signal stopped it."""
+        return found
+
+    def _rewards(self, written: list[Trajectory]) -> Tensor:
+        values = []
+        for each in written:
+            self.sampler.between()
+            parts = self._judge(each)
+            for name, value in parts.items():
+                self.fresh[f"reward_{name}"] += value
+            values.append(self._weighted(parts))
+        return torch.tensor(values, dtype=torch.float64).view(-1, self.sampler.group)
+
+    def _judge(self, each: Trajectory) -> dict[str, float]:
+        """Each reward of a trajectory, by name."""
+        prompt, where = each.prompt.messages + each.messages[:-1], self.sampler.source(each.prompt.sample_id)
+        return compute(self.rewards, prompt, each.text, each.prompt.record, where, self.args.reward_timeout)
+
+    def _weighted(self, parts: dict[str, float]) -> float:
+        return sum(reward.weight * parts[reward.name] for reward in self.rewards)
+
+    def _count(self, written: list[Trajectory], rewards: Tensor) -> None:
+        values = rewards.flatten().tolist()
+        self.fresh["completions"] += len(written)
+        self.fresh["groups"] += len(rewards)
+        self.fresh["reward"] += sum(values)
+        self.fresh["reward_square"] += sum(value**2 for value in values)
+        self.fresh["length"] += sum(each.sampled for each in written)
+        self.fresh["log_prob"] += sum(each.log_prob for each in written)
+        self.fresh["cut"] += sum(each.is_cut for each in written)
+        self.fresh["equal_groups"] += int((rewards == rewards[:, :1]).all(dim=1).sum())
+        self.samples = self.samples or [
+            {
+                "prompt": _shown(each.prompt.messages[-1]["content"]),
+                "completion": _shown("\n".join(message["content"] for message in each.messages)),
+                "reward": value,
+            }
+            for each, value in zip(written[:2], values[:2], strict=True)
+        ]
+
+    def _flat(self, written: list[Trajectory], counted: int, device: torch.device | None = None) -> Batch:
+        """The flat batch, with `lengths` of each target's completion [M], zeros for what else is told of a target, and
+        `counted`, what the loss is divided by."""
+        samples = [
+            {
+                "input_ids": np.array(each.tokens, dtype=np.int64),
+                "loss_mask": np.array(each.is_target),
+                "sample_id": each.prompt.sample_id,
+                "target_bytes": 0,
+            }
+            for each in written
+        ]
+        batch: Batch = collate_flat([[sample] for sample in samples])
+        sampled = torch.tensor([each.sampled for each in written], dtype=torch.int64)
+        batch["lengths"] = sampled.repeat_interleave(sampled).float()
+        batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.of_target}
+        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        return batch | {"counted": counted}
+
+    def _nothing(self, window: list[Batch]) -> list[Batch]:
+        """As many batches without trajectories."""
+        return [self._flat([], 0) for _ in window]
+
+    def size(self, batch: Batch) -> Size:
+        """The size of a flat batch, or of held-out prompts."""
+        if "prompts" in batch:
+            return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
+        return flat_size(batch, self.lm_config)._replace(targets=batch["counted"])
+
+    def held_out(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
+        weighted one."""
+        sampler = replace(self.sampler, group=1, temperature=0.0, between=lambda: None)
+        parts = (
+            [self._judge(each) for each in sampler.write(self.policy(model), batch["prompts"], 0)]
+            if batch["prompts"]
+            else []
+        )
+        sums = {f"reward_{reward.name}": sum(part[reward.name] for part in parts) for reward in self.rewards}
+        total = sum(self._weighted(part) for part in parts)
+        found = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+
+def _without_arrays(batch: Batch) -> Batch:
+    """A batch as a checkpoint holds it: of numpy's arrays a checkpoint knows nothing."""
+    return {name: value for name, value in batch.items() if name != "host_cu_seqlens"}
+
+
+def _with_arrays(batch: Batch) -> Batch:
+    return batch | {"host_cu_seqlens": batch["cu_seqlens"].cpu().numpy()}
+
+
+def _stop_if_asked(state: TrainState) -> None:
+    if state.stop.signal:
+        raise Stopped
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

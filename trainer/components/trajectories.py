@@ -1,0 +1,177 @@
+"""Trajectories: what a model writes to a prompt, in one turn or, with tools, in several.
+
+After each turn of an agent its calls are answered by the environment, and the reply's tokens are put behind the turn's:
+they are in the context and never targets. The tokens of a turn stay as they were sampled.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from common.errors import UserError, reason
+from dataset.chat_labels import ChatTemplate
+from dataset.prompts import Prompt
+from model.answers import answer_message
+from model.generation import generate
+from model.sampling import Sampling
+from trainer.components.environments import Call, Environment
+from trainer.components.rewards import time_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SLOTS = 128  # completions written at once
+
+
+@dataclass
+class Trajectory:
+    """One member of a prompt's group."""
+
+    prompt: Prompt
+    number: int  # in the group
+    tokens: list[int]  # the prompt's, and those of all turns and replies
+    is_target: list[bool]  # which of them were sampled
+    messages: list[dict] = field(default_factory=list)  # turns and replies after the prompt's
+    environment: Environment | None = None
+    text: str = ""  # of the last turn
+    log_prob: float = 0.0  # of all that was sampled
+    is_cut: bool = False  # it ran out of tokens or turns
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled."""
+        return sum(self.is_target)
+
+
+def seed_of(seed: int, update: int, sample_id: int, number: int, turn: int = 0) -> int:
+    """The 64 bits that key the noise of one turn."""
+    key = f"{seed} {update} {sample_id} {number} {turn}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
+@dataclass
+class Sampler:
+    """Writes trajectories.
+
+    Args:
+        tokenizer: with the chat template of the prompts.
+        group: trajectories per prompt.
+        temperature: of the sampling; 0 takes the likeliest token, always.
+        max_gen_len: tokens of one turn at most.
+        seed: of the run.
+        source: FILE:LINE of a prompt, for errors.
+        between: called between two tokens; may raise.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    group: int
+    temperature: float
+    max_gen_len: int
+    seed: int
+    source: Callable[[int], str] = str
+    between: Callable[[], None] = lambda: None
+    environment: type[Environment] | None = None
+    max_turns: int = 1
+    max_total_len: int = 1 << 20
+    limit: float = 10.0
+
+    def __post_init__(self) -> None:
+        template, special = self.tokenizer.chat_template, dict(self.tokenizer.special_tokens_map)
+        self.template = ChatTemplate(template, special)  # type: ignore[arg-type]
+        self.end_id = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
+
+    def act_in(self, environment: type[Environment], max_turns: int, max_total_len: int, limit: float) -> None:
+        """Make an agent of it: turns and tokens of a trajectory at most, seconds that a reply may take."""
+        self.environment, self.max_turns, self.max_total_len, self.limit = environment, max_turns, max_total_len, limit
+
+    def write(self, model: Any, prompts: Sequence[Prompt], update: int) -> list[Trajectory]:
+        """`group` trajectories of each prompt, prompt by prompt."""
+        found = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
+        active = found
+        for turn in range(self.max_turns):
+            self._write_turn(model, active, update, turn)
+            active = [each for each in active if self._reply(each, is_last=turn == self.max_turns - 1)]
+            if not active:
+                break
+        return found
+
+    def _begin(self, prompt: Prompt, number: int) -> Trajectory:
+        tokens = list(prompt.input_ids)
+        begun = Trajectory(prompt, number, tokens, [False] * len(tokens))
+        if self.environment is not None:
+            with self._told(prompt):
+                begun.environment = self.environment(prompt.record)
+        return begun
+
+    @contextmanager
+    def _told(self, prompt: Prompt) -> Iterator[None]:
+        """Whatever goes wrong in an environment is one line that names the record."""
+        try:
+            with time_limit(self.limit):
+                yield
+        except Exception as error:  # a user's environment can raise anything
+            told = f"took longer than {self.limit:g} s" if isinstance(error, TimeoutError) else reason(error)
+            where = self.source(prompt.sample_id)
+            raise UserError(f"{where}: the environment failed ({told}); the last checkpoint is intact") from error
+
+    def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
+        """One turn of each; those that still have equal tokens share one reading of them."""
+        groups: dict[tuple[int, ...], list[Trajectory]] = {}
+        for each in active:
+            groups.setdefault(tuple(each.tokens), []).append(each)
+        samplings = [
+            [
+                Sampling(self.temperature, seed=seed_of(self.seed, update, each.prompt.sample_id, each.number, turn))
+                for each in group
+            ]
+            for group in groups.values()
+        ]
+        room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
+        slots = max(SLOTS, *map(len, groups.values()))
+        with torch.autocast(model.lm_head.weight.device.type, enabled=False):  # the cache holds the weights' own dtype
+            answers = generate(model, list(groups), samplings, room, [self.end_id], slots, True, self.between)
+        for group, written in zip(groups.values(), answers, strict=True):
+            for each, answer in zip(group, written, strict=True):
+                each.tokens += answer.tokens
+                each.is_target += [True] * len(answer.tokens)
+                each.log_prob += sum(answer.logprobs)
+                each.is_cut = answer.finish == "length"
+                each.text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)  # type: ignore[assignment]
+                each.messages.append({"role": "assistant", "content": each.text})
+
+    def _reply(self, each: Trajectory, is_last: bool) -> bool:
+        """Let the environment answer the calls of the last turn; whether another turn follows."""
+        calls = calls_of(each.text) if each.environment is not None and not each.is_cut else []
+        if not calls or each.environment is None:
+            return False
+        if is_last:
+            each.is_cut = True
+            return False
+        with self._told(each.prompt):
+            replies = each.environment.reply(calls)
+        tokens = self._between_turns(each, replies)
+        if len(each.tokens) + len(tokens) >= self.max_total_len:
+            each.is_cut = True
+            return False
+        each.messages += replies
+        each.tokens += tokens
+        each.is_target += [False] * len(tokens)
+        return True
+
+    def _between_turns(self, each: Trajectory, replies: list[dict]) -> list[int]:
+        """The tokens from behind a turn's end token to where the next turn begins."""
+        start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        before = self.template.text(start).rstrip()  # up to the end token
+        after = self.template.prompt([*start, *replies])
+        if not after.startswith(before):
+            raise UserError("the chat template rewrites earlier turns when tools reply, so an agent cannot go on")
+        return self.tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+def calls_of(text: str) -> list[Call]:
+    """The well-formed tool calls in a turn: [{"name", "arguments"}]."""
+    return [call["function"] for call in answer_message(text).get("tool_calls", ())]
