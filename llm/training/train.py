@@ -9,18 +9,16 @@
 Without torchrun, --world_size 2 starts two processes. --print_config shows each setting and its source.
 """
 
-import importlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
 
-from common.errors import UserError, reason
+from common.errors import UserError
 from common.locks import lock_output
+from common.plugins import import_named
 from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
 from llm.training.core.config import Config
 from llm.training.core.console import LEVELS
@@ -30,7 +28,7 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFTTask, PretrainTask
 from llm.training.tasks.regression_task import RegressionTask
-from trainer.components.device import mixed_precision, select_device
+from trainer.components.device import check_dtype, select_device
 from trainer.components.failures import training_errors, translated_failures
 from trainer.components.run_files import run_name
 from trainer.components.signals import StopRequest
@@ -48,7 +46,7 @@ def find_task(name: str) -> type[TrainingTask]:
     if task is None and ":" not in name:
         known = ", ".join(AVAILABLE_TASKS)
         raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
-    task = task or _imported("--task", name)
+    task = task or import_named("--task", name)
     if not (isinstance(task, type) and issubclass(task, TrainingTask)):
         raise UserError(f"--task {name} is not a subclass of TrainingTask (llm/training/tasks/base_task.py)")
     if task.__abstractmethods__:
@@ -62,7 +60,7 @@ def find_data_module(name: str) -> type[DataModule]:
     Raises:
         UserError: there is no such class, or it lacks methods that a data module must implement.
     """
-    found = _imported("--data_module", name) if ":" in name else None
+    found = import_named("--data_module", name) if ":" in name else None
     if not (isinstance(found, type) and issubclass(found, DataModule)):
         raise UserError(
             f"--data_module {name} is not package.module:ClassName of a DataModule (llm/training/data/base.py)"
@@ -70,24 +68,6 @@ def find_data_module(name: str) -> type[DataModule]:
     if found.__abstractmethods__:
         raise UserError(f"--data_module {name} does not implement {', '.join(sorted(found.__abstractmethods__))}")
     return found
-
-
-def _imported(flag: str, name: str) -> Any:
-    """What `package.module:ClassName` names. An exception raised inside the module keeps its traceback."""
-    module, _, class_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
-    try:
-        found = importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
-        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
-            raise
-        raise UserError(f"{flag} {name} cannot be imported ({reason(error)}); start from its folder") from error
-    except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
-    if not hasattr(found, class_name):
-        raise UserError(f"{flag} {name}: {found.__file__} has no {class_name!r}")
-    return getattr(found, class_name)
 
 
 def default_callbacks(config: Config) -> list[Callback]:
@@ -171,6 +151,8 @@ def _task_and_data(config: Config) -> tuple[TrainingTask, DataModule]:
 def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
     """Prepare the data once, start the processes and wait for them. Signals are passed on. The first process that fails
     ends the others and sets the exit status. It reports a UserError itself; other tracebacks are printed here, once."""
+    import torch.multiprocessing as mp  # not above: torch is loaded after common
+
     logger = Logger.of(config)
     _task_and_data(config)[1].prepare_data()
     context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
@@ -194,7 +176,7 @@ def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def _forward(number: int, context: mp.ProcessContext) -> None:
+def _forward(number: int, context: Any) -> None:
     """Send a signal to the processes and give them time to save; `context.join` would terminate the slower ones."""
     for process in context.processes:
         if process.is_alive():
@@ -209,8 +191,7 @@ def main() -> None:
     config.validate()
     Logger.of(config)  # from here on the log file receives what is printed
     device = select_device(config.distributed.device)  # refuse what the machine lacks before the data are prepared
-    if config.to_args().dtype == "float16":
-        mixed_precision("float16", device)
+    check_dtype(config.to_args().dtype, device)
     distributed = DistributedManager(config)
     world_size = distributed.get_world_size()
     if world_size > 1 and not distributed.launched:

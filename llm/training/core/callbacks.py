@@ -10,12 +10,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from common.errors import UserError, reason
+from common.errors import UserError, reason, warn
 from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, State
 from llm.training.core.interface import Engine
 from trainer.components.metrics import MetricsLog, headline
 from trainer.components.run_files import metrics_path
-from trainer.components.tracker import MODES, Tracker, drawable
+from trainer.components.tracker import MODES, Tracker, drawable, earlier_points
 
 __all__ = [
     "HOOKS",
@@ -73,7 +73,7 @@ class MetricsLogger(_RecordLog):
     def _open(self, engine: Engine) -> MetricsLog:
         path = metrics_path(engine.state.args.save_dir, engine.run_name)
         records = engine.state.records if engine.resumed_update is not None else None
-        return MetricsLog(path, engine.state.total_updates, engine.resumed_update, records)
+        return MetricsLog(path, engine.state.total_updates, engine.resumed_update, records, engine.state.shown)
 
     def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
         if self.log is not None:
@@ -117,10 +117,14 @@ class EarlyStopping(Callback):
             engine.stop(f"EarlyStopping: {self.monitor} {best} in {self.waited} validations")
 
     def state_dict(self) -> State:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: State) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+        saved, mine = (state.get("monitor", self.monitor), state.get("mode", self.mode)), (self.monitor, self.mode)
+        if saved == mine:
+            self.best, self.waited = state["best"], state["waited"]
+        else:
+            warn(f"EarlyStopping begins to count anew: {' '.join(mine)} is monitored instead of {' '.join(saved)}")
 
 
 class TensorBoardLogger(_RecordLog):
@@ -183,7 +187,9 @@ class SwanLabLogger(_RecordLog):
 
     def _open(self, engine: Engine) -> Tracker:
         name, settings = self.name or engine.run_name, vars(engine.config.to_args())
-        return Tracker(self.project, name, self.mode, settings, self.run_id, engine.resumed_update or 0)
+        last = engine.resumed_update or 0
+        earlier = earlier_points(metrics_path(engine.state.args.save_dir, engine.run_name), last) if last else []
+        return Tracker(self.project, name, self.mode, settings, self.run_id, last, earlier)
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.log is not None and record is not None:

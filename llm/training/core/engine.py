@@ -19,7 +19,8 @@ from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonito
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer.components.bad_updates import BadUpdates
-from trainer.components.device import mixed_precision, prepare_device, select_device
+from trainer.components.compiling import uses_compile
+from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.flops import peak_rate
 from trainer.components.parallel import wrap_model
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, run_fingerprint, total_updates
@@ -63,6 +64,7 @@ class TrainingEngine(Hooks):
 
     def _setup_components(self, stop: StopRequest) -> None:
         args, task = self.args, self.task
+        use_deterministic_kernels(args.deterministic)
         device = select_device(args.device)
         autocast, scaler = mixed_precision(args.dtype, device)
         prepare_device(device)
@@ -79,7 +81,9 @@ class TrainingEngine(Hooks):
         if checkpoint is not None:  # its weights replace --from_weight
             task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight="none"))
         model = task.build_model()
-        wrapped = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
+        wrapped = wrap_model(
+            model, device, args.parallel, uses_compile(args, run), args.activation_checkpointing, autocast
+        )
         optimizer = task.build_optimizer(model)
         self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()

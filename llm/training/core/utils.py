@@ -1,7 +1,6 @@
 """What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
 
 import fcntl
-import gc
 import math
 import os
 import re
@@ -9,11 +8,8 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -21,20 +17,19 @@ import torch
 import torch.distributed as dist
 
 from common.durable_files import link, remove, sync_folder
-from common.errors import LostRank, UserError, reason, say, warn
+from common.errors import UserError, reason, say, warn
 from common.launcher import launch
 from llm.training.core.config import Config
 from llm.training.core.console import LEVELS, copy_console
 from trainer.components.checkpoint import lm_checkpoint, read_state
-from trainer.components.distributed import reduce_sum, world_size
+from trainer.components.device import select_device
+from trainer.components.distributed import abandon_process_group, reduce_sum, world_size
 from trainer.components.parallel import unwrap
 from trainer.components.run_files import resume_path, run_name
 from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
 from trainer.components.state_files import UNREADABLE, state_paths
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
-
-CLEANUP_PATIENCE, LOST_RANK_DELAY = 5.0, 3.0  # seconds
 
 
 class DistributedManager:
@@ -80,7 +75,7 @@ class DistributedManager:
 
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""
-        local_rank = init_distributed_mode(self.config.rank_timeout)
+        local_rank = init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
         if self.launched:
             _mark(os.getppid()).unlink(missing_ok=True)  # all ranks are here, so none will ask for it
         return local_rank
@@ -88,8 +83,7 @@ class DistributedManager:
     def cleanup(self, state: TrainState | None = None) -> None:
         """Destroy the process group; for a `finally`. DDP must be freed before it, so the model is unwrapped.
 
-        All ranks together; but while an exception is passed on, other ranks may be gone: then nothing is waited for
-        longer than CLEANUP_PATIENCE. A rank that lost another one lets that one report and exit first.
+        All ranks together; but while an exception is passed on, other ranks may be gone (`abandon_process_group`).
         """
         error = sys.exc_info()[1]
         if state is not None:
@@ -98,7 +92,7 @@ class DistributedManager:
             if error is None:
                 leave_process_group()
         finally:
-            _abandon_process_group(error or sys.exc_info()[1])
+            abandon_process_group(error or sys.exc_info()[1])
 
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""
@@ -120,21 +114,6 @@ def _remove_old_marks() -> None:
             is_old = True
         if is_old:
             path.unlink(missing_ok=True)
-
-
-def _abandon_process_group(error: BaseException | None) -> None:
-    """Destroy the process group without the other ranks, which may be gone: that can hang, so a thread does it."""
-    if not dist.is_initialized():
-        return
-    if isinstance(error, LostRank):
-        time.sleep(LOST_RANK_DELAY)
-    while error is not None:  # what failed holds the DDP-wrapped model in its local variables
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
-    thread = Thread(target=dist.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(CLEANUP_PATIENCE)
 
 
 class Logger:
