@@ -23,22 +23,31 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors  # before torch, as in the stages
+
+# isort: split
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
-
-from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, parse_args, setting, settings_of
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.bench.pairs import Peer, check_peer, compare_losses
 from scripts.plot_metrics import new_figure
 from trainer import train_full_sft, train_pretrain
+from trainer.components.compiling import uses_compile
 from trainer.components.data import open_datasets
-from trainer.components.device import mixed_precision, peak_memory_mb, prepare_device, select_device
+from trainer.components.device import (
+    mixed_precision,
+    peak_memory_mb,
+    prepare_device,
+    select_device,
+    use_deterministic_kernels,
+)
 from trainer.components.distributed import world_size
 from trainer.components.flops import peak_rate
 from trainer.components.meter import Meter
@@ -123,11 +132,12 @@ class Ours:
     """This trainer, set up like a stage, without its files and schedule."""
 
     def __init__(self, args: BenchmarkArgs):
+        use_deterministic_kernels(args.deterministic)
         self.args, device = args, select_device(args.device)
         autocast, scaler = mixed_precision(args.dtype, device)
         self.tokenizer = load_tokenizer(args.tokenizer_path)
         self.train_set, _ = open_datasets(STAGES[args.stage][0], args, self.tokenizer)
-        init_distributed_mode()
+        init_distributed_mode(args.rank_timeout, device)
         prepare_device(device)
         setup_seed(args.seed)
         config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
@@ -135,7 +145,9 @@ class Ours:
         self.initial = snapshot(model.state_dict()) if args.peer != "none" else {}
         data = data_fingerprint(self.train_set.cache)
         run = run_fingerprint(args, model_fingerprint(config), data, len(self.train_set))
-        wrapped = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing)
+        wrapped = wrap_model(
+            model, device, args.parallel, uses_compile(args, run), args.activation_checkpointing, autocast
+        )
         parts = (wrapped, self.new_optimizer(wrapped), scaler, autocast, device, next_token_loss)
         self.state = TrainState(args, config, *parts, lambda update, total, args: args.learning_rate, run)
         loaders = (

@@ -1,98 +1,263 @@
-"""Chat with trained weights in the terminal; answers are streamed.
+"""Chat with a trained model in the terminal; answers are streamed. On a pipe: a message per line in, answers out.
 
 python scripts/chat.py --weight full_sft
+python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1 --tools tools.json
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
 """
 
 import argparse
+import json
+import re
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError
-from trainer.components.device import prepare_device, select_device
-from trainer.components.trained_weights import add_trained_model_flags, given_shape, load_trained
+from common.errors import UserError, reason
+from dataset.fields import objects_of
+from dataset.json_records import BadRecord
+from dataset.token_text import printable
+from model.answers import answer_message
+from scripts.conversation import Conversation, generate
+from scripts.terminal import Screen, Stop, line_editing
+from trainer.components.trained_weights import add_trained_model_flags, load_model
+
+HELP = """/reset          start a new conversation
+/system TEXT    set the system prompt (without TEXT: none) and start a new conversation
+/save FILE      append this conversation to FILE as a record that SFT can train on
+/help           this list
+/exit           leave; so does Ctrl-D. Ctrl-C ends an answer, or discards the line being typed"""
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """The command line.
+
+    Raises:
+        UserError: a value is out of range.
+    """
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
-    flag("--system", help="system prompt")
+    flag("--system", default="", help="system prompt")
+    flag("--tools", metavar="FILE", help="JSON file with the schemas of tools that the model may call")
+    flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
+    flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
     flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: always the likeliest token")
     flag("--top_p", type=float, default=0.9, help="sample from the smallest set of tokens with this probability")
+    flag("--top_k", type=int, default=50, help="sample from so many of the likeliest tokens; 0: from all")
+    flag("--repetition_penalty", type=float, default=1.0, help="above 1: tokens that were there are less likely")
     flag("--seed", type=int, default=42, help="random seed of the sampling")
-    return parser.parse_args()
+    args = parser.parse_args()
+    limits = {
+        "--temperature must not be negative": args.temperature >= 0,
+        "--top_p must be above 0 and at most 1": 0 < args.top_p <= 1,
+        "--top_k must not be negative": args.top_k >= 0,
+        "--repetition_penalty must be above 0": args.repetition_penalty > 0,
+        "--max_new_tokens must be at least 1": args.max_new_tokens >= 1,
+        "--max_seq_len must be at least 16": args.max_seq_len is None or args.max_seq_len >= 16,
+    }
+    if wrong := [text for text, is_met in limits.items() if not is_met]:
+        raise UserError("; ".join(wrong))
+    return args
 
 
-def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and the tokenizer that the flags of `add_trained_model_flags` select."""
-    device = select_device(args.device)
-    prepare_device(device)
-    return load_trained(args.weight, args.save_dir, args.tokenizer_path, device, **given_shape(args))
+def read_tools(path: str) -> list[dict]:
+    """The schemas in a JSON file: a list of them, or a single one.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        tools = objects_of(Path(path).read_text(encoding="utf-8"), "the file")
+        named = [
+            isinstance(tool.get("function", tool), dict) and "name" in tool.get("function", tool) for tool in tools
+        ]
+        if not tools or not all(named):
+            raise ValueError("no schemas of functions with a name")
+    except (OSError, ValueError, BadRecord) as error:
+        raise UserError(f"--tools {path}: {reason(error)}; write a JSON list of function schemas") from error
+    return tools
 
 
-@torch.no_grad()
-def generate(model: Any, tokenizer: Any, chats: list[list[dict]], max_new_tokens: int, **options: Any) -> list[str]:
-    """The assistant's next turn in each chat."""
-    tokenizer.padding_side = "left"  # so that every answer begins at the end of its row
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=len(chats) > 1, return_tensors="pt", return_dict=True
-    ).to(model.device)
-    out = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
-    )
-    return tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+class Chat:
+    """A conversation with a model, and what the user may do with it."""
+
+    def __init__(self, args: argparse.Namespace, is_terminal: bool):
+        self.tools = read_tools(args.tools) if args.tools else None
+        with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
+            self.model, self.tokenizer = load_model(args)
+        self.args, self.is_terminal = args, is_terminal
+        self.screen = Screen(self.tokenizer, is_terminal)
+        self.start(args.system)
+
+    def start(self, system: str) -> None:
+        """A new conversation."""
+        longest = self.model.config.max_position_embeddings
+        limit = min(self.args.max_seq_len or longest, longest)
+        thinking = {"enable_thinking": bool(self.args.open_thinking)}
+        self.conversation = Conversation(self.tokenizer, limit, system, self.tools, thinking)
+
+    def hear(self, message: dict) -> dict[str, Any]:
+        """Add a message of the user or of a tool, stream the answer and return it; `{}` if there was none.
+
+        Raises:
+            UserError: the message is too long, or the chat template refuses it; it is not added.
+        """
+        self.conversation.messages.append(message)
+        try:
+            tokens, dropped = self.conversation.prompt(self.args.max_new_tokens)
+            if dropped:
+                self.screen.note(f"the context is full: the oldest {dropped} messages were dropped")
+            answer = self.answer(tokens)
+        except BaseException:
+            self.conversation.messages.pop()
+            raise
+        if not answer:
+            self.conversation.messages.pop()
+            return {}
+        self.conversation.messages.append(answer)
+        return answer
+
+    def answer(self, tokens: list[int]) -> dict[str, Any]:
+        """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
+        args, stop = self.args, Stop()
+        options: dict[str, Any] = {"do_sample": args.temperature > 0, "repetition_penalty": args.repetition_penalty}
+        if args.temperature > 0:
+            options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        if self.is_terminal:
+            options["stopping_criteria"] = StoppingCriteriaList([stop])
+        room = min(args.max_new_tokens, self.conversation.limit - len(tokens))
+        begun = "<think>" if args.open_thinking else ""  # by the template
+        if begun:
+            self.screen.on_finalized_text(begun)
+        with stop.listening() if self.is_terminal else nullcontext():
+            (found,) = generate(self.model, self.tokenizer, [tokens], room, streamer=self.screen, **options)
+        if stop.asked:
+            self.screen.note("stopped")
+        elif found[-1] != self.tokenizer.eos_token_id:
+            limit = "--max_new_tokens" if room == args.max_new_tokens else "the context"
+            self.screen.note(f"the answer was cut after {room} tokens by {limit}")
+        text = str(self.tokenizer.decode(found, skip_special_tokens=True))
+        return answer_message(begun + text) if text or not stop.asked else {}
+
+    def command(self, line: str) -> bool:
+        """Obey a line that is a command; whether it was one.
+
+        Raises:
+            UserError: the command cannot be carried out.
+            EOFError: it was /exit.
+        """
+        name, _, rest = line.strip().partition(" ")
+        if name == "/exit":
+            raise EOFError
+        if name == "/help":
+            print(HELP)
+        elif name in ("/reset", "/system"):
+            self.start(rest.strip() if name == "/system" else self.conversation.system)
+            self.screen.note("a new conversation")
+        elif name == "/save":
+            self.save(rest.strip())
+        elif self.is_terminal and re.fullmatch(r"/\w+", name):
+            raise UserError(f"there is no command {name}; /help lists them")
+        else:
+            return False
+        return True
+
+    def save(self, path: str) -> None:
+        """Append the conversation to a JSONL file.
+
+        Raises:
+            UserError: there is no answer yet, or the file cannot be written.
+        """
+        if not path or not self.conversation.messages:
+            raise UserError("/save needs a FILE, such as /save chats.jsonl" if not path else "there is nothing to save")
+        try:
+            with open(Path(path).expanduser(), "a", encoding="utf-8") as file:
+                file.write(json.dumps(self.conversation.record(), ensure_ascii=False) + "\n")
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+            raise UserError(f"/save {path}: {reason(error)}; give another file") from error
+        self.screen.note(f"appended to {path}")
+
+
+def on_terminal(chat: Chat) -> None:
+    """Chat until the user leaves."""
+    print("Type a message; /help lists the commands.")
+    waiting: list[str] = []  # names of the tools whose results the model waits for
+    with line_editing():
+        while True:
+            try:
+                line = input(f"result of {printable(waiting[0])}> " if waiting else "> ")
+                waiting = take(chat, line, waiting)
+            except UserError as error:
+                chat.screen.note(str(error))
+            except UnicodeDecodeError:
+                chat.screen.note("that was not UTF-8")
+            except KeyboardInterrupt:  # at the prompt: discard the line
+                print()
+            except EOFError:
+                print()
+                return
+
+
+def take(chat: Chat, line: str, waiting: list[str]) -> list[str]:
+    """Do what a line asks for: a message, a command, or the result of the first tool that is waited for (blank: the
+    chat goes on without the results). Returns the names of the tools that are waited for then.
+
+    Raises:
+        UserError: it cannot be done.
+        EOFError: the user leaves.
+    """
+    if not line.strip() or (not waiting and chat.command(line)):
+        return []
+    if not waiting:
+        answer = chat.hear({"role": "user", "content": line})
+    elif len(waiting) > 1:  # all results go back together
+        chat.conversation.messages.append({"role": "tool", "name": waiting[0], "content": line})
+        return waiting[1:]
+    else:
+        answer = chat.hear({"role": "tool", "name": waiting[0], "content": line})
+    return [call["function"]["name"] for call in answer.get("tool_calls", ())]
+
+
+def on_pipe(chat: Chat) -> None:
+    """Answer each line of stdin, in one conversation; blank lines are skipped.
+
+    Raises:
+        UserError: a line is not UTF-8, or cannot be answered.
+    """
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+            if text.strip() and not chat.command(text):
+                chat.hear({"role": "user", "content": text})
+        except UnicodeDecodeError:
+            raise UserError(f"line {number} of stdin is not UTF-8; convert the input") from None
+        except UserError as error:
+            raise UserError(f"line {number} of stdin: {error}") from error
+        except EOFError:
+            return
 
 
 def main() -> None:
     """Answer one message, or chat until the input ends."""
     args = parse_args()
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
-        raise UserError("--temperature must not be negative, --top_p above 0 up to 1, --max_new_tokens at least 1")
     torch.manual_seed(args.seed)
-    model, tokenizer = load_model(args)
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
-    if args.temperature > 0:
-        options |= {"temperature": args.temperature, "top_p": args.top_p}
-    options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    start = [{"role": "system", "content": args.system}] if args.system else []
+    is_terminal = sys.stdout.isatty() and (args.prompt is not None or sys.stdin.isatty())
+    chat = Chat(args, is_terminal)
     if args.prompt is not None:
-        generate(model, tokenizer, [[*start, {"role": "user", "content": args.prompt}]], **options)
-        return
-    print("Type a message; an empty line starts a new conversation, Ctrl-D exits.")
-    messages = list(start)
-    while True:
-        try:
-            text = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if not text.strip():
-            messages = list(start)
-            continue
-        messages.append({"role": "user", "content": text})
-        try:
-            (answer,) = generate(model, tokenizer, [messages], **options)
-            messages.append({"role": "assistant", "content": answer})
-        except KeyboardInterrupt:  # Ctrl-C ends the answer, not the chat
-            messages.pop()
-            print()
-        sys.stdout.flush()
+        chat.hear({"role": "user", "content": args.prompt})
+    elif is_terminal:
+        on_terminal(chat)
+    else:
+        on_pipe(chat)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError
 from common.settings import ROOT
-from scripts.chat import generate, load_model
+from model.answers import THINK, answer_message
+from scripts.conversation import generate, prompt_tokens
+from scripts.evaluation.questions import read_questions
 from trainer.components.run_files import metrics_path, run_name
-from trainer.components.trained_weights import add_trained_model_flags
+from trainer.components.trained_weights import WEIGHT, add_trained_model_flags, load_model
 
 FIELDS = {"question": str, "accepted": list, "rejected": list, "attribute": str, "language": str}
 
@@ -39,6 +41,7 @@ def parse_args() -> argparse.Namespace:
     flag("--show", type=int, default=0, help="questions and answers to print")
     flag("--batch_size", type=int, default=96, help="questions answered at a time")
     flag("--max_new_tokens", type=int, default=32, help="longest answer, in tokens")
+    flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     return parser.parse_args()
 
 
@@ -48,21 +51,13 @@ def read_exam(path: str | Path) -> list[dict]:
     Raises:
         UserError: the file is missing or empty, or a line is not a question.
     """
-    if not Path(path).is_file():
-        raise UserError(f"--exam_path {path} does not exist; generate it with: python -m dataset.demo_corpus")
-    questions = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        try:
-            question = json.loads(line)
-            if not all(isinstance(question[field], kind) for field, kind in FIELDS.items()):
-                raise TypeError("a field of another type")
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{path}:{number} is not an exam question (needs {', '.join(FIELDS)}); generate the file again"
-            raise UserError(message) from error
-        questions.append(question)
-    if not questions:
-        raise UserError(f"--exam_path {path} is empty; generate it again with: python -m dataset.demo_corpus")
-    return questions
+    what = f"an exam question (needs {', '.join(FIELDS)})"
+    return read_questions(path, "--exam_path", _check, what, "generate it with: python -m dataset.demo_corpus")
+
+
+def _check(question: dict) -> None:
+    if not all(isinstance(question[field], kind) for field, kind in FIELDS.items()):
+        raise TypeError("a field of another type")
 
 
 def names_value(text: str, value: str) -> bool:
@@ -73,18 +68,23 @@ def names_value(text: str, value: str) -> bool:
 
 
 def is_right(answer: str, question: dict) -> bool:
-    """Whether an answer names an accepted value and no rejected one."""
+    """Whether an answer, its thoughts left aside, names an accepted value and no rejected one."""
+    answer = answer_message(answer)["content"]
     accepted = any(names_value(answer, value) for value in question["accepted"])
     return accepted and not any(names_value(answer, value) for value in question["rejected"])
 
 
-def ask(model: Any, tokenizer: Any, questions: list[str], batch_size: int, max_new_tokens: int) -> list[str]:
-    """The model's answers to questions, each in its own chat, decoded greedily."""
+def ask(
+    model: Any, tokenizer: Any, questions: list[str], batch_size: int, max_new_tokens: int, thinking: bool = False
+) -> list[str]:
+    """The model's answers to questions, each in its own chat, decoded greedily. thinking: they begin with thoughts."""
     answers = []
     for start in range(0, len(questions), batch_size):
         chats = [[{"role": "user", "content": text}] for text in questions[start : start + batch_size]]
-        answers += generate(model, tokenizer, chats, max_new_tokens, do_sample=False)
-    return [answer.strip() for answer in answers]
+        prompts = [prompt_tokens(tokenizer, chat, enable_thinking=thinking) for chat in chats]
+        found = generate(model, tokenizer, prompts, max_new_tokens, do_sample=False)
+        answers += tokenizer.batch_decode(found, skip_special_tokens=True)
+    return [(THINK * thinking + answer).strip() for answer in answers]
 
 
 def run_costs(save_dir: str | Path, runs: list[str]) -> dict[str, float]:
@@ -143,10 +143,11 @@ def main() -> None:
     questions = read_exam(args.exam_path)
     model, tokenizer = load_model(args)
     costs = run_costs(args.save_dir, [run_name(run, model.config) for run in args.runs])
-    answers = ask(model, tokenizer, [q["question"] for q in questions], args.batch_size, args.max_new_tokens)
+    sizes, thinking = (args.batch_size, args.max_new_tokens), bool(args.open_thinking)
+    answers = ask(model, tokenizer, [q["question"] for q in questions], *sizes, thinking)
     right = [is_right(answer, question) for answer, question in zip(answers, questions, strict=True)]
     accuracy = sum(right) / len(right)
-    print(f"exam of {args.weight}: {sum(right)} of {len(right)} right ({accuracy:.1%})")
+    print(f"exam of {args.model or args.weight or WEIGHT}: {sum(right)} of {len(right)} right ({accuracy:.1%})")
     print_results(questions, answers, right, args.show)
     if args.report:
         score = "heldout_accuracy_without_pretrain" if args.control else "heldout_accuracy"

@@ -7,9 +7,6 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
     [ -f .venv/bin/activate ] || python3 -m venv .venv
     source .venv/bin/activate
 fi
-# Waiting CPU threads sleep early instead of spinning: several times faster on cores shared with other work, a few
-# percent slower on idle ones (docs/LOG.md).
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-2000}"
 
 # Install a requirements file. pip takes seconds even when nothing is missing, so it runs only if a pin is not met; a
 # build of the pinned version for another device (2.13.0+cpu) meets it. This project itself is not installed: every

@@ -40,6 +40,7 @@ exam=(--save_dir "$weights" --exam_path dataset/demo/exam.jsonl --report "$repor
 python scripts/demo_exam.py --weight sft_only --control "${exam[@]}"
 python scripts/demo_exam.py --weight full_sft --runs pretrain full_sft sft_only --show 6 "${exam[@]}"
 cat "$report"
+python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END
 
 Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):

@@ -4,7 +4,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
+install_requirements requirements-serve.txt
 install_requirements requirements-test.txt
+[ "$(id -u)" != 0 ] || bash scripts/install_chromium.sh
 ruff check .
 ruff format --check .
 pyrefly check

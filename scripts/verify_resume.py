@@ -2,6 +2,7 @@
 
     python scripts/verify_resume.py                                          built-in data, a tiny model, 5 kills
     python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    distributed over the four combinations
+    python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2       also distillation, lora, grpo, agent, ppo
     python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
 
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
@@ -20,10 +21,13 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from itertools import cycle, islice, product
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -31,11 +35,23 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from dataset.demo_corpus import make_corpus
 from scripts.verify.differences import compare_runs
-from scripts.verify.launch import STAGES, Launch, Run, stamp
+from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
+from trainer.components.checkpoint import save_weights
 from trainer.components.metrics import read_metrics
+from trainer.components.run_files import weight_path
+from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
 MAX_DELAY = 0.02  # seconds from an event to its kill
+
+
+class Outcome(NamedTuple):
+    """What one run went through: how many kills of each kind and way, the seconds of its last launch, and the longest
+    that a process lived on after its launch was ended in a gentler way."""
+
+    kills: Counter
+    seconds: float
+    seconds_left: float
 
 
 class Kill(NamedTuple):
@@ -98,54 +114,76 @@ def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> N
     corpus = make_corpus(0)
     folder.mkdir(parents=True)
     for name, count in ((f"{stage}.jsonl", per_epoch * per_row), (f"{stage}_eval.jsonl", HELD_OUT)):
-        lines = [json.dumps(record) + "\n" for record in islice(cycle(corpus[name]), count)]
+        source = corpus[name if stage == "pretrain" else name.replace(stage, "sft")]
+        records = pairs(source) if stage == "dpo" else source
+        lines = [json.dumps(record) + "\n" for record in islice(cycle(records), count)]
         (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
-def train(
-    run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0, second: bool = False
-) -> tuple[Counter, float]:
-    """Train to the end with these kills; returns how many of each kind and way hit, and the seconds of the last launch.
-    `second`: begin beside an unfinished run of the same name."""
-    run.weights.parent.mkdir(parents=True)
+def pairs(records: list[dict]) -> list[dict]:
+    """Preferences: the answer of each conversation, and that of the next one."""
+    others = zip(records, islice(cycle(records), 1, None), strict=False)
+    return [
+        {"conversations": own["conversations"][:-1], "chosen": own["conversations"][-1]}
+        | {"rejected": other["conversations"][-1]}
+        for own, other in others
+    ]
+
+
+def write_weights(run: Run) -> None:
+    """Write what a stage after SFT starts from, and a teacher, for all runs."""
+    tokenizer, args = load_tokenizer(run.args.tokenizer_path), run.args
+    teacher = replace(args, hidden_size=32, num_hidden_layers=1, use_moe=False)
+    for name, shape in ((args.from_weight, args), ("teacher", teacher)):
+        torch.manual_seed(len(name))
+        model, _ = init_model(model_config(tokenizer, shape), "none", args.tokenizer_path)
+        save_weights(model, weight_path(run.start, name, shape))
+
+
+def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0, second: bool = False) -> Outcome:
+    """Train to the end with these kills. `second`: begin beside an unfinished run of the same name."""
+    out = Path(run.args.save_dir)
+    out.mkdir(parents=True)
+    for path in run.start.glob("*.pth"):
+        shutil.copy(path, out)
     if run.first_weights.is_file():
-        shutil.copy(run.first_weights, run.weights.parent)
+        shutil.copy(run.first_weights, out)
     if second:
         with closing(Launch(run.earlier(), fresh=True)) as launch:
             launch.wait(lambda: run.saved_update() is not None)
-    done, seconds = Counter(), 0.0
+    done, seconds, seconds_left = Counter(), 0.0, 0.0
     for kill in [*kills, None]:
         fresh = second and not run.set_aside
         with closing(Launch(run, kill.way if kill else "all", fresh)) as launch:
             kind = wait_for(kill, launch, start, update) if kill else launch.wait() and ""
             if kind:
                 launch.end()
-        ended, seconds = not kind or launch.process.returncode == 0, launch.seconds
-        text = launch.result(killed=not ended)
+        ended, seconds_left = not kind or launch.process.returncode == 0, max(seconds_left, launch.seconds_left)
+        seconds, text = launch.seconds, launch.result(killed=not ended)
         if ended:
             break
         done[kind, launch.way] += 1
         print(f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}, {launch.way}: {text}", flush=True)
     print(f"  {run.folder.name}: ended {text}" + ", before its kill" * (kill is not None), flush=True)
-    return done, seconds
+    return Outcome(done, seconds, seconds_left)
 
 
-def check(reference: Run, killed: Run, control: Run, rng: random.Random, kills: int) -> Counter:
-    """Train without and with kills and compare; returns the number of each kind. FAIL ends the script."""
-    _, seconds = train(reference, [])
+def check(reference: Run, killed: Run, control: Run, rng: random.Random, kills: int) -> Outcome:
+    """Train without and with kills and compare; returns the outcome of the killed run. FAIL ends the script."""
+    seconds = train(reference, []).seconds
     records = read_metrics(reference.metrics)
     start, update = seconds - records[-1]["seconds"], records[-1]["seconds"] / records[-1]["update"]
     drawn = draw_kills(rng, kills, records, killed.ranks)
-    done, _ = train(killed, drawn, start, update, second=kills > 3)
+    outcome = train(killed, drawn, start, update, second=kills > 3)
     if differing := compare_runs(reference, killed):
         train(control, [])
         if other := compare_runs(reference, control):
             differing.append(f"inconclusive: two runs without kills differ as well: {other[0]}")
         sys.exit("FAIL: " + "\n      ".join(differing))
-    if not done:
+    if not outcome.kills:
         sys.exit("FAIL: nothing was checked, since each launch ended before its kill; make the run longer")
     print(f"  0 differing bits in weights and checkpoint, and in {len(records)} records", flush=True)
-    return done
+    return outcome
 
 
 def parse_args() -> tuple[Any, list[str]]:
@@ -181,20 +219,24 @@ def main() -> None:
     except OSError as error:
         raise UserError(f"--work_dir {work} cannot be created ({error.strerror}); give a new folder") from error
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
-    rng, begin, done = random.Random(seed), time.monotonic(), Counter()
+    rng, begin, done, seconds_left = random.Random(seed), time.monotonic(), Counter(), 0.0
     for i, (ranks, use_moe) in enumerate(combinations):
         kills = (args.kills + i) // len(combinations)
         print(f"{ranks} rank{'s' * (ranks > 1)}, {'MoE' if use_moe else 'dense'}: {kills} kills", flush=True)
         folder = work / f"ranks_{ranks}_moe_{use_moe}"
         runs = [Run(args.stage, ranks, use_moe, folder, name, typed) for name in ("reference", "killed", "control")]
         write_data(args.stage, folder, runs[0].args, ranks, kills)
-        done += check(runs[0], runs[1], runs[2], rng, kills)
+        if args.stage in AFTER_SFT:
+            write_weights(runs[0])
+        outcome = check(runs[0], runs[1], runs[2], rng, kills)
+        done, seconds_left = done + outcome.kills, max(seconds_left, outcome.seconds_left)
     if not args.work_dir:
         shutil.rmtree(work)
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
     how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
+    left = f"nothing left {ceil(seconds_left)} s later; " * (seconds_left > 0)
     seconds = time.monotonic() - begin
-    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; {left}--seed {seed}, {seconds:.0f} s)")
 
 
 if __name__ == "__main__":

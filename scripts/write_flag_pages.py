@@ -21,10 +21,24 @@ from common.errors import UserError
 from common.settings import METAVARS, ROOT, Setting, settings_of
 from llm.training.core.config import SETTINGS, EngineArgs
 from llm.training.core.config_sources import config_parser
-from trainer import train_full_sft, train_pretrain
+from trainer import (
+    train_agent,
+    train_distillation,
+    train_dpo,
+    train_full_sft,
+    train_grpo,
+    train_lora,
+    train_ppo,
+    train_pretrain,
+)
 
-PRETRAIN, SFT = (settings_of(script.Args) for script in (train_pretrain, train_full_sft))
-FLAGS = {**SFT, **PRETRAIN}
+SCRIPTS = (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation)
+STAGES = [settings_of(script.Args) for script in SCRIPTS]
+OWN = {name: each for stage in STAGES for name, each in stage.items() if name not in STAGES[0]}
+FLAGS = {**STAGES[0], **OWN}
+# Of reinforcement learning in a table of their own: some have the names of others.
+REWARDED = [settings_of(script.Args) for script in (train_grpo, train_agent, train_ppo)]
+REWARDED_FLAGS = {name: each for stage in REWARDED for name, each in stage.items() if name not in STAGES[0]}
 OPTIONS = {a.dest: a.help or "" for a in config_parser(EngineArgs)._actions if a.dest not in ("help", *SETTINGS)}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
 PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
@@ -62,11 +76,13 @@ def tables(words: dict[str, Any]) -> dict[str, str]:
     meanings, units = words["meanings"], {"": "", **words["units"]}
     if wrong := sorted(meanings.keys() ^ {*FLAGS, *SETTINGS, *OPTIONS}):
         raise UserError(f"docs/zh/flags.yaml: meanings that are missing, or of no setting: {', '.join(wrong)}")
+    if wrong := sorted(words["reinforcement"].keys() ^ REWARDED_FLAGS.keys()):
+        raise UserError(f"docs/zh/flags.yaml: reinforcement, missing or of no setting: {', '.join(wrong)}")
     stages = []
     for section in dict.fromkeys(each.section for each in FLAGS.values()):
         rows = []
         for name, each in [(name, each) for name, each in FLAGS.items() if each.section == section]:
-            defaults = default(PRETRAIN.get(name)), default(SFT.get(name))
+            defaults = [default(stage.get(name)) for stage in STAGES]
             rows.append([f"`--{name}`", value(each), *defaults, units[each.unit], meanings[name]])
         stages.append(f"### {words['sections'][section]}\n\n" + table(words["stage columns"], rows))
     own = [[f"`--{name}`", "", "", "-", "", meanings[name]] for name in OPTIONS]
@@ -75,19 +91,33 @@ def tables(words: dict[str, Any]) -> dict[str, str]:
         for name, each in SETTINGS.items()
         if name not in FLAGS or (each.default != FLAGS[name].default and name != "save_weight")  # weights: the task's
     ]
-    return {"stages": "\n".join(stages), "engine": table(words["engine columns"], own)}
+    rewarded = []
+    for name, each in REWARDED_FLAGS.items():
+        defaults = [default(stage.get(name)) for stage in REWARDED]
+        rewarded.append([f"`--{name}`", value(each), *defaults, units[each.unit], words["reinforcement"][name]])
+    return {
+        "stages": "\n".join(stages),
+        "reinforcement": table(words["reinforcement columns"], rewarded),
+        "engine": table(words["engine columns"], own),
+    }
 
 
 def english() -> dict[str, Any]:
     """The words of the English page: those of the settings."""
     settings = {**FLAGS, **SETTINGS}
-    helps = {name: each.help for name, each in settings.items()} | OPTIONS
+    rewarded = {name: each.help for name, each in REWARDED_FLAGS.items()}
+    helps, rewarded = (
+        {name: re.sub(r"--\w+( \d)?|<\w+>\w*", r"`\g<0>`", text) for name, text in texts.items()}
+        for texts in ({name: each.help for name, each in settings.items()} | OPTIONS, rewarded)
+    )
     return {
-        "stage columns": ["flag", "value", "pretrain", "SFT", "unit", "meaning"],
+        "stage columns": ["flag", "value", "pretrain", "SFT", "LoRA", "DPO", "distillation", "unit", "meaning"],
+        "reinforcement columns": ["flag", "value", "GRPO", "agent", "PPO", "unit", "meaning"],
         "engine columns": ["flag", "section", "value", "default", "unit", "meaning"],
         "sections": {each.section: each.section.capitalize() for each in settings.values()},
-        "units": {each.unit: each.unit for each in settings.values()},
-        "meanings": {name: re.sub(r"--\w+( \d)?|<\w+>\w*", r"`\g<0>`", text) for name, text in helps.items()},
+        "units": {each.unit: each.unit for each in (*settings.values(), *REWARDED_FLAGS.values())},
+        "meanings": helps,
+        "reinforcement": rewarded,
     }
 
 

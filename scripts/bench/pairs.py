@@ -1,8 +1,8 @@
 """Speed as a ratio: another trainer in its own process, alternating with ours, on the same samples.
 
-`Peer` is that process (it runs scripts/bench/peers.py). It reports the tokens and labels of every micro-batch that it
-trained on. Its real tokens are those that are not padding, and `compare_losses` trains our model on the same
-micro-batches from the same weights to compare the losses.
+`PeerProcess` is that process (it runs scripts/bench/peers.py); `Peer` trains on samples of ours. It reports the tokens
+and labels of every micro-batch that it trained on. Its real tokens are those that are not padding, and `compare_losses`
+trains our model on the same micro-batches from the same weights to compare the losses.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from trainer.components.state import TrainState
 BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 BEYOND_FLAGS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
 SCRIPTS = {"sft": "trainer/train_full_sft.py", "pretrain": "trainer/train_pretrain.py"}
+SCRIPTS |= {"grpo": "trainer/train_grpo.py"}
 TOLERANCE = 0.02  # relative, of the loss: bfloat16 against float32 over the updates of a benchmark
 
 
@@ -121,18 +122,24 @@ def tokens_of(dataset: TokenDataset, samples: list[int]) -> list[dict[str, list[
 # --- the other process ---------------------------------------------------------------------------------------------
 
 
-class Peer:
+class PeerProcess:
     """Another trainer in its own process, which ends when this context manager exits."""
 
-    def __init__(self, args: Any, data: StageDataset, tokenizer, weights: dict[str, Tensor], state: TrainState):
-        """`weights`: initial, of both trainers; `state`: ours, for the shape and the device."""
+    def __init__(
+        self,
+        args: Any,
+        stage: str,
+        records: list[dict[str, Any]],
+        tokenizer: Any,
+        weights: dict[str, Tensor],
+        config: MiniMindConfig,
+        flags: dict[str, Any],
+    ):
+        """args: `peer`, `peer_path` and `peer_python`. records: its data. weights: initial, of both trainers. flags: of
+        its command line."""
         self.args, self.folder = args, tempfile.TemporaryDirectory(prefix="benchmark-")
         folder = Path(self.folder.name)
-        updates = args.warmup + args.repeat * args.updates
-        samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
-        own = args.peer == "minimind"
-        lines = records_of(data.cache, samples) if own else tokens_of(data, samples)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (folder / "data.jsonl").write_text(text, encoding="utf-8")
         torch.save(weights, folder / "weights.pth")
         self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open until exit)
@@ -142,30 +149,24 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self.log,
             cwd=folder,
-            env=peer_environment(folder, args.peer_path if own else None),
+            env=peer_environment(folder, args.peer_path if args.peer == "minimind" else None),
             encoding="utf-8",
         )
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)  # pipes
-        self._send(json.dumps(self._settings(folder, tokenizer, state)))
-
-    def _settings(self, folder: Path, tokenizer: Any, state: TrainState) -> dict[str, Any]:
-        args, config = self.args, state.lm_config
-        names = ("hidden_size", "num_hidden_layers", "batch_size", "accumulation_steps")
-        names += ("learning_rate", "grad_clip", "max_seq_len")
-        own = {"use_moe": int(args.use_moe), "device": str(state.device)}  # the peer's --use_moe takes 0 or 1
-        return {
+        settings = {
             "peer": args.peer,
-            "stage": args.stage,
+            "stage": stage,
             "path": str(Path(args.peer_path or ".").resolve()),
             "data": str(folder / "data.jsonl"),
             "weights": str(folder / "weights.pth"),
             "folder": str(folder / "out"),
-            "tokenizer": str(Path(args.tokenizer_path).resolve()),
+            "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
             "pad_id": tokenizer.pad_token_id or 0,
-            "flags": {name: getattr(args, name) for name in names} | own,
+            "flags": {name: int(value) if isinstance(value, bool) else value for name, value in flags.items()},
             "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
-            "stock": stock_shape(cast(MiniMindConfig, config)),
+            "stock": stock_shape(config),
         }
+        self._send(json.dumps(settings))
 
     def train(self, micro_batches: int) -> dict[str, Any]:
         """Train on the next micro-batches: seconds, and rows, padded size and loss of each.
@@ -187,7 +188,7 @@ class Peer:
         with suppress(BrokenPipeError):  # `train` reports why
             print(line, file=self.stdin, flush=True)
 
-    def __enter__(self) -> "Peer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
@@ -199,6 +200,21 @@ class Peer:
             self.process.kill()
         self.log.close()
         self.folder.cleanup()
+
+
+class Peer(PeerProcess):
+    """A peer that trains on the first samples of our epoch."""
+
+    def __init__(self, args: Any, data: StageDataset, tokenizer, weights: dict[str, Tensor], state: TrainState):
+        """`weights`: initial, of both trainers; `state`: ours, for the shape and the device."""
+        updates = args.warmup + args.repeat * args.updates
+        samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
+        own = args.peer == "minimind"
+        records = records_of(data.cache, samples) if own else tokens_of(data, samples)
+        names = ("hidden_size", "num_hidden_layers", "use_moe", "batch_size", "accumulation_steps")
+        names += ("learning_rate", "grad_clip", "max_seq_len")
+        flags = {name: getattr(args, name) for name in names} | {"device": str(state.device)}
+        super().__init__(args, args.stage, records, tokenizer, weights, cast(MiniMindConfig, state.lm_config), flags)
 
 
 def stock_shape(config: MiniMindConfig) -> dict[str, Any]:

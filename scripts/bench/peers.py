@@ -69,7 +69,8 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
     """Run jingyaogong/minimind's training script of the stage unmodified, with its own defaults.
 
     Four things are patched: our initial weights and tokenizer, the order of the samples (that of the file), the gate
-    around its loader, and for SFT no random system prompts, so that both trainers get the same tokens.
+    around its loader, and for SFT and GRPO no random system prompts, so that both trainers get the same tokens. Its
+    GRPO, which cannot do without a reward model, gets one that costs nothing.
     """
     import torch.utils.data
 
@@ -78,13 +79,16 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
     from dataset import lm_dataset
 
     build, sampler, loader = its_utils.init_model, its_utils.SkipBatchSampler, torch.utils.data.DataLoader
+    if settings["stage"] == "grpo":
+        note_completions(its_utils, gate)
 
     def init_model(lm_config, *_, device="cpu", **__):
         model, tokenizer = build(lm_config, "none", tokenizer_path=settings["tokenizer"], device=device)
         model.load_state_dict(torch.load(settings["weights"], map_location=device, weights_only=True))
-        model.register_forward_hook(
-            lambda _, args, kwargs, out: gate.note(args[0], kwargs["labels"], out.loss), with_kwargs=True
-        )
+        if settings["stage"] != "grpo":
+            model.register_forward_hook(
+                lambda _, args, kwargs, out: gate.note(args[0], kwargs["labels"], out.loss), with_kwargs=True
+            )
         return model, tokenizer
 
     class GatedLoader(loader):
@@ -99,12 +103,33 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
     its_utils.SkipBatchSampler = lambda indices, *rest: sampler(range(len(indices)), *rest)
     torch.utils.data.DataLoader = GatedLoader
     lm_dataset.pre_processing_chat = lambda conversations: conversations
-    script = {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[settings["stage"]]
+    script = {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py", "grpo": "train_grpo.py"}[settings["stage"]]
     never = 10**9  # keeps the learning rate at its start, and writes nothing
     flags = settings["flags"] | {"epochs": never, "log_interval": never, "save_interval": never}
     flags |= {"from_weight": "none", "data_path": settings["data"], "save_dir": settings["folder"]}
     sys.argv = [script, *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
     runpy.run_path(str(Path(settings["path"], "trainer", script)), run_name="__main__")
+
+
+def note_completions(its_utils: Any, gate: Gate) -> None:
+    """Tell the completions of each rollout in place of samples, and put a reward model in that costs nothing."""
+    from trainer import rollout_engine
+
+    class NoRewardModel:
+        def __init__(self, *_, **__): ...
+
+        def get_score(self, messages: list[dict], response: str) -> float:
+            return 0.0
+
+    class Noted(rollout_engine.TorchRolloutEngine):
+        def rollout(self, *args, **kwargs):
+            result = super().rollout(*args, **kwargs)
+            ids = result.completion_ids
+            gate.note(ids, ids, torch.zeros(()))
+            return result
+
+    its_utils.LMForRewardModel = NoRewardModel
+    rollout_engine.TorchRolloutEngine = Noted
 
 
 def trl(settings: dict[str, Any], gate: Gate) -> None:

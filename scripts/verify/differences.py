@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import reason
+from trainer.components import distillation, preference
 from trainer.components.checkpoint import read_state
 from trainer.components.metrics import read_metrics
 from trainer.components.sharded import with_tensors
 from trainer.components.state_files import UNREADABLE, read_file
 
 FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
+FIELDS += (*preference.SHOWN, *distillation.SHOWN, "eval_accuracy", "eval_divergence")
+FIELDS += ("reward", "reward_std", "entropy", "completion_length", "kl", "clipped", "samples", "eval_reward")
 FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "overflows", "expert_load", "dead_experts")  # no speed, time
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 
@@ -56,6 +61,11 @@ def compare_metrics(right: list[dict], found: list[dict]) -> list[str]:
     return [text for n in sorted(updates) for text in differences(*updates[n], f"update {n}")]
 
 
+def read_weights_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a weights file, or of an adapter."""
+    return load_file(path) if path.suffix == ".safetensors" else read_file(path)
+
+
 def compare_runs(right: FinishedRun, found: FinishedRun) -> list[str]:
     """Differences between two finished runs: the first update that differs, and the first tensor in each file."""
     differing = [compare_metrics(read_metrics(right.metrics), read_metrics(found.metrics))]
@@ -65,8 +75,8 @@ def compare_runs(right: FinishedRun, found: FinishedRun) -> list[str]:
                 states = [with_tensors(read_state(run.checkpoint)) for run in (right, found)]
                 states = [{key: state.get(key) for key in STATE} for state in states]
             else:
-                states = [read_file(getattr(run, name)) for run in (right, found)]
+                states = [read_weights_file(getattr(run, name)) for run in (right, found)]
             differing.append(differences(states[0], states[1], name))
-        except UNREADABLE as error:
+        except (SafetensorError, *UNREADABLE) as error:
             differing.append([f"{name}: cannot be read ({reason(error)})"])
     return [f"{texts[0]} ({len(texts)} in all)" for texts in differing if texts]

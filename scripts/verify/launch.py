@@ -13,22 +13,41 @@ from contextlib import suppress
 from copy import copy
 from math import inf
 from pathlib import Path
+from select import select
 from subprocess import DEVNULL, STDOUT
 from threading import Thread
 
 import psutil
 
 from common.settings import parse_args as parse_stage_args
-from trainer import train_full_sft, train_pretrain
+from trainer import (
+    train_agent,
+    train_distillation,
+    train_dpo,
+    train_full_sft,
+    train_grpo,
+    train_lora,
+    train_ppo,
+    train_pretrain,
+)
 from trainer.components.checkpoint import read_state
+from trainer.components.lora import WEIGHTS as ADAPTER
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
 from trainer.components.state_files import UNREADABLE, newest_first, state_paths
 
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
+STAGES |= {"dpo": train_dpo, "distillation": train_distillation, "lora": train_lora}
+STAGES |= {"grpo": train_grpo, "agent": train_agent, "ppo": train_ppo}
 # A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
 SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "dropout": 0.1, "max_seq_len": 128}
 SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate": 1e-3}
 SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
+AFTER_SFT = {"dpo": {"from_weight": "full_sft"}, "lora": {"from_weight": "full_sft", "lora_dropout": 0.1}}
+AFTER_SFT |= {"distillation": {"from_weight": "full_sft", "from_teacher_weight": "teacher"}}
+ROLLOUTS = {"from_weight": "full_sft", "reward": "length,repetition", "max_gen_len": 16}
+GROUPS = ROLLOUTS | {"num_generations": 4}
+AFTER_SFT |= {"grpo": GROUPS, "agent": GROUPS | {"environment": "lookup", "max_seq_len": 512}}
+AFTER_SFT |= {"ppo": ROLLOUTS | {"num_iterations": 3, "early_stop_kl": 0.002}}  # some passes are not made
 POLL, TIMEOUT, GRACE = 0.001, 600.0, 60.0  # seconds: between polls; without output; for a run to save and end
 
 
@@ -37,17 +56,24 @@ class Run:
 
     def __init__(self, stage: str, ranks: int, use_moe: int, folder: Path, name: str, typed: list[str]):
         script = STAGES[stage]
-        self.folder, self.launches = folder / name, 0
+        self.folder, self.start, self.launches = folder / name, folder / "start", 0  # start: weights for all runs
         data = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"}
         own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
         own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
-        flags, own = ([part for k, v in f.items() for part in (f"--{k}", str(v))] for f in (data | SMALL, own))
+        flags, own = (
+            [part for k, v in f.items() for part in (f"--{k}", str(v))]
+            for f in (data | SMALL | AFTER_SFT.get(stage, {}), own)
+        )
         self.args = args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed, *own])
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
         self.command = [sys.executable, *torchrun, str(script.__file__), *flags, *typed, *own]
         self.ranks = ranks
-        self.weights = weight_path(args.save_dir, args.save_weight, args)
-        self.best_weights = weight_path(args.save_dir, f"{args.save_weight}_best", args)
+        names = (args.save_weight, f"{args.save_weight}_best")
+        self.weights, self.best_weights = (weight_path(args.save_dir, name, args) for name in names)
+        if stage == "lora":
+            self.weights, self.best_weights = (
+                path.with_suffix("") / ADAPTER for path in (self.weights, self.best_weights)
+            )
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.states = resume_path(args.checkpoint_dir, args.save_weight, args)
         self.checkpoint = state_paths(self.states)[args.parallel == "fsdp" and ranks > 1]
@@ -89,6 +115,12 @@ def stamp(path: Path) -> tuple | None:
     return None
 
 
+def default_signals() -> None:
+    """In the process to be started: a run heeds SIGHUP and SIGINT also if this one, under nohup, ignores them."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Launch:
     """One start of a run, in its own session, observed from outside.
 
@@ -96,42 +128,60 @@ class Launch:
         way: how it will be ended. `all`: SIGKILL to all its processes at once; `launcher`: SIGKILL to torchrun alone;
             `terminal`: its terminal is closed; `pipe`: Ctrl-C, which also ends what reads its output.
         fresh: start it without --from_resume 1.
+
+    Attributes:
+        seconds_left: how long a process of it lived on after it was ended, saving included.
     """
 
     def __init__(self, run: Run, way: str = "all", fresh: bool = False):
         run.launches += 1
         self.run, self.way, self.log = run, way, run.folder / f"launch_{run.launches}.log"
+        self.seconds_left = 0.0
         self.saved = None if fresh else run.saved_update()
         self.metrics, self.caches = stamp(run.metrics), run.unfinished_caches()
         self.begin = time.monotonic()
         self.reader: int | None = None
+        self.hung_up = False
         command = [*run.command, "--from_resume", "0"] if fresh else run.command  # the last of two values holds
         with open(self.log, "wb") as out:
             if way in ("terminal", "pipe"):
                 self.process = self._start_with_reader(command)
             else:
-                self.process = psutil.Popen(command, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True)
+                streams = {"stdin": DEVNULL, "stdout": out, "stderr": STDOUT, "preexec_fn": default_signals}
+                self.process = psutil.Popen(command, start_new_session=True, **streams)
         self.processes: list[psutil.Process] = [self.process]
 
     def _start_with_reader(self, command: list[str]) -> psutil.Popen:
         """Start it in a terminal or a pipe whose other end writes the log."""
-        self.reader, writer = os.openpty() if self.way == "terminal" else os.pipe()
+        reader, writer = os.openpty() if self.way == "terminal" else os.pipe()
 
         def take_terminal() -> None:
+            default_signals()
             if os.isatty(1):
                 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 
         streams = {"stdin": DEVNULL, "stdout": writer, "stderr": writer, "preexec_fn": take_terminal}
         process = psutil.Popen(command, start_new_session=True, **streams)
         os.close(writer)
-        self.copying = Thread(target=self._copy, daemon=True)
+        self.reader, self.copying = reader, Thread(target=self._copy, args=(reader,), daemon=True)
         self.copying.start()
         return process
 
-    def _copy(self) -> None:
-        with open(self.log, "ab", buffering=0) as log, suppress(OSError, TypeError):  # until it ends, or is closed here
-            while read := os.read(self.reader, 1 << 16):  # type: ignore[arg-type]
-                log.write(read)
+    def _copy(self, reader: int) -> None:
+        with open(self.log, "ab", buffering=0) as log, suppress(OSError):  # of a terminal that the run has left
+            read = b"?"
+            while read and not self.hung_up:
+                if select([reader], [], [], 0.02)[0]:
+                    read = os.read(reader, 1 << 16)
+                    log.write(read)
+
+    def _hang_up(self) -> None:
+        """Close the terminal or the pipe; not while the thread reads it, which would keep it open."""
+        if self.reader is not None:
+            self.hung_up = True
+            self.copying.join()
+            os.close(self.reader)
+            self.reader = None
 
     def training(self) -> bool:
         """Whether it has opened its metrics file, the last thing before the first update."""
@@ -157,21 +207,20 @@ class Launch:
     def end(self) -> None:
         """End it in its way; it has time to save, except where all is killed."""
         self.find_processes()
+        asked = time.monotonic()
         if self.way == "launcher":
             self.process.kill()
-        elif self.way == "pipe":
-            os.close(self.reader)  # type: ignore[arg-type]
+        self._hang_up()
+        if self.way == "pipe":
             os.killpg(self.process.pid, signal.SIGINT)
-        elif self.way == "terminal":
-            os.close(self.reader)  # type: ignore[arg-type]
         if self.way != "all":
-            self.reader = None
             _, left = psutil.wait_procs(self.processes, timeout=GRACE)
             left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
             if left:
                 sys.exit(
                     f"FAIL: {len(left)} processes are left {GRACE:.0f} s after the {self.way} ended; {self.tail()}"
                 )
+            self.seconds_left = time.monotonic() - asked
 
     def close(self) -> None:
         """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own sessions,
@@ -190,9 +239,8 @@ class Launch:
                     time.sleep(POLL)
         self.process.wait()
         if self.reader is not None:
-            self.copying.join(1)
-            os.close(self.reader)
-            self.reader = None
+            self.copying.join(1)  # it reads what was printed last
+        self._hang_up()
         self.seconds = time.monotonic() - self.begin
 
     def tail(self) -> str:

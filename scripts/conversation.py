@@ -1,0 +1,94 @@
+"""A conversation with a model, which forgets its oldest turns when the context is full."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common.errors import UserError
+from model import prompts
+
+
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list[dict] | None = None, **variables: Any
+) -> list[int]:
+    """The token ids of a conversation up to where the assistant's next answer begins (see model/prompts.py).
+
+    Raises:
+        UserError: the tokenizer has no chat template, or it refuses the conversation.
+    """
+    try:
+        return prompts.prompt_tokens(tokenizer, messages, tools, **variables)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+@dataclass
+class Conversation:
+    """The messages of a chat, which forgets its oldest turns when the context is full.
+
+    Attributes:
+        limit: tokens of the context, the answer included.
+        variables: of the chat template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    limit: int
+    system: str = ""
+    tools: list[dict] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    messages: list[dict] = field(default_factory=list)  # without the system message
+
+    def all_messages(self) -> list[dict]:
+        """The messages, the system message first."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    def prompt(self, answer: int) -> tuple[list[int], int]:
+        """The prompt's token ids and how many messages were dropped for it.
+
+        The oldest turns are dropped, a user's message with all that follows up to the next one's, until `answer` tokens
+        fit behind the prompt (or half the context, if that is less).
+
+        Raises:
+            UserError: the newest turn alone is too long; nothing is dropped then.
+        """
+        room = self.limit - min(answer, self.limit // 2)
+        begins = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        kept = self.messages
+        for first in [0, *begins[1:]]:
+            self.messages = kept[first:]
+            tokens = prompt_tokens(self.tokenizer, self.all_messages(), self.tools, **self.variables)
+            if len(tokens) <= room:
+                return tokens, first
+        self.messages = kept
+        raise UserError(f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it")
+
+    def record(self) -> dict[str, Any]:
+        """The conversation as a record that SFT can train on."""
+        return {"messages": self.all_messages()} | ({"tools": self.tools} if self.tools else {})
+
+
+@torch.no_grad()
+def generate(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """The tokens that a model continues each prompt with, in one batch; up to the end token and with it, if it came.
+
+    options: of transformers' `generate`.
+    """
+    longest = max(map(len, prompts))
+    rows = [[tokenizer.pad_token_id or 0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    out = model.generate(
+        input_ids=torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+    end = tokenizer.eos_token_id
+    answers = [row[longest:].tolist() for row in out]
+    return [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]

@@ -1,0 +1,1 @@
+"""The forms that scripts/convert_model.py writes, and the check of what was written."""

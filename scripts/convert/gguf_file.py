@@ -1,0 +1,190 @@
+"""A model as one GGUF file, for llama.cpp and the programs built on it (ollama, LM Studio).
+
+llama.cpp has Qwen3's arithmetic built in, always with routing weights that sum to one, and knows the patterns that cut
+text before merging by name.
+"""
+
+import json
+import re
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.gguf.reader import read_gguf_metadata
+
+from common.errors import UserError
+from common.optional import optional_package
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.convert.hugging_face import SAMPLING, own_tensors
+from scripts.train_tokenizer import PIECES
+
+ARCHITECTURES = ("qwen3", "qwen3moe")  # dense, MoE
+QUANTIZED = "q8_0"
+GENERATION_MARK = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def write_gguf(
+    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: Any
+) -> dict[str, Tensor]:
+    """Write the file; returns the tensors that are in it, in float32 under our names.
+
+    dtype: of the matrices, float32, float16 or "q8_0" (8 bits; rows that are no multiple of 32 long stay float16).
+    Norms and routers stay float32.
+
+    Raises:
+        UserError: llama.cpp cannot represent the model or its tokenizer, or the package gguf is missing.
+    """
+    gguf = optional_package("gguf")
+    config = cast(MiniMindConfig, model.config)
+    check_representable(config)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.use_moe])
+    _add_shape(writer, config)
+    _add_tokenizer(writer, tokenizer, config.vocab_size)
+    types = {torch.float32: gguf.LlamaFileType.ALL_F32, torch.float16: gguf.LlamaFileType.MOSTLY_F16}
+    writer.add_file_type(types.get(dtype, gguf.LlamaFileType.MOSTLY_Q8_0))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    stored: dict[str, Tensor] = {}
+    arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[ARCHITECTURES[config.use_moe]]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, tensor in _stacked_experts(own_tensors(model)).items():
+        kind = _kind(gguf, name, tensor, dtype)
+        data = gguf.quantize(tensor.float().numpy(), kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
+        stored |= _unstacked(name, torch.from_numpy(np.array(gguf.dequantize(data, kind))).view(tensor.shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def check_representable(config: MiniMindConfig) -> None:
+    """Refuse what llama.cpp's Qwen3 computes differently.
+
+    Raises:
+        UserError: with what that is.
+    """
+    rope_type = (config.rope_parameters or {}).get("rope_type")
+    if rope_type != "default":
+        raise UserError(f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out")
+    if config.use_moe and not config.norm_topk_prob:
+        raise UserError(
+            "a GGUF file of a model with norm_topk_prob false is not supported; llama.cpp always normalises"
+        )
+
+
+def _kind(gguf: Any, name: str, tensor: Tensor, dtype: Any) -> Any:
+    kinds = gguf.GGMLQuantizationType
+    if tensor.ndim == 1 or name.endswith("mlp.gate.weight") or dtype == torch.float32:
+        return kinds.F32
+    block_size = gguf.GGML_QUANT_SIZES[kinds.Q8_0][0]
+    return kinds.Q8_0 if dtype == QUANTIZED and tensor.shape[-1] % block_size == 0 else kinds.F16
+
+
+def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of all experts of a layer in one, [E, out, in]."""
+    experts: dict[str, list[Tensor]] = {}
+    for name in list(tensors):
+        if found := EXPERT.fullmatch(name):
+            experts.setdefault(f"{found[1]}.{found[3]}.weight", []).append(tensors.pop(name))
+    return tensors | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
+def _unstacked(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if ".experts." not in name:
+        return {name: tensor}
+    return {name.replace(".experts.", f".experts.{i}."): part for i, part in enumerate(tensor)}
+
+
+def _add_shape(writer: Any, config: MiniMindConfig) -> None:
+    writer.add_type("model")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base((config.rope_parameters or {})["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if config.use_moe:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_sampling_temp(SAMPLING["temperature"])
+    writer.add_sampling_top_p(SAMPLING["top_p"])
+
+
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    gguf = optional_package("gguf")
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    name = pattern_name(content)
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]  # ids beyond the tokenizer's
+    types = [gguf.TokenType.UNUSED] * vocab_size
+    for token, i in content["model"]["vocab"].items():
+        tokens[i], types[i] = token, gguf.TokenType.NORMAL
+    for added in content["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")  # byte-level BPE
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]])
+    for which in ("bos", "eos", "unk", "pad"):
+        if (token_id := getattr(tokenizer, f"{which}_token_id")) is not None:
+            getattr(writer, f"add_{which}_token_id")(token_id)
+    writer.add_eot_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False))
+    writer.add_add_space_prefix(False)
+    if tokenizer.chat_template:
+        writer.add_chat_template(without_generation_marks(cast(str, tokenizer.chat_template)))
+
+
+def without_generation_marks(template: str) -> str:
+    """A chat template that renders the same, without the marks around what is trained: only transformers knows them."""
+    return GENERATION_MARK.sub(r"{#\1 \2#}", template)
+
+
+def pattern_name(tokenizer: dict[str, Any]) -> str:
+    """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content.
+
+    Raises:
+        UserError: it knows no such pattern, or no such tokenizer.
+    """
+    cut = tokenizer["pre_tokenizer"] or {}
+    steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
+    byte_level = steps[-1]
+    known = tokenizer["model"]["type"] == "BPE" and byte_level.get("type") == "ByteLevel"
+    if known and tokenizer["normalizer"] is None and not byte_level["add_prefix_space"]:
+        if len(steps) == 1 and byte_level["use_regex"]:
+            return "gpt-2"
+        split = {"type": "Split", "pattern": {"Regex": PIECES}, "behavior": "Isolated", "invert": False}
+        if steps[:-1] == [split] and not byte_level["use_regex"]:
+            return "qwen2"
+    raise UserError(
+        "llama.cpp cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 or GPT-2 do"
+    )
+
+
+def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in float32 and the tokenizer, as transformers reads them from the file alone."""
+    fields, _ = read_gguf_metadata(str(path))
+    options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(path.parent, **options)
+    prefix = fields["general.architecture"]
+    config.head_dim = fields[f"{prefix}.attention.key_length"]  # transformers leaves these two out
+    if f"{prefix}.expert_feed_forward_length" in fields:
+        config.moe_intermediate_size = fields[f"{prefix}.expert_feed_forward_length"]
+    with redirect_stderr(StringIO()):  # a progress bar
+        model = AutoModelForCausalLM.from_pretrained(path.parent, config=config, dtype=torch.float32, **options)
+    return model.eval(), cast(Any, AutoTokenizer.from_pretrained(path.parent, **options))

@@ -1,0 +1,98 @@
+"""A model as a Hugging Face folder of a stock architecture, Qwen3 or Qwen3-MoE: nothing of this repository is needed
+to use it.
+
+    config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, chat_template.jinja
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.components.hugging_face import CONFIG_FILE, IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE, WEIGHTS_FILE
+
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}  # as in chat; without do_sample servers do not sample
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def stock_config(config: MiniMindConfig) -> PretrainedConfig:
+    """The config of the stock model with the arithmetic of this one."""
+    names = (*IN_TENSORS, *TOLD, *SPECIAL_TOKENS, "intermediate_size", "tie_word_embeddings")
+    if not config.use_moe:
+        return Qwen3Config(**_fields(config, names), architectures=["Qwen3ForCausalLM"])
+    names = (*names, *TOLD_MOE, "num_experts", "moe_intermediate_size")
+    return Qwen3MoeConfig(**_fields(config, names), architectures=["Qwen3MoeForCausalLM"])
+
+
+def _fields(config: MiniMindConfig, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names}
+
+
+def own_tensors(model: MiniMindForCausalLM) -> dict[str, Tensor]:
+    """The tensors of a model by name, on the CPU; of tied ones, the embedding alone."""
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def write_folder(
+    folder: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Write the folder; returns the tensors that are in it, in float32."""
+    folder.mkdir()
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in own_tensors(model).items()}
+    (folder / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+    config = stock_config(cast(MiniMindConfig, model.config))
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    _add_earlier_names(folder / CONFIG_FILE, config)
+    special = {name: getattr(config, name) for name in SPECIAL_TOKENS}
+    GenerationConfig(**SAMPLING, **special).save_pretrained(folder)
+    _write_tokenizer(folder, tokenizer)
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:
+    """Name the settings that transformers 5 renamed under their earlier names, too: vLLM and others read those."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rope = dict(config.rope_parameters or {})
+    content["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type") != "default":
+        content["rope_scaling"] = rope
+    if "num_local_experts" in content:
+        content["num_experts"] = content["num_local_experts"]
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = Path(tokenizer.name_or_path)
+    if not (source / TOKENIZER_FILE).is_file():
+        tokenizer.save_pretrained(folder)
+        return
+    for name in TOKENIZER_FILES:  # as they are: every version of transformers reads them
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def read_stock(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in float32 and the tokenizer, as anyone loads them."""
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    return model.eval(), cast(Any, AutoTokenizer.from_pretrained(folder, **options))

@@ -1,0 +1,128 @@
+"""Whether a converted model is the same model: token ids, rendered conversations, logits and greedy tokens.
+
+The text is the demo corpus, which is made here, and lines that are hard to tokenise. Everything is computed in float32.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dataset.demo_corpus import make_corpus
+
+LIMIT = 1e-3  # largest difference of two logits; float32 arithmetic in another order gives about 1e-5
+GREEDY_TOKENS = 64
+ROWS, LENGTH = 4, 128  # of the text whose logits are compared
+TEXTS = 400
+HARD_TEXTS = (
+    "a , b ' s .  don't I'LL they've 'twas",
+    "1234567890 3.14159 1,000,000 x² ½ １２３ ١٢٣",
+    "\tdef f(x):\r\n\t\treturn x ** 2  # 平方\n\n\n",
+    " leading, trailing \r\n\t\n ",
+    "中文，标点。“引号”——破折号……　全角空格",
+    "e\u0301 한국어 ไทย עברית 👩‍👩‍👧 ﬁ Å",
+    "<think>\n先想\n</think>\n\n<tool_call>\n{}\n</tool_call><|im_end|>\n<|endoftext|>",
+)
+TOOL = {"name": "weather", "description": "天气 of a city", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass
+class Parity:
+    """The comparison of a model with what became of it."""
+
+    texts: int
+    other_ids: str | None  # the first text with other token ids
+    chats: int
+    other_rendering: int | None  # the first conversation that is rendered differently
+    logits: float  # largest difference
+    same_tokens: int  # of GREEDY_TOKENS, before the first other one
+
+    @property
+    def failure(self) -> str | None:
+        """What is not the same."""
+        if self.other_ids is not None:
+            return f"the text {self.other_ids[:60]!r} has other token ids"
+        if self.other_rendering is not None:
+            return f"conversation {self.other_rendering + 1} of {self.chats} is rendered differently"
+        if not self.logits <= LIMIT:  # not a number fails
+            return f"the logits differ by up to {self.logits:.1e}, more than {LIMIT:.0e}"
+        if self.same_tokens < GREEDY_TOKENS:
+            return f"greedy token {self.same_tokens + 1} of {GREEDY_TOKENS} is another"
+        return None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.texts} texts have the same token ids, {self.chats} conversations are rendered alike, the logits "
+            f"differ by at most {self.logits:.1e}, {self.same_tokens} greedy tokens are the same"
+        )
+
+
+@cache
+def sample_texts() -> list[str]:
+    """Several hundred texts in both languages."""
+    corpus = make_corpus(seed=0)
+    texts = [record["text"] for record in corpus["pretrain.jsonl"]]
+    texts += [question["question"] for question in corpus["exam.jsonl"]]
+    return [*HARD_TEXTS, *texts[:: max(1, len(texts) // TEXTS)]]
+
+
+def sample_chats() -> list[dict[str, Any]]:
+    """Arguments of `apply_chat_template`: one or several turns, a system message, reasoning, tools."""
+    turns = [record["conversations"] for record in make_corpus(seed=0)["sft_eval.jsonl"][:4]]
+    system = [{"role": "system", "content": "你是 a helpful assistant."}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
+    asked = {"role": "user", "content": "weather?"}
+    called = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "20°C"}]
+    thought = [asked, {"role": "assistant", "reasoning_content": "想一想", "content": " fine\n"}]
+    chats = [*turns, system + turns[0], [*thought, asked], called]
+    return [
+        {"conversation": chat, "tools": tools, "add_generation_prompt": prompt}
+        for chat in chats
+        for tools in (None, [{"type": "function", "function": TOOL}])
+        for prompt in (False, True)
+    ]
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, chat: dict[str, Any]) -> str | None:
+    """A conversation as text; None if the template refuses it."""
+    try:
+        return str(tokenizer.apply_chat_template(**chat, tokenize=False))
+    except (TemplateError, TypeError):
+        return None
+
+
+@torch.no_grad()
+def text_logits(model: Any, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The logits [ROWS, LENGTH, V] of shipped text, cut to the tokenizer's own vocabulary."""
+    tokens = chain.from_iterable(map(tokenizer.encode, sample_texts()[len(HARD_TEXTS) :]))
+    ids = torch.tensor(list(islice(tokens, ROWS * LENGTH))).view(ROWS, LENGTH)
+    return model(ids).logits[..., : len(tokenizer)].float()
+
+
+@torch.no_grad()
+def greedy_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """GREEDY_TOKENS tokens behind the beginning of a text, whether or not the model would stop."""
+    ids = torch.tensor([tokenizer.encode(sample_texts()[-1])])
+    length = {"min_new_tokens": GREEDY_TOKENS, "max_new_tokens": GREEDY_TOKENS}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def compare(
+    model: Any, tokenizer: PreTrainedTokenizerBase, other: PreTrainedModel, other_tokenizer: PreTrainedTokenizerBase
+) -> Parity:
+    """Compare a model, with the weights as they were stored, with what is read back."""
+    texts = sample_texts()
+    chats = sample_chats() if tokenizer.chat_template else []
+    differing = (text for text in texts if tokenizer.encode(text) != other_tokenizer.encode(text))
+    misrendered = (i for i, c in enumerate(chats) if rendered(tokenizer, c) != rendered(other_tokenizer, c))
+    logits = (text_logits(model, tokenizer) - text_logits(other, tokenizer)).abs().max()
+    tokens, others = greedy_tokens(model, tokenizer), greedy_tokens(other, tokenizer)
+    same = [a == b for a, b in zip(tokens, others, strict=False)]
+    same_tokens = [*same, False].index(False)
+    return Parity(len(texts), next(differing, None), len(chats), next(misrendered, None), float(logits), same_tokens)

@@ -1,0 +1,140 @@
+"""Convert a model to another form, and check that it is the same model before saying so.
+
+    python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
+    python scripts/convert_model.py --model out/full_sft_512.pth --to gguf --output out/full_sft_512.gguf --dtype q8_0
+    python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
+    python scripts/convert_model.py --model checkpoints/sft_512_resume --to checkpoint --output sft_512_resume.pth
+
+hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth: a weights
+file of this project. checkpoint: the folder of a sharded run as the one file of a run that is not; any run, sharded or
+not, on any number of ranks, resumes from either.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors
+from common.durable_files import new_path
+from common.errors import UserError, reason, say
+from common.settings import ROOT
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
+from scripts.convert.hugging_face import read_stock, write_folder
+from scripts.convert.parity import compare, text_logits
+from trainer.components.checkpoint import read_state
+from trainer.components.parallel import half_precision
+from trainer.components.run_files import run_name, shape_in_name
+from trainer.components.sharded import with_tensors
+from trainer.components.state_files import UNREADABLE, write_file
+from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
+
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
+CHOICES = {"hf": ("float16", "bfloat16", "float32"), "gguf": ("float16", "float32", QUANTIZED), "pth": ("float16",)}
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--to", choices=(*CHOICES, "checkpoint"), required=True, help="form to convert to")
+    parser.add_argument("--output", type=Path, required=True, help="file or folder to write; it must not exist")
+    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="type of the weights")
+    add_trained_model_flags(parser, device=False)
+    return parser.parse_args()
+
+
+def write_weights(path: Path, model: MiniMindForCausalLM) -> dict[str, Tensor]:
+    """Write a weights file of this project; returns its tensors in float32.
+
+    Raises:
+        UserError: a weights file cannot say what is special about the model.
+    """
+    config, named = model.config, shape_in_name(path)
+    usual = MiniMindConfig(hidden_size=config.hidden_size)
+    for name in ("rms_norm_eps", "rope_parameters") + (("norm_topk_prob",) if config.use_moe else ()):
+        if getattr(config, name) != getattr(usual, name):
+            raise UserError(
+                f"a weights file cannot say that {name} is {getattr(config, name)}; without that it would be another "
+                "model, so keep the folder"
+            )
+    name = f"{run_name('NAME', config)}.pth"
+    if (named is None and config.use_moe) or (named and named != shape_in_name(Path(name))):
+        raise UserError(f"--output {path.name}: the name of a weights file tells its shape; call it {name}")
+    weights = half_precision(model.state_dict(keep_vars=True))
+    with open(path, "w+b") as file:
+        write_file(weights, file)
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def write_checkpoint(source: Path, output: Path) -> None:
+    """Write the folder of a sharded run as one file to resume from.
+
+    Raises:
+        UserError: it is no such folder, or the file cannot be written.
+    """
+    try:
+        state = with_tensors(read_state(source))
+    except UNREADABLE as error:
+        raise UserError(f"{source}: not a readable checkpoint ({reason(error)})") from error
+    with new_path(output) as path, open(path, "w+b") as file:
+        write_file(state, file)
+
+
+def convert(
+    model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, form: str, output: Path, dtype: Any
+) -> list[str]:
+    """Write a model in another form (a key of CHOICES), read it back and compare; returns what was compared, as lines.
+
+    Raises:
+        UserError: the form cannot represent the model, the place cannot be written, or what is read back is not the
+            same model; then nothing is written.
+    """
+    before = text_logits(model, tokenizer)
+    with new_path(output) as path:
+        if form == "hf":
+            stored = write_folder(path, model, tokenizer, dtype)
+            other, other_tokenizer = read_stock(path)
+        elif form == "gguf":
+            stored = write_gguf(path, model, tokenizer, dtype)
+            other, other_tokenizer = read_gguf(path)
+        else:
+            stored = write_weights(path, model)
+            other, other_tokenizer = load_path(path, tokenizer.name_or_path)
+        stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])  # tied, so stored once
+        model.load_state_dict(stored)
+        parity = compare(model, tokenizer, other, other_tokenizer)
+        if parity.failure:
+            raise UserError(f"{output} is not written: read back, it is not the same model; {parity.failure}")
+    rounding = (text_logits(model, tokenizer) - before).abs().max()
+    return [f"read back: {parity}", f"the weights as they are stored: the logits differ by at most {rounding:.1e}"]
+
+
+def main() -> None:
+    """Read the command line and convert."""
+    args = parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.to == "checkpoint":
+        write_checkpoint(model_path(args), args.output)
+    elif args.dtype not in CHOICES[args.to]:
+        raise UserError(f"--dtype {args.dtype} does not go with --to {args.to}; use {' or '.join(CHOICES[args.to])}")
+    else:
+        model, tokenizer = load_model(args, "cpu")
+        for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
+            say(line)
+        if args.to == "pth" and Path(tokenizer.name_or_path) != ROOT / "model":
+            say(f"use it with --tokenizer_path {tokenizer.name_or_path}")
+    say(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,197 @@
+"""Judge trained models: held-out loss, the demo exam, multiple choice by likelihood, a probe of how they write.
+
+    python scripts/evaluate.py --task loss --model out/full_sft_512.pth --data_path data/sft_eval.jsonl
+    python scripts/evaluate.py --task choices probe --model out/full_sft_512.pth --choices_path questions.jsonl
+    python scripts/evaluate.py --task probe --model out/full_sft_512.pth --against out/full_sft_768.pth --json p.json
+
+Every value comes with its 95 % confidence interval. Of several models, each is compared with the first on the same
+items; a star marks a difference whose interval leaves out zero.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError, reason
+from common.settings import ROOT, StageArgs, add_flags, settings_of
+from dataset.lm_dataset import PretrainDataset, SFTDataset
+from scripts.demo_exam import ask, is_right, read_exam
+from scripts.evaluation.likelihood import held_out, multiple_choice, read_choices
+from scripts.evaluation.probe import PROMPTS, probe, read_prompts, sampling
+from scripts.evaluation.scores import Item, summarize, table
+from trainer.components.device import prepare_device, select_device
+from trainer.components.lora import merge_adapter
+from trainer.components.trained_weights import add_trained_model_flags, given_shape, load_path, model_path
+
+DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UserError: a value is out of range, or a task lacks its file.
+    """
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    flag = parser.add_argument
+    flag("--task", nargs="+", choices=list(TASKS), required=True, help="what to judge; several are possible")
+    add_trained_model_flags(parser)
+    flag("--against", nargs="+", default=[], metavar="PATH", help="further models, compared with the first")
+    flag("--json", metavar="FILE", help="file to write the results to")
+    flag("--items", metavar="FILE", help="JSONL file to write the score and the answer of each item to")
+    flag("--batch_size", type=int, default=32, help="texts written at a time (exam, probe)")
+    flag("--batch_tokens", type=int, default=4096, help="tokens judged at a time (loss, choices)")
+    loss = parser.add_argument_group("loss")
+    add_flags(loss, (settings_of(StageArgs)[name] for name in ("data_path", "text_separator", "max_seq_len")))
+    loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents, or conversations")
+    exam = parser.add_argument_group("exam")
+    exam.add_argument("--exam_path", default=str(ROOT / "dataset" / "demo" / "exam.jsonl"), help="the questions")
+    choices = parser.add_argument_group("choices")
+    choices.add_argument("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer")
+    writing = parser.add_argument_group("probe")
+    writing.add_argument("--prompts_path", metavar="FILE", default=str(PROMPTS), help="JSONL file with prompts")
+    writing.add_argument("--max_new_tokens", type=int, default=256, help="longest text, in tokens")
+    writing.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token")
+    writing.add_argument("--seed", type=int, default=42, help="random seed of the sampling")
+    flag(
+        "--form",
+        choices=("text", "chat"),
+        help="plain text, or through the chat template (choices, probe); by "
+        "default text for choices, as in lm-eval, and chat for the probe",
+    )
+    parser.set_defaults(max_seq_len=None, data_path="")
+    args = parser.parse_args()
+    limits = {
+        "--batch_size, --batch_tokens and --max_new_tokens must be at least 1": min(
+            args.batch_size, args.batch_tokens, args.max_new_tokens
+        )
+        >= 1,
+        "--temperature must not be negative": args.temperature >= 0,
+        "--task loss needs --data_path, a file that the model was not trained on": "loss" not in args.task
+        or bool(args.data_path),
+        "--task choices needs --choices_path": "choices" not in args.task or bool(args.choices_path),
+    }
+    if wrong := [text for text, is_met in limits.items() if not is_met]:
+        raise UserError("; ".join(wrong))
+    return args
+
+
+# --- the tasks: each gives a function of (model, tokenizer) that returns the items, after it has read its file --------
+
+Judge = Callable[[Any, Any], list[Item]]
+
+
+def judge_loss(args: argparse.Namespace) -> Judge:
+    """Loss and bits per byte on held-out data, as the trainer's `eval_loss` and `eval_bpb`."""
+
+    def judge(model: Any, tokenizer: Any) -> list[Item]:
+        options = {"text_separator": args.text_separator}
+        dataset = DATASETS[args.kind](args.data_path, tokenizer, args.max_seq_len, **options)
+        return held_out(model, dataset, args.batch_tokens)
+
+    return judge
+
+
+def judge_exam(args: argparse.Namespace) -> Judge:
+    """The demo's exam, by the script that the quickstart runs."""
+    questions = read_exam(args.exam_path)
+
+    def judge(model: Any, tokenizer: Any) -> list[Item]:
+        answers = ask(model, tokenizer, [each["question"] for each in questions], args.batch_size, 32)
+        return [
+            Item(f"exam:{number}", {"right": (float(is_right(answer, each)), 1.0)}, each["language"], answer)
+            for number, (each, answer) in enumerate(zip(questions, answers, strict=True), 1)
+        ]
+
+    return judge
+
+
+def judge_choices(args: argparse.Namespace) -> Judge:
+    """Multiple choice by likelihood."""
+    questions = read_choices(args.choices_path)
+    form = args.form or "text"
+    return lambda model, tokenizer: multiple_choice(model, tokenizer, questions, form, args.batch_tokens)
+
+
+def judge_probe(args: argparse.Namespace) -> Judge:
+    """How the model writes."""
+    prompts = read_prompts(args.prompts_path)
+    sizes = (args.form or "chat", args.batch_size, args.max_new_tokens)
+    return lambda model, tokenizer: probe(model, tokenizer, prompts, *sizes, **sampling(args.temperature, args.seed))
+
+
+TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices, "probe": judge_probe}
+
+
+# --- the results -----------------------------------------------------------------------------------------------------
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    """A short name for each model: the name of its file, or its path where that is not clear.
+
+    Raises:
+        UserError: a model is given twice.
+    """
+    if len(set(paths)) < len(paths):
+        raise UserError("--against names a model twice; leave one of them out")
+    names = [path.stem if path.is_file() else path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def write(flag: str, path: str, lines: list[str]) -> None:
+    """Write a file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written ({reason(error)}); give another file") from error
+
+
+def main() -> None:
+    """Judge each model by each task, print the table, write the files."""
+    args = parse_args()
+    judges = {task: TASKS[task](args) for task in dict.fromkeys(args.task)}
+    paths = [model_path(args), *map(Path, args.against)]
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise UserError(f"--against {missing[0]}: no such file or folder")
+    adapter = Path(args.lora) if args.lora else None
+    names = names_of([adapter or paths[0], *paths[1:]])
+    device = select_device(args.device)
+    prepare_device(device)
+    found: dict[str, dict[str, list[Item]]] = {task: {} for task in judges}
+    models = {}
+    for number, (name, path) in enumerate(zip(names, paths, strict=True)):
+        model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+        if adapter and number == 0:
+            model = merge_adapter(model, adapter)
+        models[name] = {"path": str(path), "parameters": sum(p.numel() for p in model.parameters())}
+        for task, judge in judges.items():
+            found[task][name] = judge(model, tokenizer)
+    rows = [row for task, items in found.items() for row in summarize(task, items)]
+    print(table(rows))
+    if args.json:
+        report = {"models": models, "settings": vars(args), "results": rows}
+        write("--json", args.json, [json.dumps(report, indent=2, ensure_ascii=False)])
+    if args.items:
+        lines = [
+            {"task": task, "model": name, **vars(item)}
+            for task, by_name in found.items()
+            for name, items in by_name.items()
+            for item in items
+        ]
+        write("--items", args.items, [json.dumps(line, ensure_ascii=False) for line in lines])
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

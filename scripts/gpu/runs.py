@@ -1,0 +1,222 @@
+"""Checks that start runs: resuming, a killed rank, SIGTERM, one CUDA context for each rank, the benchmarks."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.settings import ROOT
+from dataset.demo_corpus import make_corpus
+from scripts.gpu.runner import Check, Failed, LeftOut, Machine
+
+PATIENCE = 90.0  # seconds: for a run to begin, and to end after a signal or the loss of a rank
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128, "batch_size": 4, "accumulation_steps": 1}
+SMALL |= {"epochs": 50, "log_interval": 1, "save_interval": 10, "eval_interval": 1000}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def ranks_of(machine: Machine) -> int:
+    """Processes of a check with several: one per GPU, three if possible; two on a CPU."""
+    return min(3, machine.gpus) or 2
+
+
+def demo_data(machine: Machine, stage: str) -> Path:
+    """Training data of a stage, from the demo corpus."""
+    path = machine.folder / f"{stage}.jsonl"
+    if not path.exists():
+        lines = [json.dumps(record) + "\n" for record in make_corpus(0)[path.name]]
+        path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def resume(machine: Machine, ranks: bool = False, flags: str = "", promised: bool = True) -> dict[str, Any]:
+    """scripts/verify_resume.py with these flags of the stage; where it is not promised it only tells whether the bits
+    were the same. `ranks`: with several processes."""
+    count, kills = ranks_of(machine) if ranks else 1, 4 if machine.gpus else 2
+    options = {"kills": kills, "ranks": count, "use_moe": "0,1" if machine.gpus else "0", "seed": 1}
+    words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, str(ROOT / "scripts/verify_resume.py"), *words, "--", *flags.split()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    print(done.stdout)
+    figures = {"ranks": count, "kills": kills, "same bits": done.returncode == 0}
+    if done.returncode == 0 or (not promised and "values differ" in done.stdout):
+        return figures
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAIL", "error"))]
+    raise Failed(lines[0] if lines else f"verify_resume ended with status {done.returncode}", figures)
+
+
+# --- a killed rank, SIGTERM, contexts --------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(machine: Machine, name: str, ranks: int, *flags: str) -> Iterator[list[subprocess.Popen]]:
+    """The ranks of a small pretraining run, started by hand, once it has trained; killed at the end."""
+    folder = machine.folder / f"{name}_run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    places = {f"{kind}_dir": folder / kind for kind in ("save", "checkpoint", "cache")}
+    settings = {"data_path": demo_data(machine, "pretrain")} | places | SMALL
+    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, str(ROOT / "trainer/train_pretrain.py"), *words, *flags]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+        with open(folder / f"rank_{rank}.log", "wb") as log:
+            environment = os.environ | (place if ranks > 1 else {}) | own
+            started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    try:
+        if not wait(lambda: any(folder.glob("save/*.jsonl")) and has_updates(folder), started):
+            raise Failed(f"the run does not begin; {tail(folder)}")
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def has_updates(folder: Path) -> bool:
+    """Whether some updates are logged."""
+    return any(path.read_bytes().count(b"\n") > 5 for path in folder.glob("save/*.jsonl"))
+
+
+def wait(condition: Callable[[], object], processes: list[subprocess.Popen], patience: float = PATIENCE) -> bool:
+    """Poll until the condition holds; False if the time is over or a process has ended."""
+    end = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > end or any(process.poll() is not None for process in processes):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def output(machine: Machine, name: str, rank: int) -> list[str]:
+    """The lines that a rank has printed."""
+    return (machine.folder / f"{name}_run/rank_{rank}.log").read_text("utf-8", "replace").splitlines()
+
+
+def tail(folder: Path) -> str:
+    """The last line of each rank's output."""
+    texts = [path.read_text("utf-8", "replace").strip().splitlines() for path in sorted(folder.glob("rank_*.log"))]
+    return " | ".join(lines[-1] for lines in texts if lines)
+
+
+def killed_rank(machine: Machine) -> dict[str, Any]:
+    """When a rank is killed, each other one ends soon, with status 2 and one line."""
+    ranks, name = ranks_of(machine), "killed_rank"
+    with running(machine, name, ranks) as started:
+        started[-1].kill()
+        begin, others = time.monotonic(), started[:-1]
+        wait(lambda: all(process.poll() is not None for process in others), [])
+        seconds = round(time.monotonic() - begin, 1)
+    figures: dict[str, Any] = {"ranks": ranks, "seconds to notice": seconds}
+    for rank, process in enumerate(others):
+        lines = [line for line in output(machine, name, rank) if line.startswith("error: ")]
+        figures["line"] = lines[0] if lines else ""
+        if process.returncode != 2 or len(lines) != 1 or "another rank ended" not in lines[0]:
+            last = (output(machine, name, rank) or [""])[-1]
+            raise Failed(f"rank {rank} ended with status {process.returncode} and {len(lines)} lines; {last}", figures)
+    return figures
+
+
+def sigterm(machine: Machine) -> dict[str, Any]:
+    """SIGTERM to one rank has all of them save at the same update and leave."""
+    ranks, name = 1 if machine.gpus == 1 else ranks_of(machine), "sigterm"
+    with running(machine, name, ranks) as started:
+        started[-1].send_signal(signal.SIGTERM)
+        wait(lambda: all(process.poll() is not None for process in started), [])
+        statuses = [process.poll() for process in started]
+    lines = [line for line in output(machine, name, 0) if line.startswith("stopped: ")]
+    figures = {"ranks": ranks, "line": lines[0] if lines else ""}
+    if statuses != [128 + signal.SIGTERM] * ranks or "which is saved" not in figures["line"]:
+        raise Failed(f"the ranks ended with status {statuses}; {tail(machine.folder / f'{name}_run')}", figures)
+    return figures
+
+
+def contexts_of(text: str) -> dict[str, list[int]]:
+    """The processes on each GPU, from nvidia-smi's list of `gpu_uuid, pid`."""
+    found: dict[str, list[int]] = {}
+    for line in text.strip().splitlines():
+        uuid, _, pid = line.partition(",")
+        found.setdefault(uuid.strip(), []).append(int(pid))
+    return found
+
+
+def nvidia_smi(query: str) -> str:
+    """What nvidia-smi answers to a query."""
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def one_context(machine: Machine) -> dict[str, Any]:
+    """A sharded run that saves has one CUDA context for each rank, on the rank's own GPU."""
+    query = "--query-compute-apps=gpu_uuid,pid"
+    before, ranks, most = contexts_of(nvidia_smi(query)), ranks_of(machine), Counter()
+    with running(machine, "one_context", ranks, "--parallel", "fsdp") as started:
+        for _ in range(20):  # it saves every few updates
+            now = contexts_of(nvidia_smi(query))
+            for uuid, pids in now.items():
+                most[uuid] = max(most[uuid], len(pids) - len(before.get(uuid, [])))
+            time.sleep(0.5)
+        if any(process.poll() is not None for process in started):
+            raise Failed(f"the run has ended; {tail(machine.folder / 'one_context_run')}")
+    added = sorted(count for count in most.values() if count)
+    if not added:
+        raise LeftOut("nvidia-smi lists no processes here (a container without the host's process numbers?)")
+    if added != [1] * ranks:
+        raise Failed(f"{ranks} ranks have {added} contexts on the GPUs", {"contexts per GPU": added})
+    return {"contexts per GPU": added}
+
+
+# --- benchmarks ------------------------------------------------------------------------------------------------------
+
+BENCHMARKS = {  # the commands for a GPU of docs/BENCHMARKS.md without the other trainers: stage, ranks, flags
+    "64m_sft": ("sft", False, "--preset 64m --batch_size 32 --use_compile 1"),
+    "64m_deterministic": ("sft", False, "--preset 64m --batch_size 32 --use_compile 1 --deterministic 1"),
+    "64m_pretrain": ("pretrain", False, "--preset 64m --packing 1 --batch_size 64 --accumulation_steps 1"),
+    "moe_sft": ("sft", False, "--preset moe --batch_size 32"),
+    "0.6b_sft": ("sft", False, "--preset 0.6b --batch_size 16"),
+    "0.6b_pretrain": ("pretrain", False, "--preset 0.6b --packing 1 --batch_size 32 --accumulation_steps 1"),
+    "0.6b_ddp": ("sft", True, "--preset 0.6b --batch_size 16"),
+    "0.6b_fsdp": ("sft", True, "--preset 0.6b --batch_size 16 --parallel fsdp"),
+}
+FIGURES = ("tokens_per_second", "mfu", "matrix_rate_tflops", "peak_memory_mb", "data_wait", "save_stall_seconds")
+
+
+def benchmark(machine: Machine, name: str) -> dict[str, Any]:
+    """The figures of scripts/benchmark.py in a row of BENCHMARKS."""
+    stage, ranks, flags = BENCHMARKS[name]
+    data = machine.data.get(stage) or str(demo_data(machine, stage))
+    out, cache = machine.folder / f"{name}_figures.json", machine.folder / "cache"
+    fixed = ["--data_path", data, "--cache_dir", str(cache), "--warmup", "20", "--json", str(out)]
+    start = [*TORCHRUN, str(ranks_of(machine))] if ranks else []
+    command = [sys.executable, *start, str(ROOT / "scripts/benchmark.py"), "--stage", stage, *flags.split(), *fixed]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    print(done.stdout)
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.startswith("error")]
+        raise Failed(lines[0] if lines else f"benchmark.py ended with status {done.returncode}")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    return {figure: found[figure] for figure in FIGURES}
+
+
+def benchmark_checks() -> list[Check]:
+    """One check for each row of the table."""
+    told = "speed and memory, told"
+    works = {name: partial(benchmark, name=name) for name in BENCHMARKS}
+    return [Check(f"benchmark_{n}", told, work, 180, 2 if BENCHMARKS[n][1] else 1) for n, work in works.items()]

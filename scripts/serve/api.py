@@ -1,0 +1,256 @@
+"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it runs.py and web_page.py need FastAPI."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from model.answers import CALL
+from scripts.serve.prompts import BadPrompt, TooLong
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from scripts.serve.replies import ChatReply, TextReply
+from scripts.serve.runs import runs_router
+from scripts.serve.served import Answers, ServedModel, Settings
+from scripts.serve.web_page import page_router
+
+MAX_BODY = 8 << 20  # bytes of a request
+SMALL_BODY = 1 << 16  # bytes up to which the event loop turns a request into tokens itself
+MAX_ANSWERS = 128  # of one request
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise ApiError(f"The request is larger than {MAX_BODY >> 20} MB.", status=413, code="request_too_large")
+    return bytes(body)
+
+
+async def written(work: Callable[..., Any], *args: Any, size: int, param: str) -> list[int]:
+    """The tokens of a prompt as `work` writes it, which for a large one happens beside the event loop.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    try:
+        return await asyncio.to_thread(work, *args) if size > SMALL_BODY else work(*args)
+    except TooLong as error:
+        raise ApiError(str(error), param=param, code="context_length_exceeded") from error
+    except BadPrompt as error:
+        raise ApiError(str(error), param=param, code="invalid_value") from error
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A streamed reply, as server-sent events. An error in the middle is the last event."""
+
+    def __init__(self, answers: Answers, reply: ChatReply | TextReply, with_usage: bool):
+        self.answers, self.reply, self.with_usage = answers, reply, with_usage
+        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)  # it is cancelled when the client hangs up
+        finally:
+            self.answers.close()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        reply, extra = self.reply, {"usage": None} if self.with_usage else {}
+        try:
+            async for piece in self.answers:
+                for choice in reply.take(piece):
+                    yield event(reply.chunk([choice]) | extra)
+        except ApiError as error:
+            yield event(error.body())
+            return
+        if self.with_usage:
+            yield event(reply.chunk([]) | {"usage": reply.usage()})
+        yield b"data: [DONE]\n\n"
+
+
+async def respond(
+    request: Request, answers: Answers, reply: ChatReply | TextReply, asked: ChatRequest | CompletionRequest
+) -> Response:
+    """The response to a request, whole or streamed; its places are free again as soon as the client hangs up.
+
+    Raises:
+        ApiError: too many wait, or the step that was to write the answer failed.
+    """
+    answers.submit()
+    if asked.stream:
+        return EventStream(answers, reply, asked.stream_options.include_usage)
+    work, gone = asyncio.create_task(_take_all(answers, reply)), asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=499)  # nobody reads it
+        work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+        answers.close()
+    return JSONResponse(reply.whole())
+
+
+async def _take_all(answers: Answers, reply: ChatReply | TextReply) -> None:
+    async for piece in answers:
+        reply.take(piece)
+
+
+async def _hung_up(request: Request) -> None:
+    """Return when the client closes its connection; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+
+def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
+    """The application that serves a model; its thread ends with the application."""
+    served = ServedModel(model, tokenizer, settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(served.scheduler.close)
+
+    checks = [Depends(check_host)] if settings.local_only else []
+    app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan, dependencies=checks)
+    app.state.served = served
+    app.add_exception_handler(ApiError, _tell_api_error)
+    app.add_exception_handler(HTTPException, _tell_http_error)
+    app.add_exception_handler(Exception, _tell_failure)
+    key = Depends(KeyCheck(settings.api_key))
+    app.include_router(openai_routes(served), dependencies=[key])
+    app.include_router(runs_router(settings.save_dir), dependencies=[key])
+    app.include_router(page_router())
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = served.health()
+        return JSONResponse({"status": "ok" if state["alive"] else "failed"} | state, 200 if state["alive"] else 503)
+
+    return app
+
+
+async def check_host(request: Request) -> None:
+    """Refuse requests for other hosts than this machine: a page from elsewhere whose name is made to point here (DNS
+    rebinding) would be taken for the server's own."""
+    name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    with suppress(ValueError):
+        if ip_address(name).is_loopback:
+            return
+    if name != "localhost" and not name.endswith(".localhost"):
+        raise ApiError(
+            f"This server answers at localhost only, not at '{name}'; start it with an --api_key.", status=403
+        )
+
+
+class KeyCheck:
+    """Refuses requests without the key, if there is one."""
+
+    def __init__(self, api_key: str | None):
+        self.api_key = api_key
+
+    async def __call__(self, request: Request) -> None:
+        if self.api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.api_key.encode()):
+            raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
+
+
+def openai_routes(served: ServedModel) -> APIRouter:
+    """The routes of OpenAI's API under /v1."""
+    routes = APIRouter(prefix="/v1")
+
+    def check_model(name: str | None) -> None:
+        if name not in (None, served.name):
+            message = f"The model '{name}' does not exist; this server has '{served.name}'."
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+
+    @routes.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [served.card()]}
+
+    @routes.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return served.card()
+
+    @routes.post("/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await read_body(request)
+        asked = parse(ChatRequest, body)
+        check_model(asked.model)
+        opening = opening_of(asked)
+        thinking = False if opening else asked.chat_template_kwargs.enable_thinking
+        tools = asked.tools if asked.tool_names else []
+        write = served.prompts.chat
+        prompt = await written(write, asked.messages, tools, thinking, opening, size=len(body), param="messages")
+        answers = Answers(served, [prompt], asked)
+        return await respond(
+            request, answers, ChatReply(served.name, asked, len(prompt), bool(thinking), opening), asked
+        )
+
+    @routes.post("/completions")
+    async def complete(request: Request) -> Response:
+        body = await read_body(request)
+        asked = parse(CompletionRequest, body)
+        check_model(asked.model)
+        if len(asked.prompts) * asked.n > MAX_ANSWERS:
+            raise ApiError(f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value")
+        write = served.prompts
+        prompts = [
+            await written(write.text if isinstance(one, str) else write.tokens, one, size=len(body), param="prompt")
+            for one in asked.prompts
+        ]
+        answers = Answers(served, prompts, asked)
+        reply = TextReply(served.name, answers.open, sum(map(len, prompts)))
+        return await respond(request, answers, reply, asked)
+
+    return routes
+
+
+def opening_of(asked: ChatRequest) -> str:
+    """How the answer must begin so that it calls a tool, if it has to."""
+    if asked.forced_tool is not None:
+        return f'{CALL}\n{{"name": {json.dumps(asked.forced_tool, ensure_ascii=False)}, "arguments": {{'
+    return f'{CALL}\n{{"name": "' if asked.tool_choice == "required" else ""
+
+
+async def _tell_api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _tell_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return JSONResponse(told.body(), status_code=error.status_code, headers=error.headers)
+
+
+async def _tell_failure(_request: Request, error: Exception) -> Response:
+    told = ApiError("The server failed; its log tells why.", status=500, kind="server_error")
+    return JSONResponse(told.body(), status_code=500)

@@ -1,0 +1,121 @@
+"""A model that is served, and the answers to one request: where the event loop and the decoding thread meet."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.settings import ROOT
+from model.generation import Decoder
+from model.sampling import Sampling
+from scripts.serve.prompts import PromptWriter
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from scripts.serve.scheduler import Job, Piece, QueueFull, Scheduler
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve. context: tokens of a prompt with its answer; slots: answers that are written at once."""
+
+    name: str = "minimind"
+    slots: int = 64
+    context: int = 2048
+    max_new_tokens: int = 1024  # the longest answer, and that of a chat that sets no limit
+    max_queue: int = 256  # requests that may wait
+    api_key: str | None = None
+    local_only: bool = False  # answer only requests to this machine's own names
+    save_dir: str | Path = ROOT / "out"  # whose training curves are shown
+
+
+class ServedModel:
+    """A model that answers requests under a name."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings):
+        self.name, self.settings, self.created = settings.name, settings, int(time.time())
+        self.prompts = PromptWriter(tokenizer, settings.context)
+        self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
+        self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
+
+    def card(self) -> dict[str, Any]:
+        """What /v1/models tells of it."""
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "minimind"}
+        return card | {"max_model_len": self.settings.context}
+
+    def health(self) -> dict[str, Any]:
+        """How busy it is."""
+        scheduler = self.scheduler
+        counts = {"writing": len(scheduler.writing), "waiting": len(scheduler.waiting), "slots": self.settings.slots}
+        return {"alive": scheduler.thread.is_alive()} | counts
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer: those of the model's config and the tokenizer's own."""
+    configured = model.config.eos_token_id
+    found = set(configured) if isinstance(configured, list) else {configured}
+    return {token for token in found | {tokenizer.eos_token_id} if token is not None}
+
+
+def samplings_of(asked: ChatRequest | CompletionRequest) -> list[Sampling]:
+    """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on `n`."""
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed
+    seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
+    return [Sampling(asked.temperature, max(0, asked.top_k), asked.top_p, seed) for seed in seeds]
+
+
+class Answers:
+    """The answers to one HTTP request: one job for each of its prompts.
+
+    Raises:
+        ApiError: more answers to a prompt than fit.
+    """
+
+    def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
+        slots = served.settings.slots
+        if asked.n > slots:
+            raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
+        self.served, self.pieces = served, asyncio.Queue[Piece]()
+        self.open = len(prompts) * asked.n
+        longest = min(asked.limit or served.settings.max_new_tokens, served.settings.max_new_tokens)
+        self.jobs = [
+            Job(
+                prompt,
+                samplings_of(asked),
+                min(longest, served.settings.context - len(prompt)),
+                self._hears(asyncio.get_running_loop(), number * asked.n),
+                asked.stop,
+                asked.stream,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _hears(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Piece], None]:
+        def notify(piece: Piece) -> None:
+            loop.call_soon_threadsafe(self.pieces.put_nowait, piece._replace(number=first + piece.number))
+
+        return notify
+
+    def submit(self) -> None:
+        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens.
+
+        Raises:
+            ApiError: too many wait.
+        """
+        try:
+            self.served.scheduler.submit(*self.jobs)
+        except QueueFull:
+            message = "Too many requests are waiting; try again later."
+            raise ApiError(message, 429, "rate_limit_error", code="queue_full") from None
+
+    def close(self) -> None:
+        """Free the places of what is not written yet."""
+        if self.open:
+            self.served.scheduler.cancel(*self.jobs)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while self.open:
+            piece = await self.pieces.get()
+            self.open -= piece.finish is not None
+            yield piece

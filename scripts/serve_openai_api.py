@@ -1,0 +1,132 @@
+"""Serve a trained model with OpenAI's API: chat, completions, tools, streaming; requests are decoded together.
+
+python scripts/serve_openai_api.py --weight full_sft
+python scripts/serve_openai_api.py --model out/full_sft_512.pth --port 8080 --api_key secret
+
+Then point any OpenAI client at http://127.0.0.1:8000/v1, or a browser at http://127.0.0.1:8000.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError, reason, say, warn
+from trainer.components.trained_weights import add_trained_model_flags, load_model, model_path
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from scripts.serve.served import Settings
+
+FLAGS = ("slots", "context", "max_new_tokens", "max_queue")
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    flag = parser.add_argument
+    add_trained_model_flags(parser)
+    flag("--model_name", help="its name for clients; by default that of the file or folder")
+    flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every one of this machine")
+    flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
+    flag("--api_key", help="answer only clients that send this key")
+    flag("--slots", type=int, default=64, help="answers that are written at once")
+    flag("--context", type=int, default=2048, help="longest prompt with its answer, in tokens")
+    flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
+    flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
+    args = parser.parse_args()
+    for name in FLAGS:
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port must be between 0 and 65535, not {args.port}")
+    if args.max_new_tokens >= args.context:
+        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be below --context {args.context}")
+    return args
+
+
+def create_app(model: Any, tokenizer: Any, settings: "Settings") -> "FastAPI":
+    """The application that serves a model (`scripts.serve.served.Settings`): the API, and the page at `/`."""
+    from scripts.serve.api import build_app
+
+    return build_app(model, tokenizer, settings)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UserError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {reason(error)}; give another address or port") from error
+    return listener
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def run(app: "FastAPI", listener: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then until every request is answered. A second signal ends it at once."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit:
+                os._exit(128 + sig)
+            self.should_exit = True  # first: the next signal may come while the line is written
+            say("finishing what is being answered; once more to end at once")
+
+    # clients keep idle connections for some seconds; they must not find one closed when they use it again
+    server = Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
+    asyncio.run(server.serve(sockets=[listener]))
+
+
+def main() -> None:
+    """Load the model and serve it."""
+    args = parse_args()
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
+    from scripts.serve.served import Settings
+
+    listener = listen(args.host, args.port)
+    host, port = listener.getsockname()[:2]
+    if not is_local(host) and not args.api_key:
+        warn(f"everyone who reaches {host} may use this server; give it an --api_key")
+    path = model_path(args)
+    model, tokenizer = load_model(args)
+    if args.context > model.config.max_position_embeddings:
+        longest = model.config.max_position_embeddings
+        raise UserError(f"--context {args.context} is more than this model's {longest} positions; give a smaller one")
+    limits = {name: getattr(args, name) for name in FLAGS}
+    limits |= {"api_key": args.api_key, "local_only": is_local(host) and not args.api_key}
+    settings = Settings(args.model_name or path.stem, save_dir=args.save_dir, **limits)
+    app = create_app(model, tokenizer, settings)
+    listener.listen()  # a client that comes at once waits
+    say(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
+    run(app, listener)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,246 @@
+"""What comes after SFT, chapter by chapter: the stage runs, and the model is examined before and after.
+
+    python scripts/tour.py --model out/demo/full_sft_256.pth --data_dir dataset/demo --save_dir out/tour
+
+`bash scripts/tour.sh` makes the data and starts this. A chapter that is done stands in report.json and is not repeated;
+one that was stopped goes on at its checkpoint. Another chapter is another function in CHAPTERS.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError, reason
+from common.settings import ROOT
+from scripts.demo_exam import ask, is_right, merge_report, read_exam, run_costs
+from trainer.components.lora import merge_adapter
+from trainer.components.metrics import read_metrics
+from trainer.components.run_files import metrics_path
+from trainer.components.trained_weights import load_path
+
+EXAM = "exam: questions about people whom SFT never mentioned, right"
+BETA = 0.1  # of DPO
+
+
+class Row(NamedTuple):
+    """A line of the table; None: there is no such figure."""
+
+    measure: str
+    before: float | None
+    after: float | None
+
+
+class Exam(NamedTuple):
+    """How a model answers questions."""
+
+    right: float  # share
+    length: float  # mean length of an answer, in characters
+
+
+@functools.cache
+def exam(model: Path, questions: Path, lora: Path | None = None) -> Exam:
+    """Ask a model, with an adapter if there is one, the questions of a file."""
+    trained, tokenizer = load_path(model)
+    trained = merge_adapter(trained, lora) if lora else trained
+    asked = read_exam(questions)
+    answers = ask(trained, tokenizer, [each["question"] for each in asked], batch_size=96, max_new_tokens=64)
+    right = [is_right(answer, question) for answer, question in zip(answers, asked, strict=True)]
+    return Exam(sum(right) / len(right), sum(map(len, answers)) / len(answers))
+
+
+@dataclass
+class Tour:
+    """Where things are, and the runs of the chapter at hand. model: the weights that all chapters start from."""
+
+    model: Path
+    data: Path
+    save_dir: Path
+    checkpoint_dir: Path
+    runs: list[str] = field(default_factory=list)
+
+    def train(self, stage: str, run: str, data: str, **settings: Any) -> None:
+        """Run a stage on a file of the data, or let it go on. run: name of its files, as `terse_256`.
+
+        Raises:
+            SystemExit: it failed or was stopped; it has said why.
+        """
+        files = {"data_path": self.data / data, "save_dir": self.save_dir, "checkpoint_dir": self.checkpoint_dir}
+        usual = {"from_weight": self.model, "max_seq_len": 128, "accumulation_steps": 1, "log_interval": 50}
+        usual |= {"save_weight": run.rpartition("_")[0], "save_interval": 100, "from_resume": 1}
+        words = [word for name, value in (files | usual | settings).items() for word in (f"--{name}", str(value))]
+        command = [f"trainer/train_{stage}.py", *words]
+        print("$ python " + shlex.join(command), flush=True)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+        self.runs.append(run)
+
+    def last_record(self, run: str) -> dict[str, Any]:
+        """The last record of a run's metrics."""
+        return read_metrics(metrics_path(self.save_dir, run))[-1]
+
+
+# --- the chapters ----------------------------------------------------------------------------------------------------
+
+
+def persona(tour: Tour) -> list[Row]:
+    """LoRA: another name for the assistant; the model stays as it is."""
+    tour.train("lora", "persona_256", "persona.jsonl", epochs=5, batch_size=8)
+    adapter, rows = tour.save_dir / "persona_256", []
+    for name, measure in {
+        "persona_exam.jsonl": "who are you, in wordings not trained on, right",
+        "exam.jsonl": EXAM,
+    }.items():
+        before, after = exam(tour.model, tour.data / name), exam(tour.model, tour.data / name, adapter)
+        rows.append(Row(measure, before.right, after.right))
+    return rows
+
+
+def terse(tour: Tour) -> list[Row]:
+    """DPO: answers that do not repeat the name of whom was asked for."""
+    held_out = tour.data / "terse_eval.jsonl"
+    settings = {"eval_data_path": held_out, "epochs": 2, "batch_size": 8, "learning_rate": 1e-5, "beta": BETA}
+    tour.train("dpo", "terse_256", "terse.jsonl", **settings)
+    found, asked = tour.last_record("terse_256"), tour.data / "exam.jsonl"
+    before, after = exam(tour.model, asked), exam(tour.save_dir / "terse_256.pth", asked)
+    chosen = found["eval_log_prob_chosen"]
+    return [
+        Row("held-out pairs whose chosen answer has the higher reward", None, found["eval_accuracy"]),
+        Row("their reward margin", 0.0, found["eval_reward_margin"]),
+        Row("log-probability of the chosen answers", chosen - found["eval_reward_chosen"] / BETA, chosen),
+        Row("mean length of an answer in the exam, in characters", before.length, after.length),
+        Row(EXAM, before.right, after.right),
+    ]
+
+
+def distillation(tour: Tour) -> list[Row]:
+    """Distillation: a third of the size, from answers with mistakes; before: as much training without the teacher."""
+    held_out = tour.data / "distillation_eval.jsonl"
+    student = {"from_weight": "none", "hidden_size": 128, "num_hidden_layers": 3, "eval_data_path": held_out}
+    student |= {"from_teacher_weight": tour.model, "learning_rate": 2e-3, "batch_size": 16, "epochs": 4}
+    runs = {"alone_128": 1.0, "student_128": 0.1}  # share of the cross entropy in the loss
+    for run, alpha in runs.items():
+        tour.train("distillation", run, "distillation.jsonl", alpha=alpha, **student)
+    alone, taught = (tour.last_record(run) for run in runs)
+    exams = (exam(tour.save_dir / f"{run}.pth", tour.data / "exam.jsonl") for run in runs)
+    return [
+        Row(
+            "held-out divergence from the teacher, nats per token", alone["eval_divergence"], taught["eval_divergence"]
+        ),
+        Row("held-out loss", alone["eval_loss"], taught["eval_loss"]),
+        Row(EXAM, *(each.right for each in exams)),
+    ]
+
+
+CHAPTERS: dict[str, Callable[[Tour], list[Row]]] = {each.__name__: each for each in (persona, terse, distillation)}
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def read_report(path: Path, start: str) -> dict[str, Any]:
+    """The report of an earlier tour with these start weights (their hash), or an empty one.
+
+    Raises:
+        UserError: it is of other weights, or no report.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"start_weights": start}
+        same = report["start_weights"] == start
+        report.setdefault("chapters", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no report of a tour ({reason(error)}); start over: bash scripts/tour.sh --fresh"
+        ) from error
+    if not same:
+        raise UserError(f"{path} is of another model than --model; start over: bash scripts/tour.sh --fresh")
+    return report
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = []
+    for name, chapter in report["chapters"].items():
+        lines += [
+            "",
+            f"{name:64}{'before':>10}{'after':>10}",
+            f"  {chapter['title']} ({chapter['train_seconds']:.0f} s)",
+        ]
+        for measure, *values in chapter["rows"]:
+            lines.append(
+                f"  {measure:62}" + "".join(f"{'-' if each is None else f'{each:.3f}':>10}" for each in values)
+            )
+    return "\n".join(lines)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument(
+        "--model", type=Path, required=True, help="weights of the quickstart, which all chapters start from"
+    )
+    parser.add_argument(
+        "--data_dir", type=Path, default=ROOT / "dataset" / "demo", help="folder of dataset.demo_tour's files"
+    )
+    parser.add_argument(
+        "--save_dir", type=Path, default=ROOT / "out" / "tour", help="folder for weights and the report"
+    )
+    parser.add_argument(
+        "--checkpoint_dir", type=Path, default=ROOT / "checkpoints" / "tour", help="folder for checkpoints"
+    )
+    parser.add_argument(
+        "--chapters", nargs="+", choices=list(CHAPTERS), default=list(CHAPTERS), help="chapters to go through"
+    )
+    args = parser.parse_args()
+    if not args.model.is_file():
+        raise UserError(f"--model {args.model}: no such file; make it with: bash scripts/quickstart.sh")
+    return args
+
+
+def main() -> None:
+    """Go through the chapters that are not done, write the report after each, print the table."""
+    args = parse_args()
+    model, data, save_dir, checkpoint_dir = (
+        path.absolute() for path in (args.model, args.data_dir, args.save_dir, args.checkpoint_dir)
+    )
+    path, start = save_dir / "report.json", digest(model)
+    report = read_report(path, start)
+    for number, name in enumerate(args.chapters, 1):
+        if name in report["chapters"]:
+            continue
+        title = (CHAPTERS[name].__doc__ or "").strip()
+        print(f"== {number}/{len(args.chapters)} {name}. {title}", flush=True)
+        tour = Tour(model, data, save_dir, checkpoint_dir)
+        rows = CHAPTERS[name](tour)
+        report["chapters"][name] = {"title": title, **run_costs(save_dir, tour.runs), "rows": rows}
+        merge_report(path, report)
+    if digest(model) != start:
+        raise UserError(f"{model} has changed since the tour began; start over: bash scripts/tour.sh --fresh")
+    print(table(report))
+    print(f"\nall figures: {path}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
