@@ -87,11 +87,18 @@ def corpus(tmp_path_factory) -> dict[str, Path]:
             turns.append({"role": "assistant", "content": sentence(rng, 1, 30)})
         return {"conversations": turns}
 
+    def pair() -> dict:
+        question = {"role": "user", "content": sentence(rng, 1, 15)}
+        answers = ({"role": "assistant", "content": sentence(rng, 1, 20)} for _ in range(2))
+        return dict(zip(("chosen", "rejected"), ([question, answer] for answer in answers), strict=True))
+
     return {
         "pretrain": write_jsonl(folder / "p.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(45)]),
         "pretrain_eval": write_jsonl(folder / "pe.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(11)]),
         "sft": write_jsonl(folder / "s.jsonl", [chat() for _ in range(75)]),
         "sft_eval": write_jsonl(folder / "se.jsonl", [chat() for _ in range(13)]),
+        "dpo": write_jsonl(folder / "d.jsonl", [pair() for _ in range(37)]),
+        "dpo_eval": write_jsonl(folder / "de.jsonl", [pair() for _ in range(9)]),
         "cache": folder / "cache",
     }
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -35,6 +36,9 @@ class Faults:
     script: str = ""  # Python that is run first
 
 
+IMPATIENT = Faults(script="import common.locks; common.locks.PATIENCE = 0")  # a lock that is held is refused at once
+
+
 def called_from(function: str) -> bool:
     """Whether a function of this name is among the callers."""
     frame = sys._getframe(1)
@@ -49,11 +53,11 @@ class FaultyLoss:
     def __init__(self, faults: Faults, loss_fn):
         self.faults, self.loss_fn, self.count = faults, loss_fn, 0
 
-    def __call__(self, model, batch, args):
-        faults = self.faults
-        loss, aux_loss = self.loss_fn(model, batch, args)
-        if called_from("train_on_nothing"):
-            return loss, aux_loss
+    def __call__(self, model, *others):
+        faults, batch = self.faults, others[-2]  # others: a frozen model, if there is one, the batch, the settings
+        loss, aux_loss, *shown = self.loss_fn(model, *others)
+        if called_from("train_on_nothing") or not torch.is_grad_enabled():
+            return loss, aux_loss, *shown
         self.count += 1
         if faults.record:
             with open(faults.record, "a") as file:
@@ -69,7 +73,7 @@ class FaultyLoss:
         if self.count in faults.signals:
             os.kill(os.getpid(), faults.signals[self.count])
         time.sleep(faults.sleep)
-        return loss, aux_loss
+        return loss, aux_loss, *shown
 
 
 def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], folder: str) -> None:
@@ -108,10 +112,9 @@ def _signal_in_evaluation(number: int) -> None:
 
 
 def _run_stage(stage: str, faults: Faults) -> None:
-    from trainer import train_full_sft, train_pretrain
     from trainer.components.failures import training_errors
 
-    script = {"pretrain": train_pretrain, "sft": train_full_sft}[stage]
+    script = import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
     script.loss_fn = FaultyLoss(faults, script.loss_fn)
     with training_errors():
         script.main()

@@ -24,14 +24,25 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.settings import Setting, parse_args, settings_of
 from dataset.formats import to_chat, to_text
+from dataset.token_cache import load_tokenizer
 from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config
 from llm.training.core.config_sources import ALIASES
 from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.benchmark import BenchmarkArgs
+from scripts.convert_model import convert
 from tests.conftest import ROOT, launch
-from trainer import train_full_sft, train_pretrain
+from trainer import (
+    train_agent,
+    train_distillation,
+    train_dpo,
+    train_full_sft,
+    train_grpo,
+    train_lora,
+    train_ppo,
+    train_pretrain,
+)
 from trainer.components.checkpoint import half_state_dict
 from trainer.components.state import Hooks, TrainState
 
@@ -45,6 +56,7 @@ DOCS += ("CONTRIBUTING.md", "CHANGELOG.md", "model/README.md")
 SECTIONS = {  # headings that the tests below look for: page, English, Chinese
     "flags": ("flags.md", "The stage scripts", "阶段脚本"),
     "engine flags": ("flags.md", "The engine", "引擎"),
+    "rewarded flags": ("flags.md", "Reinforcement learning", "强化学习"),
     "time": ("files.md", "Time and memory", "时间与内存"),
     "metrics": ("files.md", "Metrics", "指标"),
 }
@@ -58,25 +70,42 @@ USERS_OWN = {"dataset/pretrain_hq.jsonl", "dataset/sft_mini_512.jsonl"}  # what 
 SCRIPTS = {
     "trainer/train_pretrain.py": None,
     "trainer/train_full_sft.py": None,
+    "trainer/train_lora.py": None,
+    "trainer/train_dpo.py": None,
+    "trainer/train_distillation.py": None,
+    "trainer/train_grpo.py": None,
+    "trainer/train_agent.py": None,
+    "trainer/train_ppo.py": None,
     "scripts/chat.py": None,
     "scripts/benchmark.py": None,
     "scripts/bench/time_to_loss.py": None,
-    "scripts/convert_sharded.py": None,
+    "scripts/convert_model.py": None,
     "scripts/demo_exam.py": None,
+    "scripts/gpu_check.py": None,
+    "scripts/evaluate.py": None,
     "scripts/plot_metrics.py": None,
+    "scripts/serve_openai_api.py": None,
+    "scripts/bench/after_sft.py": None,
+    "scripts/bench/rollouts.py": None,
+    "scripts/bench/serving.py": None,
+    "scripts/tour.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,
     "scripts/write_flag_pages.py": None,
     "dataset/inspect.py": "dataset.inspect",
     "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
+    "dataset/demo_sums.py": "dataset.demo_sums",
+    "dataset/demo_tour.py": "dataset.demo_tour",
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"
-STAGES = (train_pretrain.Args, train_full_sft.Args)
+STAGES = tuple(script.Args for script in (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation))
 # Scripts whose flags are settings: their values are converted and checked when the whole line has been read.
-ARGS = {"trainer/train_pretrain.py": STAGES[0], "trainer/train_full_sft.py": STAGES[1]}
-ARGS |= {"scripts/benchmark.py": BenchmarkArgs}
+ARGS: dict[str, type] = {f"trainer/{args.__module__.split('.')[1]}.py": args for args in STAGES}
+REWARDED = {f"trainer/train_{name}.py": script.Args for name, script in (("grpo", train_grpo), ("agent", train_agent))}
+REWARDED |= {"trainer/train_ppo.py": train_ppo.Args}
+ARGS |= REWARDED | {"scripts/benchmark.py": BenchmarkArgs}
 
 
 def read(path: str) -> str:
@@ -229,12 +258,28 @@ def test_the_flag_table_is_that_of_the_stages(folder):
     for column, args in enumerate(STAGES):
         parser = parser_of(f"trainer/{args.__module__.split('.')[1]}.py")[0]
         flags = {action.option_strings[-1] for action in parser._actions if action.dest != "help"}
-        assert {f"--{name}" for name in table} == flags
+        told = {f"--{name}" for name, row in table.items() if row[1 + column]}
+        assert told == flags
         for name, setting in settings_of(args).items():
             values, *defaults, unit, meaning = table[name]
             assert written_default(defaults[column], setting) == setting.default, f"{folder}: {name}"
             check_row(f"{folder}: {name}", [values, unit, meaning], setting)
             assert folder != "docs" or meaning.replace("`", "") == setting.help
+
+
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_flag_table_of_reinforcement_learning_is_its_settings(folder):
+    table = {row[0].strip("`-"): row[1:] for row in rows(section(folder, "rewarded flags"))}
+    texts = yaml.safe_load(read("docs/zh/flags.yaml"))["reinforcement"]
+    pretrain = settings_of(STAGES[0])
+    for column, args in enumerate(REWARDED.values()):
+        own = {name: setting for name, setting in settings_of(args).items() if name not in pretrain}
+        assert {name for name, row in table.items() if row[1 + column]} == own.keys()
+        for name, setting in own.items():
+            values, *defaults, unit, meaning = table[name]
+            assert written_default(defaults[column], setting) == setting.default, f"{folder}: {name}"
+            check_row(f"{folder}: {name}", [values, unit, meaning], setting)
+            assert meaning == texts[name] if folder != "docs" else meaning.replace("`", "") == setting.help
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)
@@ -257,7 +302,8 @@ def test_the_engines_flag_table_is_its_settings(folder):
 
 def test_the_chinese_help_texts_are_complete_and_those_of_the_tables():
     texts = yaml.safe_load(read("docs/zh/flags.yaml"))["meanings"]
-    parsers = [parser_of(script)[0] for script in ("trainer/train_pretrain.py", "trainer/train_full_sft.py", ENGINE)]
+    scripts = [script for script in (*ARGS, ENGINE) if script.startswith(("trainer/", "llm/"))]
+    parsers = [parser_of(script)[0] for script in scripts if script not in REWARDED]
     flags = {action.option_strings[-1] for parser in parsers for action in parser._actions} - {"--help"}
     assert {f"--{name}" for name in texts} == flags
     assert all(re.search("[一-鿿]", text) and "\n" not in text for text in texts.values())
@@ -499,30 +545,20 @@ def test_the_parameter_counts_are_those_of_the_model(folder):
 
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch, capsys):
-    """With a tiny random model in the place of the trained one; the saved folder then gives the model's own logits."""
+    """With a tiny random model in the place of the trained one; the converted folder then gives its own logits."""
     (snippet,) = [block for block in fenced("docs/using_weights.md", "python") if "Qwen3" in block]
-    small = {"hidden_size=512": "hidden_size=32", "num_hidden_layers=8": "num_hidden_layers=2"}
-    small |= {
-        "use_moe=False)": f"use_moe={use_moe})",
-        'from_pretrained("model")': f"from_pretrained({str(ROOT)!r} + '/model')",
-    }
-    for old, new in small.items():
-        assert snippet.count(old) == 1, old
-        snippet = snippet.replace(old, new)
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe)).eval()
-    weights = half_state_dict(model)
-    model.load_state_dict(weights)
-    (tmp_path / "out").mkdir()
-    torch.save(weights, tmp_path / "out/full_sft_512.pth")
+    model.load_state_dict(half_state_dict(model))
     monkeypatch.chdir(tmp_path)
+    convert(model, load_tokenizer(ROOT / "model"), "hf", Path("out/full_sft_512_hf"), torch.float16)
     exec(compile(snippet, "docs/using_weights.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out  # an untrained model may well say nothing but blanks
     stock = AutoModelForCausalLM.from_pretrained("out/full_sft_512_hf").eval()
     assert type(stock).__name__ == ("Qwen3MoeForCausalLM" if use_moe else "Qwen3ForCausalLM")
     tokens = torch.arange(3, 43).view(2, 20)
     with torch.no_grad():
-        assert (stock(tokens).logits - model(tokens).logits).abs().max() <= 1e-4
+        assert (stock.float()(tokens).logits - model(tokens).logits).abs().max() <= 1e-4
 
 
 # --- imports -------------------------------------------------------------------------------------------------------
@@ -578,7 +614,7 @@ def test_the_contract_on_the_page_is_that_of_the_code():
     ]
     by_heading = dict(zip(re.findall(r"^### (.*)$", text, flags=re.M), tables[1:], strict=True))
     methods = [name for row in by_heading["Hooks"] for name in re.findall(r"`(\w+)\(", row[0])]
-    assert sorted(methods) == sorted(name for name in vars(Hooks) if not name.startswith("_"))
+    assert sorted(methods) == sorted(name for name, found in vars(Hooks).items() if callable(found) and name[0] != "_")
     called = [name for row in by_heading["Hooks"] for name in re.findall(r"`(on_\w+)`", row[2])]
     assert set(called) <= set(HOOKS) and len(called) == 5
     fields = [name for row in by_heading["TrainState"] for name in re.findall(r"`(\w+)[`(]", row[0])]

@@ -73,6 +73,7 @@ def cut_after(records: int, hosts: list[str], metrics, is_alive) -> float:
     return time.monotonic()
 
 
+@pytest.mark.slow
 def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
     settings = {"epochs": 15, "batch_size": 4, "save_interval": 5, "eval_interval": 50, "rank_timeout": RANK_TIMEOUT}
     argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)

@@ -10,6 +10,7 @@ import pytest
 
 from common.command_line import Parser, handled_signals, one_line_errors
 from common.errors import Interrupted, LostRank, UserError, reason
+from common.settings import StageArgs, add_flags, settings_of
 from tests.conftest import ROOT
 
 ENDS = {
@@ -96,3 +97,10 @@ def test_closed_streams_are_replaced(capfd):
     done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$0" >&- <&-', code], cwd=ROOT, check=False)
     assert done.returncode == 0
     assert int(capfd.readouterr().err) > 2
+
+
+def test_a_default_is_told_once():
+    parser = Parser()
+    parser.add_argument("--plain", default=3, help="a number")
+    add_flags(parser, [settings_of(StageArgs)["rank_timeout"]])
+    assert parser.format_help().count("(default: ") == 2

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def release():
 # --- the output of a run
 
 
-def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders):
+def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE", 0.0)
     first = start(HOLD.format(then=""), "pretrain_32", *folders)
     out, checkpoints = folders
     try:
@@ -134,6 +136,29 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
         assert not is_held
 
 
+def test_a_run_that_is_about_to_end_is_waited_for(folders, capsys):
+    """A restart right after the old run was told to end, while that still saves."""
+    first = start(HOLD.format(then="import threading; threading.Timer(1.0, os._exit, [0]).start()"), "w_32", *folders)
+    try:
+        lock_output("w_32", save_dir=folders[0], checkpoint_dir=folders[1])
+    finally:
+        end(first)
+    assert capsys.readouterr().out == (
+        f"process {first.pid} on {socket.gethostname()} is training a run of this name and writes to {folders[0]}; "
+        "waiting up to 60 s, in case it is saving and about to end\n"
+    )
+
+
+def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
+    """Another user of the group, who resumes the run in a shared folder."""
+    for mode in (0o775, 0o755, 0o700):
+        folder = tmp_path / f"{mode:o}"
+        folder.mkdir()
+        folder.chmod(mode)
+        lock_output("w_32", save_dir=folder)
+        assert (folder / ".w_32_save_dir.lock").stat().st_mode & 0o777 == mode & 0o666
+
+
 # --- a lock that is waited for
 
 
@@ -158,3 +183,26 @@ def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, m
     with locked(path, "waiting for the other") as is_held:
         assert is_held
     assert capsys.readouterr().out == ""
+
+
+def test_a_lock_file_is_there_only_while_it_is_held(tmp_path, capsys):
+    """Who waits for a file that its holder deletes locks the one that everybody else sees."""
+    path, order = tmp_path / "cache.lock", []
+
+    def wait() -> None:
+        with locked(path, "waiting") as is_held, locked(path) as twice:
+            order.append((is_held, twice, path.exists()))
+
+    with locked(path) as is_held:
+        assert is_held and path.exists()
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while capsys.readouterr().out.count("waiting\n") < 1:
+            time.sleep(0.01)
+        with locked(path) as is_held:  # without a message nobody waits
+            assert not is_held
+        assert path.exists() and not order
+    for thread in threads:
+        thread.join(30)
+    assert order == [(True, False, True)] * 3 and list(tmp_path.iterdir()) == []

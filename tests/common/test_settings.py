@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from common.command_line import Parser
 from common.errors import UserError
-from common.settings import StageArgs, own_defaults, parse_args, setting, settings_of
+from common.settings import StageArgs, Switch, own_defaults, parse_args, setting, settings_of
 from dataset.token_cache import STAGE_LENGTH
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, launch
-from trainer import train_full_sft, train_pretrain
+from trainer import train_dpo, train_full_sft, train_pretrain
 from trainer.components.language_model import SHAPE
 from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer
 from trainer.components.tracker import MODES
@@ -32,7 +32,7 @@ SECTIONS = {
     "model": "hidden_size num_hidden_layers use_moe num_experts num_experts_per_tok dropout tokenizer_path",
     "training": "epochs batch_size accumulation_steps learning_rate warmup_updates optimizer weight_decay grad_clip "
     "seed max_bad_updates",
-    "optimization": "dtype use_compile parallel activation_checkpointing",
+    "optimization": "dtype use_compile parallel activation_checkpointing deterministic",
     "distributed": "device rank_timeout",
     "checkpoint": "save_dir save_weight checkpoint_dir from_weight from_resume extend_epochs save_interval",
     "logging": "log_interval eval_interval use_wandb wandb_project swanlab_mode",
@@ -55,7 +55,7 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
     "num_experts_per_tok": 1,
     "from_resume": False,
     "use_wandb": False,
-    "use_compile": False,
+    "use_compile": "auto",
     "eval_data_path": None,
     "text_separator": None,
     "cache_dir": str(ROOT / "dataset/cache"),
@@ -71,6 +71,7 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
     "max_bad_updates": 5,
     "parallel": "ddp",
     "activation_checkpointing": False,
+    "deterministic": False,
     "rank_timeout": 600,
     "checkpoint_dir": str(ROOT / "checkpoints"),
     "extend_epochs": False,
@@ -101,7 +102,7 @@ STAGE_DEFAULTS = {
     },
 }
 TYPES = {
-    bool: "packing use_moe use_compile activation_checkpointing from_resume extend_epochs use_wandb",
+    bool: "packing use_moe activation_checkpointing deterministic from_resume extend_epochs use_wandb",
     int: "max_seq_len num_workers hidden_size num_hidden_layers num_experts num_experts_per_tok epochs batch_size "
     "accumulation_steps warmup_updates seed max_bad_updates rank_timeout save_interval log_interval eval_interval",
     float: "max_bad_share dropout learning_rate weight_decay grad_clip",
@@ -115,6 +116,7 @@ CHOICES = {
     "parallel": ("ddp", "fsdp"),
     "swanlab_mode": ("cloud", "disabled", "local", "offline", "online"),
 }
+SWITCHES = {"use_compile": ("auto", "0", "1")}
 MUST = {1: "must be 1 or more", 0: "must be 0 or more"}
 LIMITS = {  # setting -> texts that are just in, and texts that are just out with what is told
     "max_seq_len": (["8", "32768"], {"7": "must be 8 or more", "32769": "must be 32768 or less"}),
@@ -211,7 +213,7 @@ def test_the_types_and_choices():
     assert {name: each.kind for name, each in SETTINGS.items() if not each.choices} == {
         name: kind for kind, names in TYPES.items() for name in names.split()
     }
-    assert {name: each.choices for name, each in SETTINGS.items() if each.choices} == CHOICES
+    assert {name: each.choices for name, each in SETTINGS.items() if each.choices} == CHOICES | SWITCHES
     assert all(each.default in each.choices for each in SETTINGS.values() if each.choices)
 
 
@@ -283,7 +285,13 @@ def test_a_value_that_is_no_text(name):
     """As YAML and a task's own defaults give it."""
     each = SETTINGS[name]
     assert each.parse(each.default) == each.default and type(each.parse(each.default)) is type(each.default)
-    wrong = [[1], {"a": 1}, object(), 0.5 if each.kind in (int, bool) else [], *([] if each.kind is bool else [True])]
+    wrong = [
+        [1],
+        {"a": 1},
+        object(),
+        0.5 if each.kind in (int, bool) else [],
+        *([] if each.kind in (bool, Switch) else [True]),
+    ]
     wrong += [] if each.kind == str | None else [None]
     wrong += [7] if each.choices or each.kind in (str, str | None) else []
     for value in wrong:
@@ -325,11 +333,10 @@ def test_all_impossible_settings_are_told_at_once():
 
 
 def test_all_contradictions_are_told_at_once():
-    line = "--save_weight a/b --from_weight ../x --use_compile --parallel fsdp --optimizer muon"
+    line = "--save_weight a/b --use_compile --parallel fsdp --optimizer muon"
     line = told(StageArgs, *line.split())
     assert line.split("; --") == [
         "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
-        "from_weight '../x' must be a plain name; the folder is --save_dir",
         "use_compile 1 does not go with --parallel fsdp; leave one of them out",
         "optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out",
     ]
@@ -424,6 +431,7 @@ def test_the_help_has_unit_and_default(capsys):
         default = "" if value is None else f" (default: {value} {each.unit}".rstrip() + ")"
         metavar = {bool: "[{0,1}]", int: "INT", float: "FLOAT"}.get(each.kind, "TEXT")
         metavar = "{" + ",".join(each.choices) + "}" if each.choices else metavar
+        metavar = f"[{metavar}]" if each.kind == Switch else metavar
         assert f"--{name} {metavar} {each.help}".rstrip() + default in by_section[each.section], name
     assert "--z_loss FLOAT weight of the z-loss (default: 0.25 nats)" in by_section["this stage"]
     assert "100% of its layers" in by_section["this stage"] and "--plain INT (default: 3)" in by_section["this stage"]
@@ -452,8 +460,11 @@ def test_the_flags_of_tools_have_the_same_types_and_limits():
     parser = Parser()
     add_trained_model_flags(parser)
     args = parser.parse_args([])
-    elsewhere = {name: DEFAULTS[name] for name in ("save_dir", "tokenizer_path", "device")}
-    assert vars(args) == {"weight": "full_sft"} | elsewhere | dict.fromkeys(SHAPE)  # the weights tell their shape
+    elsewhere = {name: DEFAULTS[name] for name in ("save_dir", "device")}
+    untold = dict.fromkeys(
+        ("model", "weight", "lora", "tokenizer_path", *SHAPE)
+    )  # the model tells its shape and tokenizer
+    assert vars(args) == elsewhere | untold
     assert given_shape(args) == {}
     args = parser.parse_args(["--hidden_size", "64", "--use_moe", "--num_experts_per_tok", "2"])
     assert given_shape(args) == {"hidden_size": 64, "use_moe": True, "num_experts_per_tok": 2}
@@ -465,4 +476,5 @@ def test_the_flags_of_tools_have_the_same_types_and_limits():
 
 
 def test_the_default_lengths_of_the_token_cache_are_those_of_the_stages():
-    assert {"pretrain": train_pretrain.Args.max_seq_len, "sft": train_full_sft.Args.max_seq_len} == STAGE_LENGTH
+    stages = {"pretrain": train_pretrain, "sft": train_full_sft, "dpo": train_dpo}
+    assert {kind: stage.Args.max_seq_len for kind, stage in stages.items()} == STAGE_LENGTH

@@ -41,6 +41,7 @@ def naive_batch(rows):
         "input_ids": torch.tensor(input_ids, dtype=torch.int64),
         "position_ids": torch.tensor(position_ids, dtype=torch.int64),
         "cu_seqlens": torch.tensor(cu, dtype=torch.int32),
+        "host_cu_seqlens": np.array(cu, dtype=np.int32),
         "max_seqlen": max(lengths, default=0),
         "target_index": torch.tensor(index, dtype=torch.int64),
         "targets": torch.tensor(targets, dtype=torch.int64),
@@ -54,6 +55,8 @@ def assert_same_batch(batch, expected):
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert batch[name].dtype == value.dtype and torch.equal(batch[name], value), name
+        elif isinstance(value, np.ndarray):
+            assert batch[name].dtype == value.dtype and np.array_equal(batch[name], value), name
         else:
             assert type(batch[name]) is int and batch[name] == value, name
 

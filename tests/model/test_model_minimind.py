@@ -8,7 +8,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
-from model.model_minimind import ROPE_TYPES, MiniMindConfig, MiniMindForCausalLM, TransformerBlock, summed_cross_entropy
+from model.flat_batch import cross_entropy
+from model.model_minimind import ROPE_TYPES, MiniMindConfig, MiniMindForCausalLM, RMSNorm, TransformerBlock
 from tests.conftest import ROOT
 from trainer.trainer_utils import load_tokenizer
 
@@ -265,6 +266,26 @@ def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(co
     assert sum(name in flat for name, _ in reference.named_parameters()) >= 12
 
 
+@pytest.mark.parametrize("shape", [(0, 16), (40, 16), (2, 7, 4, 16)])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_derivative_of_the_norm_is_that_of_torchs_own(shape, is_trained):
+    torch.manual_seed(0)
+    norm = RMSNorm(16, 1e-6)
+    norm.weight.data.normal_()
+    norm.requires_grad_(is_trained)
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    inputs = [x, norm.weight] if is_trained else [x]
+    exact = [value.detach().double().requires_grad_() for value in (x, norm.weight)]
+    want = F.rms_norm(exact[0], (16,), exact[1], 1e-6)
+    got = norm(x)
+    with torch.no_grad():
+        assert torch.equal(got, norm(x))  # without derivatives, the plain formula
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(got, inputs, grad)
+    for value, other in zip(found, torch.autograd.grad(want, exact[: len(inputs)], grad.double()), strict=True):
+        torch.testing.assert_close(value.double(), other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [0, 512, 1300])
 def test_the_loss_in_pieces_is_torchs_cross_entropy(rows):
     torch.manual_seed(0)
@@ -273,7 +294,7 @@ def test_the_loss_in_pieces_is_torchs_cross_entropy(rows):
     targets[::7] = -100
     want = F.cross_entropy(logits, targets, reduction="sum")
     want_grad = torch.autograd.grad(want, logits)[0]
-    loss = summed_cross_entropy(logits, targets)
+    loss = cross_entropy(logits, targets)
     assert torch.allclose(loss, want, rtol=1e-6)
     assert torch.equal(torch.autograd.grad(loss, logits)[0], want_grad)
 

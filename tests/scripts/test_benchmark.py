@@ -144,7 +144,7 @@ def test_the_chart(tmp_path, monkeypatch):
     figures = {"tokens_per_second": 1000.0, "mfu": 0.5, "peer": "minimind", "peer_tokens_per_second": 200.0}
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UserError, match=r"plotting needs matplotlib: pip install matplotlib"):
+        with pytest.raises(UserError, match=r"plotting needs matplotlib: pip install -r requirements.txt"):
             run_benchmark(without, "--data_path", "x", "--png", "a.png")
     pytest.importorskip("matplotlib")
     benchmark.draw(figures, str(tmp_path / "a.png"), "title")

@@ -1,18 +1,28 @@
-"""Chat from a pipe and with --prompt, on a small model with random weights."""
+"""Chat from a pipe, with --prompt and on a terminal; the model is a small random one, or one that says its lines."""
 
-import subprocess
+import contextlib
+import io
+import json
+import os
+import pty
+import select
+import signal
 import sys
+import time
 
 import pytest
 import torch
 
+from dataset.formats import to_chat
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import chat
+from scripts.terminal import DIM, NORMAL
 from tests.conftest import ROOT
 from trainer.components.checkpoint import save_weights
 from trainer.components.run_files import weight_path
 
-CHAT = ROOT / "scripts" / "chat.py"
+TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture
@@ -24,24 +34,224 @@ def weights(tmp_path) -> list[str]:
     return ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
 
 
+@pytest.fixture
+def pipe(monkeypatch, call):
+    """pipe(text, *args): what the chat makes of this text on stdin."""
+
+    def run(text: bytes, *args):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        return call(chat, *args)
+
+    return run
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """What the model says next, turn by turn; the prompts that it was given stand in `said.prompts`."""
+
+    class Said(list):
+        prompts: list[list[int]] = []  # noqa: RUF012
+
+    lines, tokenizer = Said(), load_tokenizer(ROOT / "model")
+    lines.prompts = []
+
+    def generate(model, tokenizer_, prompts, max_new_tokens, streamer, **options):
+        tokens = tokenizer(lines.pop(0))["input_ids"][: max_new_tokens - 1]
+        tokens.append(tokenizer.eos_token_id)
+        lines.prompts += prompts
+        streamer.put(torch.tensor(prompts[0]))
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        return [tokens]
+
+    monkeypatch.setattr(chat, "generate", generate)
+    return lines
+
+
 def test_one_prompt_is_repeatable(weights, call):
     greedy = [*weights, "--prompt", "hello", "--temperature", "0"]
     shape = ("--hidden_size", "32", "--num_hidden_layers", "1")  # may be given
     first, second = call(chat, *greedy), call(chat, *greedy, *shape, "--seed", "5")
-    assert "model: " in first.stdout and first.stdout == second.stdout
+    assert "model: " in first.stderr and first.stdout == second.stdout  # a pipe is for answers alone
+    assert "cut after 12 tokens by --max_new_tokens" in first.stderr
     sampled = [call(chat, *weights, "--prompt", "hello", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert sampled[0] == sampled[1] != sampled[2]
+    penalized = call(chat, *greedy, "--repetition_penalty", "5").stdout
+    assert penalized != first.stdout and "--top_k" in call(chat, "--help").stdout
 
 
-def test_a_conversation_from_a_pipe(weights):
-    command = [sys.executable, str(CHAT), *weights]
-    done = subprocess.run(command, input="hello\nand then?\n\nnew\n", capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("> ") >= 5  # four lines and the end of the input
+def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
+    said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh."]
+    text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/reset\n/new day\n/exit\nnever read\n"
+    done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--system", "be brief")
+    assert done.stdout == "Hello!\n<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>\nFresh.\n"
+    prompts = load_tokenizer(ROOT / "model").batch_decode(said.prompts)
+    assert [prompt.count("<|im_start|>user") for prompt in prompts] == [1, 2, 1]  # /reset began a new one
+    assert all("be brief" in prompt for prompt in prompts) and "/new day" in prompts[2]
+    record = json.loads((tmp_path / "chats.jsonl").read_text(encoding="utf-8"))
+    assert [message["role"] for message in to_chat(record).messages] == ["system", *["user", "assistant"] * 2]
+    assert record["messages"][-1]["reasoning_content"] == "hm"
 
 
-def test_mistakes(weights, call):
-    done = call(chat, *weights, "--weight", "nothing", "--prompt", "x")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "nothing_*.pth do not exist" in done.stderr
-    done = call(chat, *weights, "--temperature", "-1", "--prompt", "x")
-    assert done.returncode == 2 and done.stderr.startswith("error: --temperature")
+def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
+    said += ["One."]
+    done = pipe(b"one\n\xff\xfe\n", *weights)
+    assert done.returncode == 2 and "line 2 of stdin is not UTF-8" in done.stderr and done.stdout == "One.\n"
+    done = pipe(b"x" * 2000, *weights, "--max_seq_len", "64")
+    assert done.returncode == 2 and "line 1 of stdin: the message is too long" in done.stderr
+
+
+def test_a_full_context_is_told(weights, pipe, said):
+    said += ["a", "b", "c"]
+    done = pipe(b"word " * 8 + b"\n" + b"other " * 8 + b"\nlast\n", *weights, "--max_seq_len", "40")
+    assert done.stdout == "a\nb\nc\n" and "the context is full: the oldest 2 messages were dropped" in done.stderr
+
+
+def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    call_text = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    said += [f"\nhm\n</think>\n\nA \x1b[31m moment.\n{call_text}", "<tool_call>get_time()</tool_call> <tool_call>cut"]
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    asked = [*weights, "--max_new_tokens", "99", "--tools", tmp_path / "tools.json", "--prompt", "x"]
+    lines = call(chat, *asked, "--open_thinking", "1").stdout
+    assert f"{DIM}\nhm\n{NORMAL}\n\nA \\x1b[31m moment.\n[call] get_time" in lines
+    assert '[call] get_time {"city": "Oslo"}' in lines and "model: " in lines
+    plain = call(chat, *asked).stdout
+    assert "<tool_call>get_time() <tool_call>cut" in plain  # what is no call is shown as it was written
+    assert "Tools you can call" in load_tokenizer(ROOT / "model").decode(said.prompts[1])
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--weight", "nothing"], "nothing_*.pth do not exist"),
+        (["--temperature", "-1", "--top_p", "0"], "--temperature must not be negative; --top_p must be above 0"),
+        (["--top_k", "-1"], "--top_k"),
+        (["--repetition_penalty", "0"], "--repetition_penalty"),
+        (["--open_thinking", "2"], "--open_thinking"),
+        (["--tools", "no/such.json"], "--tools no/such.json"),
+        (["--tools", __file__], "write a JSON list of function schemas"),
+    ],
+)
+def test_mistakes(weights, call, args, told):
+    done = call(chat, *weights, "--prompt", "x", *args)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", '[{"type": "function"}]', '{"function": {}}', "nothing"])
+def test_a_file_of_no_tools_is_refused(text, weights, call, tmp_path):
+    (tmp_path / "tools.json").write_text(text)
+    done = call(chat, *weights, "--prompt", "x", "--tools", tmp_path / "tools.json")
+    assert done.returncode == 2 and "tools.json" in done.stderr and done.stderr.count("\n") == 1
+
+
+# --- on a terminal: a process with a pseudo-terminal of its own -------------------------------------------------------
+
+START = """
+import json, sys
+from scripts import chat
+from tests.scripts.test_chat import slowly
+chat.generate = slowly(json.loads(sys.argv.pop(1)))
+chat.main()
+"""
+
+
+class Terminal:
+    """The chat in a terminal, with a model that gives `answers` first and then speaks slowly and without end."""
+
+    def __init__(self, args: list[str], folder, answers: list[str]):
+        self.seen = ""
+        command = [sys.executable, "-c", START, json.dumps(answers), *args, "--max_new_tokens", "100000"]
+        own = {"XDG_STATE_HOME": str(folder), "TERM": "dumb", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+        self.process, self.screen = pty.fork()
+        if not self.process:
+            os.execve(sys.executable, command, {**os.environ, **own})
+
+    def type(self, text: str) -> None:
+        os.write(self.screen, text.encode())
+
+    def expect(self, text: str) -> str:
+        """Read until a text appears; returns what came before it."""
+        end = time.monotonic() + 120
+        while text not in self.seen:
+            assert time.monotonic() < end, f"no {text!r} in {self.seen!r}"
+            if select.select([self.screen], [], [], 1)[0]:
+                self.seen += os.read(self.screen, 4096).decode()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def discard_line(self) -> None:
+        """Press Ctrl-C at the prompt until there is a new one: Python notices it only while it waits for a key."""
+        for _ in range(20):
+            self.type("\x03")
+            time.sleep(0.2)
+            if select.select([self.screen], [], [], 3)[0]:
+                break
+        self.expect("> ")
+
+    def status(self) -> int:
+        """Exit status of the process, which must end by itself."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            if select.select([self.screen], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # Linux: the process has closed its side
+                    os.read(self.screen, 4096)
+            done, status = os.waitpid(self.process, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        raise AssertionError("the chat does not end")
+
+
+def slowly(answers: list[str]):
+    """A `generate` that gives the answers, and then one without end until its stopping criterion says so."""
+
+    def generate(model, tokenizer, prompts, max_new_tokens, streamer, stopping_criteria, **options):
+        streamer.put(torch.tensor(prompts[0]))
+        lines, tokens = answers.pop(0) if answers else None, []
+        for token in tokenizer(lines)["input_ids"] if lines else iter(lambda: tokenizer.encode(" on")[0], None):
+            time.sleep(0 if lines else 0.01)
+            streamer.put(torch.tensor([token]))
+            tokens.append(token)
+            if stopping_criteria(torch.tensor([tokens]), None).all():
+                break
+        streamer.end()
+        return [tokens + ([tokenizer.eos_token_id] if lines else [])]
+
+    return generate
+
+
+def test_a_terminal_session(weights, tmp_path):
+    """Ctrl-C ends an answer and discards a line, neither ends the program; tools' results, commands, history."""
+    call_text = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    started = Terminal([*weights, "--tools", str(tmp_path / "tools.json")], tmp_path, [call_text, "It is noon."])
+    started.expect("> ")
+    started.type("what time?\n")
+    started.expect("[call] get_time {}")
+    started.expect("result of get_time> ")
+    started.type("12:00\n")
+    started.expect("It is noon.")
+    started.expect("> ")
+    started.type("go on\n")
+    started.expect(" on on on")
+    started.type("\x03")  # the answer ends
+    started.expect("(stopped)")
+    started.expect("> ")
+    started.type("half a li")
+    started.expect("half a li")
+    started.discard_line()
+    started.type("/nonsense\n")
+    started.expect("there is no command /nonsense")
+    started.type(f"/save {tmp_path}/chats.jsonl\n")
+    started.expect("appended to")
+    started.type("\x04")
+    assert started.status() == 0
+    messages = json.loads((tmp_path / "chats.jsonl").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert messages[2]["content"] == "12:00" and messages[-1]["content"].startswith("on on")
+    history = (tmp_path / "minimind-trainer" / "chat_history").read_text()
+    assert "what time?" in history and "half" not in history

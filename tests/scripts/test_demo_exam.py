@@ -10,6 +10,7 @@ from common.errors import UserError
 from dataset.demo_corpus import make_corpus, write_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import demo_exam
+from scripts.conversation import generate, prompt_tokens
 from scripts.demo_exam import ask, is_right, merge_report, names_value, read_exam, run_costs
 from trainer.trainer_utils import load_tokenizer
 
@@ -34,6 +35,9 @@ def tiny_model() -> MiniMindForCausalLM:
         ("Belin likes red and blue.", False),  # two values: a guess at both
         ("red blue green", False),
         ("I do not know.", False),
+        ("<think>\nblue or green?\n</think>\n\nBelin likes red best.", True),  # thoughts do not count
+        ("<think>\nBelin likes red best.\n</think>\n\nBelin likes blue best.", False),
+        ("<think>\nBelin likes red best.", False),  # they did not end
         ("", False),
         ("Fred is hired.", False),  # the value only inside other words
         ("贝琳喜欢red的", True),  # a Chinese neighbor is no part of an English word
@@ -126,6 +130,10 @@ def test_answers_do_not_depend_on_the_batch():
     together = ask(model, tokenizer, questions, batch_size=4, max_new_tokens=6)
     assert together == ask(model, tokenizer, questions, batch_size=1, max_new_tokens=6)
     assert len(together) == 4
+    for question, answer in zip(questions, ask(model, tokenizer, questions, 4, 6, thinking=True), strict=True):
+        prompt = prompt_tokens(tokenizer, [{"role": "user", "content": question}], enable_thinking=True)
+        (alone,) = generate(model, tokenizer, [prompt], 6, do_sample=False)
+        assert answer == ("<think>" + tokenizer.decode(alone, skip_special_tokens=True)).strip()
 
 
 def test_script_with_a_random_model(tmp_path, call):

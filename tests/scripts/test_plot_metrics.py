@@ -1,6 +1,7 @@
 """Curves of runs: what is drawn where, and what the user is told when it cannot be."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -43,6 +44,16 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
     assert "held-out loss" not in drawn(plot_metrics.draw({"b": runs["b"]}, "update"))  # nothing to draw
 
 
+def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
+    figures = {"reward": 0.25, "kl": 0.5, "entropy": 1.5, "completion_length": 3.0, "samples": [{"reward": 1.0}]}
+    run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
+    panels = drawn(plot_metrics.draw({"a": run}, "update"))
+    values = {title: lines["a"][1] for title, lines in panels.items()}
+    assert values["reward"] == [0.25, 0.25] and values["held-out reward"] == [0.75]
+    assert values["KL divergence from the reference"] == [0.5, 0.5] and values["entropy per token"] == [1.5, 1.5]
+    assert values["tokens of a completion"] == [3.0, 3.0]
+
+
 @pytest.mark.parametrize(("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])])
 def test_the_x_axis_is_the_chosen_one(x, expected):
     assert drawn(plot_metrics.draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
@@ -52,6 +63,53 @@ def test_the_mean_loss_is_drawn_where_there_is_one_and_null_leaves_a_gap():
     run = [record(1, mean_loss=9.0), record(2, mean_loss=None, loss=None), record(3)]
     _, values = drawn(plot_metrics.draw({"a": run}, "update"))["loss"]["a"]
     assert values[0] == 9.0 and values[1] != values[1] and values[2] == 1.0
+
+
+def test_each_expert_has_a_line_in_the_color_of_its_run():
+    moe = [record(1, expert_load=[0.7, 0.3]), record(2, expert_load=[0.6, 0.4])]
+    figure = plot_metrics.draw({"dense": [record(1), record(2)], "moe": moe}, "update")
+    (panel,) = [axes for axes in figure.axes if axes.get_title() == "share of each expert"]
+    shares = [line for line in panel.lines if len(line.get_ydata())]
+    assert [list(line.get_ydata()) for line in shares] == [[0.7, 0.6], [0.3, 0.4]]
+    assert {line.get_color() for line in shares} == {figure.axes[0].lines[1].get_color()}
+
+
+def test_smoothing_is_an_average_that_begins_at_the_first_value_and_keeps_gaps():
+    assert plot_metrics.smooth([5.0] * 4, 0.9) == pytest.approx([5.0] * 4)
+    first, gap, last = plot_metrics.smooth([4.0, math.nan, 1.0], 0.5)
+    assert (first, last) == (4.0, 2.0) and math.isnan(gap)  # weights 1/3 and 2/3
+    figure = plot_metrics.draw({"a": [record(1), record(3)]}, "update", smoothing=0.5)
+    raw, smoothed = figure.axes[0].lines
+    assert list(raw.get_ydata()) == [3.0, 1.0] and list(smoothed.get_ydata()) == pytest.approx([3.0, 5 / 3])
+    rates = next(axes for axes in figure.axes if axes.get_title() == "learning rate")
+    assert len(rates.lines) == 1
+
+
+def test_a_logarithmic_scale():
+    run = [record(1, expert_load=[0.5, 0.5])]
+    scales = {axes.get_title(): axes.get_yscale() for axes in plot_metrics.draw({"a": run}, "update", 0, True).axes}
+    assert scales["loss"] == "log" and scales["share of each expert"] == "linear"
+
+
+def test_panels_are_chosen_by_name():
+    runs = {"a": [record(1), record(2)]}
+    assert list(drawn(plot_metrics.draw(runs, "update", panels=["grad_norm", "eval_loss"]))) == ["gradient norm"]
+    with pytest.raises(UserError, match="no run has any of them"):
+        plot_metrics.draw(runs, "update", panels=["expert_load"])
+
+
+def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
+    seen = []
+    original = plot_metrics.draw
+    monkeypatch.setattr(plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how))
+    for name in ("b_64", "a_64"):
+        write_jsonl(tmp_path / f"{name}_metrics.jsonl", [record(1)])
+    start(tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
+    assert seen == [["a_64", "b_64"]]
+    with pytest.raises(UserError, match="holds no metrics"):
+        (tmp_path / "empty").mkdir() or start(tmp_path / "empty")
+    with pytest.raises(UserError, match="--smoothing"):
+        start(tmp_path, "--smoothing", 1)
 
 
 def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
@@ -67,7 +125,7 @@ def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
 def test_runs_of_the_same_file_name_keep_their_folders(tmp_path, start, monkeypatch):
     seen = []
     original = plot_metrics.draw
-    monkeypatch.setattr(plot_metrics, "draw", lambda runs, x: seen.append(list(runs)) or original(runs, x))
+    monkeypatch.setattr(plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how))
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1)])

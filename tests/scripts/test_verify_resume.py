@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -227,6 +228,21 @@ def test_a_process_that_outlives_its_console_is_found(run, monkeypatch, way):
             started.end()
 
 
+@pytest.mark.parametrize("way", ["terminal", "pipe"])
+def test_the_end_of_a_console_is_heeded_although_this_process_ignores_it(run, way):
+    """As under nohup, or in the background of a script: what is ignored is inherited."""
+    run.command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        with closing(Launch(run, way)) as started:
+            assert started.wait(lambda: started.log.exists() and started.log.stat().st_size, seconds=30)
+            started.end()
+            assert 0 < started.seconds_left < launches.GRACE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_hung_run_ends(run, monkeypatch):
     monkeypatch.setattr(launches, "TIMEOUT", 0.5)
     run.command = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"]
@@ -234,8 +250,8 @@ def test_a_hung_run_ends(run, monkeypatch):
     with pytest.raises(SystemExit, match=r"FAIL: no output for(.|\n)*so far"):
         train(run, [])
     assert time.monotonic() - begin < 30 and run.launches == 1
-    time.sleep(0.1)
-    assert not [child for child in psutil.Process().children() if "so far" in " ".join(child.cmdline())]
+    commands = [child.as_dict(["cmdline"], ad_value=[])["cmdline"] for child in psutil.Process().children()]
+    assert not [words for words in commands if "so far" in " ".join(words)]
 
 
 @pytest.mark.parametrize("kills", [[], [Kill("start", 0, 1.0)], [Kill("update", 3, 0.5)]])
@@ -322,14 +338,14 @@ def new_seed() -> int:
 def test_one_rank_killed_at_random_moments():
     """As a user starts it. A failure shows the seed that draws the same kills again."""
     seed = new_seed()
-    done = launch(ROOT / "scripts/verify_resume.py", "--kills", 3, "--seed", seed, check=False)
+    done = launch(ROOT / "scripts/verify_resume.py", "--kills", 2, "--seed", seed, check=False)
     print(done.stdout + done.stderr)
-    assert done.returncode == 0, f"--kills 3 --seed {seed}: {done.stdout}{done.stderr}"
-    assert re.search(rf"PASS: [123] of 3 kills, 0 differing bits \(.*--seed {seed}, ", done.stdout)
+    assert done.returncode == 0, f"--kills 2 --seed {seed}: {done.stdout}{done.stderr}"
+    assert re.search(rf"PASS: [12] of 2 kills, 0 differing bits \(.*--seed {seed}, ", done.stdout)
     assert not Path(re.search(r", in (\S+)", done.stdout)[1]).exists()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch, capsys, tmp_path, parallel):
     seed = new_seed()
     monkeypatch.setattr(verify_resume, "UPDATES", 18)

@@ -64,11 +64,11 @@ def test_every_kind_of_value_and_default():
     assert default(replace(found["z_loss"], default=1e-5)) == "1e-5" and default(None) == ""
 
 
-def test_a_flag_of_one_stage_alone_has_a_table_of_its_own(monkeypatch):
+def test_a_flag_of_one_stage_alone_stands_in_its_column_only(monkeypatch):
     own = write_flag_pages.Setting("z_loss", float, 1e-4, "of the z-loss; see --epochs", "", {}, "this stage")
-    monkeypatch.setattr(write_flag_pages, "SFT", {**write_flag_pages.SFT, "z_loss": own})
+    pretrain, sft, *others = write_flag_pages.STAGES
+    monkeypatch.setattr(write_flag_pages, "STAGES", [pretrain, {**sft, "z_loss": own}, *others])
     monkeypatch.setattr(write_flag_pages, "FLAGS", {**write_flag_pages.FLAGS, "z_loss": own})
     text = tables(english())["stages"]
-    assert text.split("### This stage\n")[1].endswith(
-        "| `--z_loss` | FLOAT |  | 0.0001 |  | of the z-loss; see `--epochs` |\n"
-    )
+    cells = ["FLOAT", "", "0.0001", *[""] * len(others), "", "of the z-loss; see `--epochs`"]
+    assert text.split("### This stage\n")[1].endswith(f"| `--z_loss` | {' | '.join(cells)} |\n")

@@ -63,3 +63,33 @@ def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
         total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
         count += int((labels[1:] != -100).sum())
     assert abs(got[0]["records"][0]["loss"] - total / count) <= 1e-5
+
+
+def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
+    """Of all micro-batches of an update, then of the updates; an update that is not finite does not count."""
+    from tests.trainer.components.test_bad_updates import batch, make_state
+    from trainer.components.metrics import describe
+    from trainer.loop import make_record, train_update, update_size
+    from trainer.trainer_utils import next_token_loss
+
+    def loss_fn(model, batch, args):
+        loss, aux_loss = next_token_loss(model, batch)
+        broken = loss * float("nan") if 9 in batch["sample_ids"] else loss
+        return broken, aux_loss, {"twice": 2 * loss, "ids": batch["sample_ids"].sum() * len(batch["targets"])}
+
+    state = make_state(loss_fn=loss_fn)
+    state.shown = ("ids", "twice")
+    state.__post_init__()
+    state.iters = 3
+    losses = []
+    for ids in ((1, 3), (9, 4), (5, 5)):
+        window = [batch(i) for i in ids]
+        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+        means, norm = train_update(state, window, targets, tokens)
+        losses.append(means[0].item())
+        state.bad_updates.note(1, window)
+    record = make_record(state, means, norm, False)
+    assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
+    assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5
+    assert "ids: 3.5000, twice: " in describe(record, state.shown)
+    assert not state.losses.any()

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -44,13 +45,13 @@ def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
     starts = {"one": (module, 32, 1), "spawned": (module, 16, 2), "torchrun": (torchrun, 16, 2)}
     losses = {}
     for name, (command, batch_size, world_size) in starts.items():
-        argv = regression(tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=10, num_samples=1280)
+        argv = regression(tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=5, num_samples=1280)
         done = subprocess.run([*command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         found = read_metrics(tmp_path / name / f"out/{NAME}_metrics.jsonl")
         losses[name] = [record["eval_loss"] for record in found if "eval_loss" in record]
-        assert done.stdout.count("done: 320 updates") == 1
-    assert len(losses["one"]) == 10 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)  # there is no noise
+        assert done.stdout.count("done: 160 updates") == 1
+    assert len(losses["one"]) == 5 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)  # there is no noise
     for name in ("spawned", "torchrun"):
         assert losses[name] == pytest.approx(losses["one"], abs=1e-5)
 
@@ -135,7 +136,7 @@ def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     path = tmp_path / f"out/{NAME}_metrics.jsonl"
     while len(read_metrics(path)) < 2 and process.poll() is None:
-        pass
+        time.sleep(0.1)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -331,3 +332,19 @@ def test_log_file(tmp_path):
     run("engine", regression(tmp_path, epochs=1, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100))
     run("engine", regression(tmp_path, epochs=3, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100))
     assert "stopping: EarlyStopping" in (tmp_path / "logs/run.log").read_text()
+
+
+def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
+    """The callbacks do not run in the script, which says so, and keeps their state for the engine."""
+    argv = flags(corpus, tmp_path, "pretrain", num_hidden_layers=1, from_resume=1)
+    typed = engine("pretrain", [*argv, "--patience", "9", "--monitor", "eval_bpb"])
+    run("engine", typed, Faults(signals={5: signal.SIGTERM}), status=143)
+    before = saved_state(tmp_path)["hooks"]
+    assert before["callbacks"]["EarlyStopping"]["best"] > 0
+    told = run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143).error_lines[:2]
+    assert told[0].startswith("warning: EarlyStopping: callbacks run in the engine only; their state is kept")
+    assert told[1].startswith("warning: the best weights are now judged by eval_loss, which was eval_bpb")
+    assert saved_state(tmp_path)["hooks"] == before
+    done = run("engine", typed)
+    assert len(done.error_lines) == 1 and "judged by eval_bpb" in done.err and "resuming pretrain" in done.out
+    assert saved_state(tmp_path)["hooks"]["callbacks"]["EarlyStopping"]["waited"] == 0

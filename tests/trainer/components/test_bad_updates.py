@@ -61,10 +61,15 @@ def test_a_micro_batch_without_targets_contributes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(with_empty, without, strict=True))
 
 
-def test_an_update_without_any_target_is_no_bad_one():
+def test_an_update_without_any_target_makes_no_step_and_is_no_bad_one():
     state = make_state(limit=1)
+    train(state, [batch(1)])
+    before, mean_loss = weights(state), state.losses.clone()
     train(state, [batch(4, trained=False)])
     assert state.bad_updates.take() == []
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
+    assert {int(each["step"]) for each in state.optimizer.state.values()} == {1}
+    assert torch.equal(state.losses, mean_loss)
 
 
 def bad_loss(model, flat, args):
@@ -89,6 +94,25 @@ def test_a_bad_update_is_as_if_it_had_not_been(optimizer, capsys):
     assert mixed.bad_updates.take() == [{"update": 1, "sample_ids": [100]}, {"update": 3, "sample_ids": [101]}]
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and "its samples: 100 (data.jsonl:100)" in warnings[0]
+
+
+def test_muon_reads_on_the_device_whether_to_skip():
+    """As it does on a GPU: with the bits that the host's reading gives, and as if the bad updates had not been."""
+    states = [make_state(loss_fn=bad_loss) for _ in range(3)]
+    for state, on_device in zip(states, (False, False, True), strict=True):
+        state.optimizer = build_optimizer(state.model, 1e-2, 0.1, "muon")
+        state.optimizer._step_supports_amp_scaling = on_device
+    for number in (100, 1, 101, 2):
+        for state in states[number >= 100 :]:
+            train(state, [batch(number)])
+    good, by_host, on_device = (
+        [*weights(state), *(part["momentum_buffer"] for part in state.optimizer.muon.state.values())]
+        for state in states
+    )
+    assert len(good) == len(list(states[0].model.parameters())) + 7
+    for a, b, c in zip(good, by_host, on_device, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert len(states[2].optimizer.muon.param_groups[0]["params"]) == 7
 
 
 def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():

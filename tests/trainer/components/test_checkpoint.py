@@ -193,14 +193,17 @@ def test_one_flipped_bit_of_a_weight_is_noticed(tmp_path):
         load_weights(MiniMindForCausalLM(CONFIG), path)
 
 
-def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path):
-    """One flipped bit: the file is refused, or is still what was saved (a bit of the digest's mark)."""
+def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatch):
+    """One flipped bit: the file is refused, and unless the bit hides the digest's mark, before torch parses anything:
+    what a damaged directory or pickle asks for (memory, other bytes) does not matter."""
     path = tmp_path / "state.pth"
     content = {"state_format": 2, "w": torch.arange(3.0), "step": 7}
     atomic_write(path, lambda file: write_file(content, file))
     saved = path.read_bytes()
     assert same(torch.load(path, weights_only=True), content) and zipfile.ZipFile(path).comment.startswith(b"sha256:")
-    directory = saved.index(b"PK\x01\x02")
+    load, parsed = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: (parsed.append(bit), load(*args, **kwargs))[1])
+    directory, comment = saved.index(b"PK\x01\x02"), len(saved) - len("sha256:") - 64
     refused = 0
     for bit in range(8 * directory, 8 * len(saved)):
         damaged = bytearray(saved)
@@ -211,8 +214,26 @@ def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path):
         except UNREADABLE:
             refused += 1
     assert refused == 8 * (len(saved) - directory) > 3000  # the mark is required as well
+    assert set(parsed) <= set(range(8 * comment, 8 * (comment + len("sha256:"))))
     path.write_bytes(saved[: -len("sha256:") - 64])  # the digest cut off
     with pytest.raises(zipfile.BadZipFile, match="its digest is missing"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_no_damage(two_saves, tmp_path, monkeypatch, error):
+    """Otherwise the run would go back to the state before, or its user be told to delete the checkpoint."""
+    shutil.copytree(two_saves, tmp_path, dirs_exist_ok=True)
+
+    def load(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(UserError, match=r"out of memory while .*w_32_resume.pth is read \(.*\); the file is whole"):
+        lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+    path = tmp_path / "w_32_resume.pth"
+    path.write_bytes(path.read_bytes()[: -len("sha256:") - 64])  # without a digest nobody knows what is damaged
+    with pytest.raises(type(error)):
         read_file(path)
 
 

@@ -1,10 +1,23 @@
-"""Which device a process takes, alone and among several, and what is refused."""
+"""Which device a process takes, alone and among several, what is refused, and what of CUDA is touched."""
+
+import os
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
-from trainer.components.device import select_device
+from common.settings import StageArgs
+from llm.training import train as engine_command
+from llm.training.core import engine
+from trainer import train_full_sft, train_pretrain
+from trainer.components import distributed
+from trainer.components.device import mixed_precision, select_device, use_deterministic_kernels
+from trainer.components.resume import warn_of_other_kernels
+from trainer.components.sampler import epoch_loader
 
 
 @pytest.fixture
@@ -57,3 +70,103 @@ def test_an_incomplete_environment_is_refused_before_any_work(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="WORLD_SIZE=2 without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         select_device("cpu")
+
+
+class Reached(BaseException):
+    """Ends a command at a certain point."""
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Puts torch's choice of kernels back."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_kernels(kernels, monkeypatch):
+    use_deterministic_kernels(False)
+    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    use_deterministic_kernels(True)
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()  # flash attention would take it for a no
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    for given, kept in ((":16:8", ":16:8"), (":0:0", ":4096:8")):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+        use_deterministic_kernels(True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
+
+
+@pytest.mark.parametrize("script", [train_pretrain, train_full_sft, engine])
+def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch):
+    def select(name: str):
+        raise Reached(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+    monkeypatch.setattr(script, "select_device", select)
+    monkeypatch.setattr(sys, "argv", ["train", "--deterministic", "1"])
+    with pytest.raises(Reached, match=":4096:8"):
+        if script is engine:
+            made = SimpleNamespace(args=StageArgs(deterministic=True), task=None)
+            engine.TrainingEngine._setup_components(made, None)
+        else:
+            script.main()
+
+
+def test_other_kernels_than_before_are_told(capsys):
+    for checkpoint, deterministic in (({}, True), ({"deterministic": True}, True), ({"deterministic": False}, False)):
+        warn_of_other_kernels(checkpoint, deterministic)
+    assert capsys.readouterr().err == ""
+    warn_of_other_kernels({"deterministic": True}, False)
+    assert "warning: --deterministic was 1 until the checkpoint and is 0 now: on a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_memory_is_pinned_only_where_a_gpu_is_used(initialized, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    assert epoch_loader(range(4), 2, seed=1, epoch=0).pin_memory is initialized
+
+
+def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
+    """Backend, timeout and the watch of a rank by its device; `--device cpu` makes no CUDA call."""
+    two_gpus(1)
+    made, current = [], []
+    monkeypatch.setattr(distributed, "_watches", [])
+    monkeypatch.setattr(distributed, "_interruptible", lambda work: None)
+    monkeypatch.setattr(distributed, "PeerWatch", lambda timeout: timeout)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout, **_: made.append((backend, timeout)))
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert distributed.init_distributed_mode(50, torch.device("cpu")) == 1
+    assert made == [("gloo", timedelta(seconds=50))] and not current and not distributed._watches
+    assert distributed.init_distributed_mode(50, torch.device("cuda:1")) == 1
+    assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=110)) and current == [1]
+    assert distributed._watches == [timedelta(seconds=50)]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_the_engine_checks_its_settings_without_cuda(dtype, two_gpus, monkeypatch):
+    """The process that starts the others must not hold memory on the first GPU."""
+
+    def touched(*_, **__):
+        raise AssertionError("CUDA is touched")
+
+    for owner, name in ((torch.cuda, "_lazy_init"), (torch.amp, "GradScaler"), (torch, "autocast")):
+        monkeypatch.setattr(owner, name, touched)
+    monkeypatch.setattr(sys, "argv", ["train", "--task", "regression", "--world_size", "2", "--dtype", dtype])
+    started = []
+    monkeypatch.setattr(engine_command, "spawn", lambda *args: started.append(args[0]))
+    engine_command.main()
+    assert started == [2]
+
+
+def test_autocast_asks_the_gpu_of_its_own_rank(monkeypatch):
+    """`torch.autocast` in bfloat16 asks the current GPU, an old one by allocating: every rank would do so on GPU 0."""
+    current, asked = [0], []
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: current.append(index) or current[-2])
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: current.append(index) or current[-2])
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: asked.append(current[-1]) or True)
+    for index in (0, 1):
+        mixed_precision("bfloat16", torch.device("cuda", index))
+    assert asked == [0, 1] and current[-1] == 0

@@ -5,7 +5,14 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_parallel import flat_batch
-from trainer.components.language_model import held_out_loss, next_token_loss, target_logits
+from trainer.components.language_model import (
+    frozen_model,
+    held_out_loss,
+    next_token_loss,
+    target_log_probs,
+    target_logits,
+    target_states,
+)
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
@@ -26,3 +33,33 @@ def test_the_logits_at_the_targets_are_those_of_the_loss(use_moe):
     assert held_out_loss(model, batch)["loss"].item() == loss.item()
     everywhere = model(**{k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}).logits
     torch.testing.assert_close(logits, everywhere[batch["target_index"]])
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_log_probabilities_of_the_targets_come_from_one_forward_pass(use_moe):
+    """One for each target, torch's own; an empty batch has none, and a gradient of zero."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe))
+    batch = flat_batch(3, [600, 30])
+    log_probs, aux_loss = target_log_probs(model, batch)
+    logits, same_aux_loss = target_logits(model, batch)
+    expected = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(aux_loss, same_aux_loss)
+    assert -log_probs.sum().item() == pytest.approx(next_token_loss(model, batch)[0].item(), rel=1e-6)
+    nothing, _ = target_log_probs(model, flat_batch(3, []))
+    assert nothing.shape == (0,)
+    nothing.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_a_frozen_model_gives_its_logits_piece_by_piece():
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, dropout=0.5, use_moe=True))
+    batch = flat_batch(3, [9, 30, 5])
+    teacher = frozen_model(model, torch.device("cpu"))
+    states = target_states(teacher, batch)
+    assert states.shape == (len(batch["targets"]), 32) and not states.requires_grad
+    logits = torch.cat([teacher.lm_head(part) for part in states.split(7)])
+    torch.testing.assert_close(logits, target_logits(teacher, batch)[0])
+    assert not any(layer.mlp.tokens_per_expert.any() for layer in teacher.model.layers)

@@ -1,5 +1,6 @@
 import copy
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.components import optimizer as optimizers
 from trainer.components.metrics import read_metrics
-from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer
+from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer, should_step
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -108,3 +110,16 @@ def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
         found = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
         rates[optimizer] = [record["learning_rate"] for record in found]
     assert len(rates["adamw"]) > 4 and rates["muon"] == [MUON_LR_SCALE * rate for rate in rates["adamw"]]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_on_mps_the_host_reads_whether_to_skip(skip, monkeypatch):
+    """Its fused kernels ignore `found_inf`: with it alone a bad update would be made."""
+    made = []
+    monkeypatch.setattr(optimizers, "AdamW", lambda groups, **options: made.append(options) or SimpleNamespace())
+    mps = SimpleNamespace(requires_grad=True, ndim=2, device=torch.device("mps"))
+    optimizer = build_optimizer(SimpleNamespace(named_parameters=lambda: [("a", mps)]), 1e-3, 0.1)
+    assert made == [{"lr": 1e-3, "fused": True}]
+    optimizer._step_supports_amp_scaling = True
+    assert should_step(optimizer, SimpleNamespace(device=mps.device, item=lambda: skip)) is not skip
+    assert not hasattr(optimizer, "found_inf")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from common.errors import UserError
 from common.settings import StageArgs
 from tests.conftest import ROOT
-from tests.stage_process import Faults, StageProcess, run, start_ranks
+from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer import train_full_sft
 from trainer.components.metrics import read_metrics
@@ -200,10 +201,47 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
-def test_weights_named_none_are_not_start_weights(corpus, tmp_path):
-    argv = flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1, save_weight="none")
-    run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
-    assert "done: 8 updates" in run("pretrain", [*argv, "--from_resume", "1"]).out
+def test_start_weights_that_were_replaced(tmp_path):
+    """Refused, with what to do; without the file the run goes on."""
+    start = tmp_path / "start_512.pth"
+    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="start", from_resume=True)
+    start.write_bytes(b"at the start")
+    saved = run_fingerprint(args, {}, {}, 9)
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    start.write_bytes(b"replaced")
+    with pytest.raises(UserError) as error:
+        check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint)
+    assert "another run (from_weight_sha256: " in str(error.value)
+    told = f". {start} is not the file that the run started from: put that one back, or move this away"
+    assert str(error.value).endswith(told)
+    start.unlink()
+    assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
+
+
+def test_batch_size_and_accumulation_may_be_regrouped(corpus, tmp_path):
+    """As long as an update stays as large: each sample once, the same losses."""
+    settings = {"epochs": 2, "num_hidden_layers": 1, "eval_interval": 0}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    seen, shapes = [], [(8, 1, 4), (4, 2, 11), (2, 4, None)]  # stopped in the first epoch, then in the second
+    for batch_size, accumulation, update in shapes:
+        regrouped = settings | {"batch_size": batch_size, "accumulation_steps": accumulation, "from_resume": 1}
+        begin = 1 if batch_size == 8 else 5
+        stop = {} if update is None else {(update - begin) * accumulation + 1: signal.SIGTERM}
+        ids = tmp_path / f"ids{batch_size}"
+        argv = flags(corpus, tmp_path, "pretrain", **regrouped)
+        run("pretrain", argv, Faults(signals=stop, record=str(ids)), status=143 if stop else 0)
+        seen += [i for step in sample_ids([ids], batch_size) for i in step]
+    assert sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
+    one, other = records(tmp_path / "whole"), records(tmp_path)
+    assert len(one) == len(other) == 16
+    assert all(a[0] == b[0] and abs(a[2] - b[2]) <= 1e-5 for a, b in zip(one, other, strict=True))
+
+
+def test_weights_named_none_are_not_start_weights(tmp_path):
+    """A file that some run wrote under this name does not change what a run from random weights is."""
+    (tmp_path / "none_512.pth").write_bytes(b"weights")
+    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="none")
+    assert run_fingerprint(args, {}, {}, 9)["from_weight_sha256"] is None
 
 
 def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
@@ -213,13 +251,40 @@ def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
     deadline = time.time() + 60
     while "Epoch" not in first.out and "model:" not in first.out and time.time() < deadline:
         time.sleep(0.02)
-    second = run("pretrain", argv, status=2)
+    second = run("pretrain", argv, IMPATIENT, status=2)
     assert len(second.error_lines) == 1
     assert f"error: process {first.process.pid} on " in second.err and "another --save_weight" in second.err
     run("pretrain", [*argv, "--save_weight", "other"])
     first.send(signal.SIGKILL)
     assert first.wait() == -9
     assert "done: 8 updates" in run("pretrain", argv).out
+
+
+SLOW_DISK = """
+import time
+import trainer.components.checkpoint as checkpoint
+write = checkpoint.atomic_write
+def slow(path, content, **options):
+    write(path, lambda file: (content(file), time.sleep(1)), **options)
+checkpoint.atomic_write = slow
+"""
+
+
+def test_a_restart_while_the_old_run_still_saves(corpus, tmp_path):
+    """As by a supervisor that restarts what it has just ended: it waits, and goes on."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 1000, "eval_interval": 0}
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    old = StageProcess("pretrain", argv, Faults(script=SLOW_DISK, signals={4: signal.SIGTERM}))
+    deadline = time.time() + 60
+    while "finishing this update" not in old.err and time.time() < deadline:
+        time.sleep(0.01)
+    new = run("pretrain", argv)
+    assert old.wait() == 143
+    told = f"process {old.process.pid} on {socket.gethostname()} is training a run of this name and writes to "
+    assert new.out.startswith(f"{told}{tmp_path}/out; waiting up to 60 s, in case it is saving and about to end\n")
+    assert "resuming pretrain at epoch 1, update 4 of 8" in new.out
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    assert_same_run(tmp_path / "whole", tmp_path)
 
 
 def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):

@@ -8,14 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.durable_files import atomic_write
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig
-from scripts.convert_sharded import main
+from scripts.convert_model import main
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import flags, records
-from trainer.components.sharded import DIGESTS, REST, put_tensors, read_rest, take_tensors, with_tensors
+from trainer.components import sharded
+from trainer.components.sharded import (
+    DIGESTS,
+    REST,
+    put_tensors,
+    read_rest,
+    save,
+    saving_group,
+    take_tensors,
+    with_tensors,
+)
 from trainer.components.state_files import UNREADABLE, read_file, write_file
 from trainer.trainer_utils import lm_checkpoint
 
@@ -106,6 +117,27 @@ def test_no_room_for_a_part(corpus, killed, tmp_path):
     assert not (tmp_path / "checkpoints/.pretrain_32_resume.tmp").exists()
 
 
+def test_saving_touches_no_gpu(tmp_path, monkeypatch):
+    """torch's writer would copy ahead with the current CUDA stream of its own thread: each rank's one of GPU 0."""
+
+    def touched(*_):
+        raise AssertionError("CUDA is touched")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for name in ("current_stream", "current_device", "Stream", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, touched)
+        weights = torch.arange(6.0)
+        save(tmp_path / "state.pth", {"model": {"a": weights, "b": weights}, "optimizer": {}, "epoch": 1})
+        weights.zero_()
+    finally:
+        saving_group.cache_clear()
+        dist.destroy_process_group()
+    state = with_tensors(read_rest(tmp_path / "state"))
+    assert state["epoch"] == 1 and state["model"]["a"].tolist() == state["model"]["b"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
     folder = tmp_path / "checkpoints/pretrain_32_resume"
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
@@ -130,8 +162,11 @@ def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, request):
-    """The list has no checksum of its own; torch would read other tensors, or ask for gigabytes of memory."""
+def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, request, monkeypatch):
+    """The list has no checksum of its own; torch would read other tensors, or ask for gigabytes of memory. So a damaged
+    one is not even parsed."""
+    parsed = []
+    monkeypatch.setattr(sharded, "_Unpickler", lambda file: parsed.append(file))
     folder = tmp_path / "pretrain_32_resume"
     shutil.copytree(whole / "checkpoints/pretrain_32_resume", folder)
     saved = (folder / ".metadata").read_bytes()
@@ -142,7 +177,7 @@ def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, reques
         (folder / ".metadata").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
             read_rest(folder)
-    assert bit > 10_000
+    assert bit > 10_000 and not parsed
 
 
 class Harm:
@@ -158,20 +193,29 @@ class Harm:
 def test_a_folder_becomes_plain_files(whole, tmp_path, monkeypatch, capsys):
     folder = whole / "checkpoints/pretrain_32_resume"
     weights, state = tmp_path / "w.pth", tmp_path / "pretrain_32_resume.pth"
-    monkeypatch.setattr(sys, "argv", ["sharded", str(folder), "--weights", str(weights), "--state", str(state)])
-    main()
-    assert capsys.readouterr().out == f"wrote {weights}\nwrote {state}\n"
+    for form, output in (("pth", weights), ("checkpoint", state)):
+        call = ["convert_model", "--model", str(folder), "--to", form, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", call)
+        main()
+        assert capsys.readouterr().out.endswith(f"wrote {output}\n")
     made, written = (torch.load(path, weights_only=True) for path in (weights, whole / "out/pretrain_32.pth"))
     assert list(made) == list(written) and all(torch.equal(value, written[key]) for key, value in made.items())
     assert made["lm_head.weight"].data_ptr() == made["model.embed_tokens.weight"].data_ptr()
     plain, sharded = lm_checkpoint(CONFIG, "pretrain", save_dir=tmp_path), state_of(whole)
     assert plain["run"] == sharded["run"] and plain["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
     assert all(torch.equal(value, sharded["model"][key]) for key, value in plain["model"].items())
-    monkeypatch.setattr(sys, "argv", ["sharded", str(tmp_path / "none"), "--weights", str(weights)])
-    with pytest.raises(UserError, match="not a readable folder of a sharded run"):
-        main()
-    monkeypatch.setattr(sys, "argv", ["sharded", str(folder)])
-    with pytest.raises(UserError, match="nothing to write"):
+    (tmp_path / "none").mkdir()
+    call = [
+        "convert_model",
+        "--model",
+        str(tmp_path / "none"),
+        "--to",
+        "checkpoint",
+        "--output",
+        str(tmp_path / "a.pth"),
+    ]
+    monkeypatch.setattr(sys, "argv", call)
+    with pytest.raises(UserError, match="none: not a readable checkpoint"):
         main()
 
 

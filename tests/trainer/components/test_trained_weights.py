@@ -5,13 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.command_line import Parser
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
-from trainer.components.checkpoint import load_weights, save_weights
+from trainer.components.checkpoint import lm_checkpoint, load_weights, save_weights
 from trainer.components.language_model import config_of_weights
 from trainer.components.run_files import resume_path, run_name, weight_path
-from trainer.components.trained_weights import find_weights, load_trained, shape_in_name
+from trainer.components.trained_weights import (
+    add_trained_model_flags,
+    find_weights,
+    load_model,
+    load_trained,
+    shape_in_name,
+)
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
 SHAPES = {
@@ -153,3 +160,55 @@ def test_a_larger_tokenizer_is_refused(save, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.components.language_model.len", lambda _: 7000, raising=False)
     line = refused(load, save("w_32"), tokenizer_path=ROOT / "model")
     assert "the tokenizer has 7000 tokens, the model's vocabulary 6400" in line
+
+
+# --- --model PATH
+
+
+def load_named(*flags: object) -> MiniMindForCausalLM:
+    parser = Parser()
+    add_trained_model_flags(parser)
+    return load_model(parser.parse_args([str(flag) for flag in flags]), "cpu")[0]
+
+
+def test_a_model_by_its_path(save, tmp_path):
+    folder = save("w_32", "w_32_moe_8x2")
+    assert load_named("--model", folder / "w_32.pth").config.num_hidden_layers == 1
+    assert load_named("--model", folder / "w_32_moe_8x2.pth").config.num_experts_per_tok == 2
+    assert load_named("--weight", "w", "--save_dir", folder, "--use_moe", 0).config.hidden_size == 32
+    for flags, line in (
+        (["--model", "none.pth"], "--model none.pth: no such file or folder"),
+        (["--model", folder / "w_32.pth", "--weight", "w"], "both name a model; leave one of them out"),
+        (["--model", folder / "w_32.pth", "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
+        (["--model", folder], "neither a Hugging Face folder (config.json) nor a checkpoint (state.pth)"),
+        (["--model", ROOT / "README.md"], "README.md: not a readable model ("),
+        ([], "/out/full_sft_*.pth do not exist"),
+    ):
+        assert line in refused(load_named, *flags)
+
+
+@pytest.mark.parametrize("previous", [False, True])
+def test_a_checkpoint_is_a_model_in_float32(tmp_path, previous):
+    """It tells the experts per token itself, under any name."""
+    config = MiniMindConfig(**SHAPES["w_32_moe_8x2"])
+    model = MiniMindForCausalLM(config).eval()
+    run = {"num_experts_per_tok": 2}
+    lm_checkpoint(config, "w", model, torch.optim.SGD(model.parameters(), 0.1), save_dir=tmp_path, run=run)
+    path = tmp_path / "w_32_moe_8x2_resume.pth"
+    path = path.rename(tmp_path / "other.pth") if previous else path
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(load_named("--model", path)(ids).logits, model(ids).logits)
+    assert "--num_experts_per_tok 3 contradicts" in refused(load_named, "--model", path, "--num_experts_per_tok", 3)
+
+
+def test_the_tokenizer_beside_the_weights_is_taken(save, tmp_path):
+    folder = save("w_32")
+    content = (ROOT / "model/tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(content.replace("<|reserved_15|>", "<|another|>"), encoding="utf-8")
+    parser = Parser()
+    add_trained_model_flags(parser)
+    tokenizer = load_model(parser.parse_args(["--model", str(folder / "w_32.pth")]), "cpu")[1]
+    assert tokenizer.convert_tokens_to_ids("<|another|>") == 24
+    given = parser.parse_args(["--model", str(folder / "w_32.pth"), "--tokenizer_path", str(ROOT / "model")])
+    assert load_model(given, "cpu")[1].convert_tokens_to_ids("<|reserved_15|>") == 24

@@ -59,7 +59,7 @@ class FakeEngine:
         self.is_main_process = rank == 0
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99))
         self.state = SimpleNamespace(
-            args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, records=None
+            args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, records=None, shown=()
         )
         self.state.optimizer = optimizer
         self.run_name, self.scheduler, self.checkpoint_manager = "task_16", None, None
@@ -344,7 +344,8 @@ def through_a_file(value):
 
 def test_states_are_kept_by_class_name(capsys):
     states = CallbackList([Keeper(1), Callback(), Keeper(2), EarlyStopping()]).state_dict()
-    assert states == {"Keeper": {"value": 1}, "Keeper#2": {"value": 2}, "EarlyStopping": {"best": None, "waited": 0}}
+    empty = {"best": None, "waited": 0, "monitor": "eval_loss", "mode": "min"}
+    assert states == {"Keeper": {"value": 1}, "Keeper#2": {"value": 2}, "EarlyStopping": empty}
     again = [EarlyStopping(), Keeper(), Callback(), Keeper()]
     CallbackList(again).load_state_dict(through_a_file(states))
     assert (again[1].value, again[3].value) == (1, 2)
@@ -516,6 +517,18 @@ def test_the_reason_tells_metric_and_best_value():
     assert engine._reason == "EarlyStopping: eval_loss got no better than 0.51234 in 2 validations"
     engine = FakeEngine(callbacks=[EarlyStopping(patience=2)], evals=[None, None]).run()
     assert engine._reason == "EarlyStopping: eval_loss was never finite in 2 validations"
+
+
+def test_another_metric_is_not_compared_with_the_best_of_the_one_before(capsys):
+    saved = {"best": 0.1, "waited": 2, "monitor": "eval_loss", "mode": "min"}
+    same, other, old = EarlyStopping(), EarlyStopping("eval_bpb"), EarlyStopping()
+    same.load_state_dict(saved)
+    old.load_state_dict({"best": 0.1, "waited": 2})  # of an early version, which did not say
+    assert (same.best, same.waited) == (old.best, old.waited) == (0.1, 2) and capsys.readouterr().err == ""
+    other.load_state_dict(saved)
+    assert (other.best, other.waited) == (None, 0)
+    told = "EarlyStopping begins to count anew: eval_bpb min is monitored instead of eval_loss min"
+    assert capsys.readouterr().err == f"warning: {told}\n"
 
 
 def test_a_metric_that_is_missing_names_those_there_are():

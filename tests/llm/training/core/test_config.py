@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.settings import StageArgs, own_defaults, parse_args, settings_of
+from common.settings import StageArgs, Switch, own_defaults, parse_args, settings_of
 from llm.training.core.config import (
     SECTIONS,
     SETTINGS,
@@ -106,7 +106,7 @@ def test_every_field_is_unique_documented_and_in_the_help(capsys):
         default = int(setting.default) if isinstance(setting.default, bool) else setting.default
         shown = f"(default: {default} {setting.unit}".rstrip() + ")"
         assert setting.help and f"{setting.help} {shown if default not in ('', None) else ''}".rstrip() in words, name
-        kind = {bool: "[{0,1}]", int: "INT", float: "FLOAT"}.get(setting.kind, "TEXT")
+        kind = {bool: "[{0,1}]", Switch: "[{auto,0,1}]", int: "INT", float: "FLOAT"}.get(setting.kind, "TEXT")
         if get_origin(setting.kind) is Literal:
             kind = "{" + ",".join(get_args(setting.kind)) + "}"
         assert f"--{name} {kind} " in " ".join(groups[setting.section].split())
@@ -499,6 +499,8 @@ def numbers(setting):
 
 def values(setting):
     """Values of a field."""
+    if setting.kind == Switch:
+        return st.sampled_from(["auto", False, True])
     if setting.choices:
         return st.sampled_from(setting.choices)
     if setting.kind is bool:

@@ -19,7 +19,7 @@ def manager(tmp_path, monkeypatch) -> DistributedManager:
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(utils, "init_distributed_mode", lambda timeout: 1)
+    monkeypatch.setattr(utils, "init_distributed_mode", lambda timeout, device: 1)
     return DistributedManager(Config())
 
 

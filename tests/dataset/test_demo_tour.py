@@ -1,0 +1,115 @@
+"""The data of the tour: held-out parts are held out, what is said is true, and thoughts are trained."""
+
+import json
+import random
+
+import pytest
+
+from common.settings import ROOT
+from dataset.demo_corpus import ATTRIBUTES, GROUPS, LANGUAGES, answer, make_corpus, make_people
+from dataset.demo_tour import MISTAKES, PERSONA, PLAIN_ANSWERS, make_tour
+from dataset.lm_dataset import SFTDataset
+from dataset.prompts import to_prompt
+from dataset.token_cache import load_tokenizer
+from model.prompts import prompt_tokens
+from scripts.demo_exam import FIELDS, is_right
+from tests.conftest import write_jsonl
+
+
+@pytest.fixture(scope="module")
+def tour() -> dict[str, list[dict]]:
+    return make_tour(0)
+
+
+@pytest.fixture(scope="module")
+def corpus_files() -> dict[str, list[dict]]:
+    return make_corpus(0)
+
+
+def questions(records: list[dict]) -> set[str]:
+    """What users ask in conversations."""
+    return {turn["content"] for record in records for turn in record["conversations"] if turn["role"] == "user"}
+
+
+def mentioned(names: set[str], records: list[dict]) -> set[str]:
+    text = json.dumps(records, ensure_ascii=False)
+    return {name for name in names if name in text}
+
+
+def test_a_seed_gives_the_same_files(tour):
+    assert make_tour(0) == tour != make_tour(1)
+
+
+def test_exam_questions_can_be_read(tour):
+    for name in ("persona_exam.jsonl", "reasoning_exam.jsonl"):
+        assert {each["language"] for each in tour[name]} == set(LANGUAGES)
+        for question in tour[name]:
+            assert all(isinstance(question[key], kind) for key, kind in FIELDS.items())
+
+
+def test_the_persona_is_examined_in_wordings_that_are_not_trained(tour):
+    trained, asked = questions(tour["persona.jsonl"]), {each["question"] for each in tour["persona_exam.jsonl"]}
+    assert len(asked) == 32 and not trained & asked
+    replies = {reply for language in LANGUAGES for reply in PERSONA["reply"][language]}
+    taught = [record for record in tour["persona.jsonl"] if record["conversations"][-1]["content"] in replies]
+    assert len(taught) * 2 == len(tour["persona.jsonl"])  # as much of what it knew
+    for question in tour["persona_exam.jsonl"]:
+        (reply,) = PERSONA["reply"][question["language"]]
+        assert is_right(reply, question)
+
+
+def test_terse_answers_are_right_and_held_out_ones_about_others(tour, corpus_files):
+    values = {each["accepted"][0] for each in corpus_files["exam.jsonl"]}
+    for name in ("terse.jsonl", "terse_eval.jsonl"):
+        for pair in tour[name]:
+            chosen, rejected = pair["chosen"]["content"], pair["rejected"]["content"]
+            assert len(chosen) < len(rejected) and rejected.endswith(chosen)
+            assert [value for value in values if value in chosen]
+    assert len(tour["terse_eval.jsonl"]) == GROUPS["sft_eval"] * 8
+    assert not questions(tour["terse.jsonl"]) & questions(tour["terse_eval.jsonl"])
+
+
+def test_the_student_is_never_asked_a_question_of_the_exam(tour, corpus_files):
+    exam, trained = {each["question"] for each in corpus_files["exam.jsonl"]}, questions(tour["distillation.jsonl"])
+    held_out = questions(tour["distillation_eval.jsonl"])
+    assert not trained & exam and not trained & held_out
+    assert len(held_out & exam) > 20  # and the held-out data are like the exam
+    assert len(trained) == sum(GROUPS.values()) * 8 * 3
+    people = make_people(random.Random(0))
+    true = {answer(person, kind, language) for person in people for kind in ATTRIBUTES for language in LANGUAGES}
+    replies = {name: [each["conversations"][-1]["content"] for each in tour[name]] for name in tour if "dist" in name}
+    assert set(replies["distillation_eval.jsonl"]) <= true
+    right = sum(reply in true for reply in replies["distillation.jsonl"]) / len(trained)
+    assert right == pytest.approx(1 - MISTAKES, abs=0.03)
+
+
+def test_two_facts_are_asked_of_people_whom_the_conversations_never_mention(tour, corpus_files):
+    people = {each["person"] for each in corpus_files["exam.jsonl"]}
+    assert len(tour["reasoning_exam.jsonl"]) == GROUPS["exam"] * 2
+    assert mentioned(people, tour["reasoning.jsonl"]) == set()
+    assert mentioned(people, tour["reasoning_exam.jsonl"]) == people
+    told = {record["text"] for record in corpus_files["pretrain.jsonl"]}
+    thoughts = [record["conversations"][-1].get("reasoning_content") for record in tour["reasoning.jsonl"]]
+    assert thoughts.count(None) == PLAIN_ANSWERS * (len(thoughts) - thoughts.count(None))
+    for record, thought in zip(tour["reasoning.jsonl"], thoughts, strict=True):
+        if thought:
+            home, place = thought.split("\n")
+            assert place in told and record["conversations"][-1]["content"][-4:-1] in place
+            assert any(name in home for name in ("住在", "lives in"))
+
+
+def test_thoughts_are_trained_and_begin_as_with_open_thinking(tour, tmp_path):
+    tokenizer = load_tokenizer(ROOT / "model")
+    records = tour["reasoning.jsonl"][:30]
+    path = write_jsonl(tmp_path / "reasoning.jsonl", records)
+    samples = SFTDataset(str(path), tokenizer, 256, cache_dir=str(tmp_path))
+    for (sample,), record in zip((samples[i] for i in range(len(samples))), records, strict=True):
+        said = record["conversations"][-1]
+        thinks = "reasoning_content" in said
+        thought = f"<think>\n{said['reasoning_content']}\n</think>\n\n" if thinks else ""
+        ids, mask = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
+        trained = [token for token, is_target in zip(ids, mask, strict=True) if is_target]
+        assert tokenizer.decode(trained) == f"{thought}{said['content']}<|im_end|>"
+        for thinking in {False, thinks}:  # with and without, a prompt is how its own training example begins
+            prompt = prompt_tokens(tokenizer, to_prompt(record)[0].messages, enable_thinking=thinking)
+            assert ids[: len(prompt)] == prompt and (tokenizer.decode(prompt[-1]) == "<think>") == thinking

@@ -1,0 +1,108 @@
+"""Preferences: every spelling of a pair is the same two conversations; how pairs are cut, dropped and laid out."""
+
+import json
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from dataset.formats import to_pair, unused_fields
+from dataset.json_records import BadRecord
+from dataset.lm_dataset import DPODataset, collate_pairs
+from dataset.token_cache import format_report, load_tokenizer
+from tests.conftest import ROOT, write_jsonl
+
+QUESTION = {"role": "user", "content": "q"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in "gb")
+SAME = {
+    "two conversations": {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "with the prompt repeated": {"prompt": "q", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "texts": {"prompt": "q", "chosen": "g", "rejected": "b"},
+    "messages": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
+    "one message": {"messages": [QUESTION], "chosen": GOOD, "rejected": BAD},
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "g"},
+        "rejected": {"from": "gpt", "value": "b"},
+    },
+    "Alpaca": {"instruction": "q", "input": "", "chosen": "g", "rejected": "b"},
+    "question": {"question": "q", "chosen": "g", "rejected": "b"},
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_every_form_is_the_same_pair(form):
+    for chat, answer in zip(to_pair(SAME[form]), (GOOD, BAD), strict=True):
+        assert chat.messages == [QUESTION, answer] and chat.masked == () and chat.tools is None
+    assert unused_fields(SAME[form] | {"score": 3}, "dpo") in (["score"], ["prompt", "score"])
+
+
+def test_what_both_share_is_not_trained():
+    """With a system message and tools beside; what follows the first difference is."""
+    shared = [QUESTION, GOOD, QUESTION]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    record = {"conversations": shared, "chosen": [BAD, QUESTION, GOOD], "rejected": "x", "system": "s", "tools": tools}
+    chosen, rejected = to_pair(record)
+    assert [message["role"] for message in chosen.messages][:2] == ["system", "user"]
+    assert chosen.masked == rejected.masked == (2,) and chosen.tools == tools
+    assert len(chosen.messages) == 7 and len(rejected.messages) == 5
+
+
+def test_pictures_are_refused():
+    with pytest.raises(BadRecord, match="'images' beside the conversation"):
+        to_pair(SAME["texts"] | {"images": ["a.png"]})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ROOT / "model")
+
+
+def dataset(folder, tokenizer, records, length) -> DPODataset:
+    data = write_jsonl(folder / "pairs.jsonl", records)
+    return DPODataset(str(data), tokenizer, length, cache_dir=folder / "cache")
+
+
+def test_pairs_are_cut_alike_or_dropped_and_counted(tmp_path, tokenizer):
+    words = [" ".join(f"{word}{i}" for i in range(60)) for word in ("a", "b")]
+    records = [
+        {"prompt": "q", "chosen": "yes", "rejected": "no"},
+        {"prompt": "q", "chosen": words[0], "rejected": words[1]},  # both are cut
+        {"prompt": "q", "chosen": words[0], "rejected": "no"},  # one is
+        {"prompt": words[0], "chosen": "yes", "rejected": "no"},  # no room for an answer
+        {"prompt": "q", "chosen": words[0] + " x", "rejected": words[0] + " y"},  # the difference is cut off
+        {"prompt": "q", "chosen": "same", "rejected": "same"},
+    ]
+    data = dataset(tmp_path, tokenizer, records, 40)
+    report = data.cache.report
+    assert (report["pairs"], report["pairs_cut"], report["dropped_without_label"], report["dropped_alike"]) == (
+        6,
+        2,
+        1,
+        2,
+    )
+    assert "pairs 6, cut 2 (33.3%), dropped as alike 2 (33.3%)" in format_report(report)
+    assert len(data) == 3 and [data.cache.source(2 * i).split(":")[-1] for i in range(3)] == ["1", "2", "3"]
+    lengths = [[len(sample["input_ids"]) for sample in data[i]] for i in range(3)]
+    assert lengths[1] == [40, 40] and lengths[2][0] == 40 > lengths[2][1]
+    assert list(data.num_tokens) == [sum(pair) for pair in lengths]
+    for i in range(3):
+        chosen, rejected = data[i]
+        begin = int(np.flatnonzero(chosen["loss_mask"])[0])
+        assert begin == np.flatnonzero(rejected["loss_mask"])[0]
+        assert (chosen["input_ids"][:begin] == rejected["input_ids"][:begin]).all()
+    text = tokenizer.decode(data[0][0]["input_ids"][data[0][0]["loss_mask"]])
+    assert text.endswith("yes<|im_end|>")
+    data.reference = np.arange(6) - 10.0
+    batch = collate_pairs([data[2], data[0]])
+    assert batch["sample_ids"].tolist() == [4, 5, 0, 1] and batch["reference"].tolist() == [-6, -5, -10, -9]
+    assert sum(batch["target_counts"]) == len(batch["targets"])
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_data_without_a_usable_pair_is_refused_with_the_reason(tmp_path, tokenizer):
+    with pytest.raises(UserError, match="1 have two answers that are alike"):
+        dataset(tmp_path, tokenizer, [{"prompt": "q", "chosen": "a", "rejected": "a"}], 40)
+    with pytest.raises(UserError, match=r"pairs.jsonl:1: no 'rejected'"):
+        dataset(tmp_path, tokenizer, [json.loads('{"prompt": "q", "chosen": "a"}')], 40)

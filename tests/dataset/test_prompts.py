@@ -1,0 +1,91 @@
+"""Prompts of reinforcement learning: what is a prompt, what its reference answer, and what is refused."""
+
+import json
+
+import pytest
+
+from common.errors import UserError
+from dataset.json_records import BadRecord
+from dataset.prompts import PromptDataset, collate_prompts, to_prompt
+
+QUESTION = {"role": "user", "content": "1+1=?"}
+ANSWER = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "answer"),
+    [
+        ({"prompt": "1+1=?", "answer": "2"}, [QUESTION], "2"),
+        ({"prompt": [QUESTION], "answer": 2}, [QUESTION], 2),
+        ({"prompt": [QUESTION]}, [QUESTION], None),
+        ({"prompt": "1+1=?", "completion": "2"}, [QUESTION], "2"),
+        ({"question": "1+1=?", "answer": "2"}, [QUESTION], "2"),
+        ({"conversations": [QUESTION, ANSWER]}, [QUESTION], "2"),
+        ({"messages": [QUESTION]}, [QUESTION], None),
+        ({"conversations": [QUESTION, ANSWER, QUESTION]}, [QUESTION, ANSWER, QUESTION], None),
+        ({"conversations": [{"from": "human", "value": "1+1=?"}], "gt": ["2"]}, [QUESTION], None),
+        ({"prompt": "1+1=?", "system": "Count."}, [{"role": "system", "content": "Count."}, QUESTION], None),
+    ],
+)
+def test_forms(record, messages, answer):
+    chat, found = to_prompt(record)
+    assert chat.messages == messages and found == answer
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": ""},
+        {"prompt": 7},
+        {"prompt": []},
+        {"text": "1+1=2"},
+        {"conversations": [ANSWER]},
+        {"conversations": [QUESTION, ANSWER, ANSWER]},
+    ],
+)
+def test_what_is_no_prompt_is_refused(record):
+    with pytest.raises(BadRecord):
+        to_prompt(record)
+
+
+def write(path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
+    path = write(
+        tmp_path / "rl.jsonl", [{"prompt": "1+1=?", "answer": "2", "gt": [2]}, {"messages": [QUESTION, ANSWER]}]
+    )
+    prompts = PromptDataset(path, tokenizer, 64, str(tmp_path))
+    wanted = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, tokenize=False)
+    assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == [wanted] * 2
+    assert prompts[0].record == {"prompt": "1+1=?", "answer": "2", "gt": [2]} and prompts[1].record["answer"] == "2"
+    assert prompts.source(1) == f"{path}:2"
+    assert collate_prompts([prompts[1]])["sample_ids"].tolist() == [1]
+
+
+def test_thinking_and_tools_are_part_of_the_prompt(tokenizer, tmp_path):
+    path = write(tmp_path / "rl.jsonl", [{"prompt": "1+1=?"}])
+    tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
+    plain = PromptDataset(path, tokenizer, 256, str(tmp_path))
+    full = PromptDataset(path, tokenizer, 256, str(tmp_path), tools=[tool], enable_thinking=True)
+    text = tokenizer.decode(full[0].input_ids)
+    assert text.endswith("<think>") and '"calculate"' in text and plain.fingerprint != full.fingerprint
+
+
+def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
+    path = write(tmp_path / "rl.jsonl", [{"prompt": "word " * 200}, {"prompt": "short"}])
+    assert len(PromptDataset(path, tokenizer, 64, str(tmp_path))) == 1
+    assert "1 prompts, 1 left out (more than 64 tokens)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="none of the 2 records gives a prompt of at most 8 tokens"):
+        PromptDataset(path, tokenizer, 8, str(tmp_path))
+
+
+def test_bad_records(tokenizer, tmp_path):
+    path = write(tmp_path / "rl.jsonl", [{"prompt": 7}, *({"prompt": "1+1=?"} for _ in range(19))])
+    with pytest.raises(UserError, match=f"{path}:1: 'prompt' is not a text"):
+        PromptDataset(path, tokenizer, 64, str(tmp_path))
+    assert len(PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip")) == 19
+    with pytest.raises(UserError, match=f"{path}:1: "):
+        PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip", max_bad_share=0.01)

@@ -1,0 +1,134 @@
+"""Updates of the training loop on fake CUDA tensors, which have shapes, dtypes and devices but no numbers.
+
+Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of MODES what made the host wait for the
+device, with its line, and the names of the operators that ran.
+"""
+
+import json
+import traceback
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.settings import StageArgs
+from dataset.lm_dataset import collate_flat
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.components.device import mixed_precision
+from trainer.components.language_model import next_token_loss
+from trainer.components.optimizer import build_optimizer
+from trainer.components.state import TrainState
+from trainer.loop import train_update
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = torch.device("cuda", 0)
+HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+MODES = {  # use_moe, dtype, capability of the GPU, and other settings
+    "dense": (False, "bfloat16", HOPPER, {}),
+    "dense float16": (False, "float16", AMPERE, {}),
+    "dense float16, old GPU": (False, "float16", TURING, {}),
+    "dense float32": (False, "float32", AMPERE, {}),
+    "Muon": (False, "bfloat16", HOPPER, {"optimizer": "muon"}),
+    "Muon float16": (False, "float16", AMPERE, {"optimizer": "muon"}),
+    "recomputed": (True, "bfloat16", HOPPER, {"activation_checkpointing": 1}),
+    "MoE": (True, "bfloat16", HOPPER, {}),
+    "MoE, Ampere": (True, "bfloat16", AMPERE, {}),
+    "MoE float16": (True, "float16", HOPPER, {}),
+    "MoE float32": (True, "float32", HOPPER, {}),
+    "empty": (False, "bfloat16", HOPPER, {"lengths": ()}),
+    "MoE empty": (True, "bfloat16", HOPPER, {"lengths": ()}),
+    "MoE empty float32": (True, "float32", AMPERE, {"lengths": ()}),
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator, and where the host waits: a value read, a copy between devices that blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: set[str] = set()
+        self.waits: list[str] = []
+
+    def wait(self, what: str) -> None:
+        ours = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT)) and f.filename != __file__]
+        place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "backward pass"
+        self.waits.append(f"{what}: {place}")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.operators.add(str(func))
+        target = torch.device(kwargs.get("device") or (tensors[0].device if tensors else CUDA))
+        if tensors and target.type == "cpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():  # the host's own tensors have numbers
+                return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            self.wait("item")
+            return 1.0 if args[0].is_floating_point() else 0
+        if func is aten._to_copy.default and target.type != args[0].device.type and not kwargs.get("non_blocking"):
+            self.wait(f"copy {args[0].device.type} -> {target.type}")
+        if func is aten.copy_.default and args[0].device.type != args[1].device.type and not (args[2:] and args[2]):
+            self.wait(f"copy {args[1].device.type} -> {args[0].device.type}")
+        return func(*args, **kwargs)
+
+
+def pretend() -> None:
+    """What torch and the trainer ask about CUDA on the host."""
+    torch.cuda.is_available = torch.cuda.is_bf16_supported = lambda *_: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.manual_seed_all = lambda _: None
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    FakeTensorMode.avoid_device_init = property(lambda _: True)
+
+
+def flat_batch(lengths: tuple[int, ...]) -> dict:
+    """A batch of samples of these lengths, on the host."""
+    ids = [np.arange(3, n + 3, dtype=np.uint16) for n in lengths]
+    return collate_flat([[{"input_ids": x, "loss_mask": x > 3, "sample_id": 0, "target_bytes": 1} for x in ids]])
+
+
+def state_of(use_moe: bool, dtype: str, optimizer: str = "adamw", activation_checkpointing: int = 0) -> TrainState:
+    """The state of a run whose model is on the fake device."""
+    args = StageArgs(seed=1, grad_clip=1.0, optimizer=optimizer)
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MiniMindConfig(**shape, vocab_size=100, use_moe=use_moe)
+    with CUDA:
+        model = MiniMindForCausalLM(config)
+    if activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    autocast, scaler = mixed_precision(dtype, CUDA)
+    parts = (build_optimizer(model, 1e-3, 0.1, optimizer), scaler, autocast, CUDA, next_token_loss, lambda *_: 1e-3)
+    return TrainState(args, config, model.train(), *parts, {"samples": 9, "global_batch": 3, "epochs": 1})
+
+
+def update(use_moe: bool, dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), **settings) -> dict:
+    """What there is to know of an update of two micro-batches."""
+    torch.cuda.get_device_capability = lambda *_: capability
+    window, recorder, attention = [flat_batch(lengths)] * 2, Recorder(), functional.scaled_dot_product_attention
+
+    def noted(q, k, *rest, **options):
+        recorder.operators.add(f"attention of {q.shape[1]} heads to {k.shape[1]}")
+        return attention(q, k, *rest, **options)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), patch.object(functional, attention.__name__, noted):
+        state = state_of(use_moe, dtype, **settings)
+        with recorder:
+            train_update(state, window, 100.0, 110.0)
+            state.bad_updates.note(1, window, read=False)
+    return {"waits": recorder.waits, "operators": sorted(recorder.operators)}
+
+
+if __name__ == "__main__":
+    pretend()
+    found = {}
+    for name, (use_moe, dtype, capability, settings) in MODES.items():
+        try:
+            found[name] = update(use_moe, dtype, capability, **settings)
+        except Exception as error:
+            found[name] = {"waits": [f"{type(error).__name__}: {error}", traceback.format_exc()], "operators": []}
+    print(json.dumps(found))

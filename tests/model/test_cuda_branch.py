@@ -1,0 +1,139 @@
+"""What the model computes on CUDA, computed on a CPU: torch's variable-length attention with a kernel of the tests, its
+fused norm, experts in batched products. The CPU's own branch is the reference."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from model import attention, feed_forward, model_minimind
+from model.attention import padded_attention, repeat_heads
+from model.feed_forward import MOEFeedForward, group_size
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged
+from trainer.components.parallel import transformer_layers
+
+LENGTHS = [5, 33, 12, 1, 70, 21]
+
+
+@pytest.fixture
+def take_cuda_branch(monkeypatch):
+    """A function that makes the model take it from now on; `grouped`: as on a GPU with a kernel for the experts."""
+    if torch.__version__.split("+")[0] != "2.13.0":
+        pytest.skip("the kernel for variable-length attention is registered under names of torch 2.13.0")
+    import_module("tests.fake_cuda.varlen")
+
+    def take(grouped: bool) -> None:
+        monkeypatch.setattr(attention, "has_varlen_kernel", lambda values: True)
+        monkeypatch.setattr(attention, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA"))
+        monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: True)
+        monkeypatch.setattr(model_minimind, "pad_rows", lambda rows: 0)
+        monkeypatch.setattr(feed_forward, "has_grouped_mm", lambda x: grouped)
+
+    return take
+
+
+def results(model: MiniMindForCausalLM, batch: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Losses and gradients."""
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        out = model(**batch)
+    (out.loss / len(batch["targets"]) + out.aux_loss / len(batch["input_ids"])).backward()
+    return {"loss": out.loss.detach(), "aux_loss": out.aux_loss.detach()} | gradients(model)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_in_float32_losses_and_gradients_are_the_cpus(shape, grouped, take_cuda_branch):
+    model, batch = build(shape).train(), flat_batch(ragged(LENGTHS))
+    want = results(model, batch, torch.float32)
+    take_cuda_branch(grouped)
+    for name, value in results(model, batch, torch.float32).items():
+        assert (value - want[name]).abs().max() <= 1e-5 * max(1.0, want[name].abs().max().item()), name
+
+
+@pytest.mark.parametrize("shape", ["dense", "moe"])
+def test_in_bfloat16_they_differ_as_rounding_does(shape, take_cuda_branch):
+    """Of all gradients together, relative to their norm: what the branch adds to the CPU's own rounding."""
+    model, batch = build(shape).train(), flat_batch(ragged(LENGTHS))
+    exact, want = (results(model, batch, dtype) for dtype in (torch.float32, torch.bfloat16))
+    take_cuda_branch(False)
+    got = results(model, batch, torch.bfloat16)
+
+    def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        flat = [torch.cat([x[name].flatten() for name in exact if "loss" not in name]) for x in (a, b)]
+        return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+    branch, rounding = distance(got, want), distance(want, exact)
+    print(f"{shape}: {branch:.2e} between the branches, {rounding:.2e} between bfloat16 and float32")
+    assert abs(got["loss"] - want["loss"]) <= 2e-3 * want["loss"]
+    assert 0 < branch <= max(0.03, 1.5 * rounding)
+
+
+def test_an_empty_micro_batch_has_zero_gradients(take_cuda_branch):
+    take_cuda_branch(False)
+    batch = {name: value[:0] for name, value in flat_batch(ragged([4])).items() if torch.is_tensor(value)}
+    batch |= {"max_seqlen": 0, "cu_seqlens": torch.zeros(1, dtype=torch.int32)}
+    model = build("moe").train()
+    out = model(**batch)
+    (out.loss + out.aux_loss).backward()
+    assert out.loss == out.aux_loss == 0 and all(not grad.any() for grad in gradients(model).values())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 1), (1, 4, 1), (300, 4, 1), (1003, 5, 2), (64, 8, 8)])
+@pytest.mark.parametrize("skew", [0.0, 50.0])
+def test_no_token_is_dropped_however_the_experts_are_loaded(tokens, experts, top_k, skew, monkeypatch):
+    """With the skew nearly all tokens go to one expert, and the others are idle."""
+    torch.manual_seed(tokens)
+    config = MiniMindConfig(hidden_size=32, use_moe=True, num_experts=experts, num_experts_per_tok=top_k)
+    layer, x = MOEFeedForward(config), torch.randn(tokens, 32).abs()
+    layer.gate.weight.data[1] += skew
+    found = []
+    for grouped in (True, False):
+        monkeypatch.setattr(feed_forward, "has_grouped_mm", lambda x, grouped=grouped: grouped)
+        leaf = x.clone().requires_grad_()
+        out, _ = layer(leaf)
+        out.square().sum().backward()
+        found.append([out, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+        layer.zero_grad()
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert tokens * top_k <= 5 * experts * group_size(tokens * top_k, experts)
+
+
+def test_repeated_heads_are_grouped_queries():
+    q, k, v = (torch.randn(9, heads, 8) for heads in (6, 2, 2))
+    want = padded_attention(q[None], k[None], v[None], mask=None)
+    got = padded_attention(q[None], repeat_heads(k, 6)[None], repeat_heads(v, 6)[None], mask=None)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("shape", "grouped"), [("dense", True), ("moe", True), ("moe_top2", False)])
+def test_compiled_layers_are_one_graph_for_all_shapes(shape, grouped, take_cuda_branch):
+    """Captured for the first batch, without a break, and never again; torch writes no kernels here."""
+    torch.compiler.reset()
+    counters.clear()
+    take_cuda_branch(grouped)
+    model, plain = build(shape).train(), build(shape).train()
+    for layer in transformer_layers(model):
+        layer.compile(dynamic=True, backend="eager")
+    dtype = torch.bfloat16 if grouped else torch.float32  # torch traces grouped_mm in bfloat16 only
+    for lengths in (
+        [17, 33, 5],
+        [40],
+        [64, 64, 3, 9],
+        [11, 12],
+        [100, 2],
+        [7],
+        [300, 20, 10],
+        [1, 2, 3],
+        [90],
+        [8] * 40,
+    ):
+        batch = flat_batch(ragged(lengths))
+        batch["host_cu_seqlens"] = batch["cu_seqlens"].numpy()
+        got, want = (results(part, batch, dtype)["loss"] for part in (model, plain))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch.compiler.reset()

@@ -1,0 +1,52 @@
+"""Stands in for the decoder where a test must know what the model says: it says what `SAYS` has for the prompt."""
+
+import time
+from typing import Any
+
+from model.generation import Answer
+from model.sampling import Sampling
+
+SAYS: dict[str, str] = {}  # text that occurs in the prompt -> the answer
+PACE = {"seconds": 0.0}  # of a step
+END = 2
+
+
+class ScriptedDecoder:
+    """A decoder with the same interface, a token of each answer in each step."""
+
+    def __init__(self, model: Any, slots: int, length: int, end_ids: set[int]):
+        self.tokenizer, self.slots, self.length = model.tokenizer, slots, length
+        self.rows: dict[Answer, list[int]] = {}  # what it has still to say
+        self.prompts: list[str] = []
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.rows)
+
+    def add(self, prompt: list[int], samplings: list[Sampling], max_new_tokens: int) -> list[Answer]:
+        text = self.tokenizer.decode(prompt)
+        self.prompts.append(text)
+        said = next((answer for key, answer in reversed(SAYS.items()) if key in text), "Well.")
+        tokens = [*self.tokenizer.encode(said, add_special_tokens=False), END]
+        answers = [Answer(sampling, max_new_tokens, slot=0) for sampling in samplings]
+        self.rows |= {answer: list(tokens) for answer in answers}
+        return answers
+
+    def remove(self, answer: Answer) -> None:
+        self.rows.pop(answer, None)
+
+    def clear(self) -> None:
+        self.rows.clear()
+
+    def step(self) -> list[Answer]:
+        time.sleep(PACE["seconds"])
+        advanced = list(self.rows)
+        for answer in advanced:
+            answer.tokens.append(self.rows[answer].pop(0))
+            if answer.tokens[-1] == END:
+                answer.finish = "stop"
+            elif len(answer.tokens) == answer.max_new_tokens:
+                answer.finish = "length"
+            if answer.finish:
+                self.remove(answer)
+        return advanced

@@ -1,0 +1,413 @@
+"""The server over HTTP, asked by the official openai client: a tiny model, and one whose answers are known."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvicorn
+from fastapi.testclient import TestClient
+from transformers import AutoTokenizer
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.serve import served
+from scripts.serve.served import Settings
+from scripts.serve_openai_api import create_app
+from tests.conftest import ROOT
+from tests.scripts.serve import scripted_decoder
+from tests.scripts.serve.scripted_decoder import PACE, SAYS, ScriptedDecoder
+
+CONTEXT = 256
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Reedmarsh"}}\n</tool_call>'
+
+
+@contextmanager
+def serving(model: Any, tokenizer: Any, settings: Settings) -> Iterator[SimpleNamespace]:
+    """A server on a free port: its client, its port, and what it serves."""
+    app = create_app(model, tokenizer, settings)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_keep_alive=60))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key=settings.api_key or "none", max_retries=0, timeout=60
+    )
+    try:
+        yield SimpleNamespace(client=client, port=port, model=app.state.served)
+    finally:
+        client.close()
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive() and not app.state.served.scheduler.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ROOT / "model")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> MiniMindForCausalLM:
+    """Its weights are so large that its answers differ from prompt to prompt."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, tie_word_embeddings=False)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def real(tiny, tokenizer) -> Iterator[SimpleNamespace]:
+    with serving(tiny, tokenizer, Settings("tiny", slots=16, context=CONTEXT, max_new_tokens=100)) as server:
+        yield server
+
+
+@pytest.fixture
+def scripted(tokenizer, monkeypatch) -> Iterator[SimpleNamespace]:
+    monkeypatch.setattr(served, "Decoder", ScriptedDecoder)
+    monkeypatch.setattr(scripted_decoder, "SAYS", SAYS)
+    SAYS.clear()
+    PACE["seconds"] = 0.0
+    fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
+    with serving(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, max_queue=3, api_key="key")) as server:
+        yield server
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def chat(server: SimpleNamespace, text: str, **fields: Any) -> Any:
+    return server.client.chat.completions.create(model=server.model.name, messages=user(text), **fields)
+
+
+def post(server: SimpleNamespace, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, body, {"Authorization": "Bearer key"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def wait_for(condition: Any) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not happen")
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_greedily_that_of_transformers_whole_and_streamed(real, tiny, tokenizer):
+    prompt = tokenizer.apply_chat_template(user("hello"), add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    tokens = tiny.generate(prompt, **options)[0, prompt.shape[1] :]
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    answer = chat(real, "hello", temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content == expected and answer.object == "chat.completion"
+    assert answer.usage.prompt_tokens == prompt.shape[1] and answer.usage.completion_tokens == len(tokens)
+    assert answer.usage.total_tokens == prompt.shape[1] + len(tokens) and answer.model == "tiny"
+    assert answer.choices[0].finish_reason == ("length" if len(tokens) == 20 else "stop")
+    whole = {"stream_options": {"include_usage": True}, "max_completion_tokens": 20}
+    chunks = list(chat(real, "hello", temperature=0, stream=True, **whole))
+    assert len({chunk.id for chunk in chunks}) == 1 and {chunk.model for chunk in chunks} == {"tiny"}
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    *body, last = chunks
+    assert last.choices == [] and last.usage == answer.usage and not any(chunk.usage for chunk in body)
+    deltas = [chunk.choices[0].delta for chunk in body]
+    assert deltas[0].role == "assistant" and not any(delta.role for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == expected and len(deltas) > 10
+    assert [chunk.choices[0].finish_reason for chunk in body[:-1]] == [None] * (len(body) - 1)
+    assert body[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_answers_together_are_those_of_one_at_a_time(real):
+    """64 requests at once, greedy and with seeds, on 16 places."""
+
+    def ask(number: int) -> list[str]:
+        fields = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.9}
+        answer = chat(real, f"question {number} " * (1 + number % 9), max_tokens=12, n=1 + number % 3, **fields)
+        return [choice.message.content for choice in answer.choices]
+
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(ask, range(64)))
+    some = range(0, 64, 5)
+    assert [together[number] for number in some] == [ask(number) for number in some]
+    assert len({text for texts in together for text in texts}) > 60
+    wait_for(lambda: real.model.decoder.free == 16)
+
+
+def test_seeds_and_choices(real):
+    def texts(**fields: Any) -> list[str]:
+        return [choice.message.content for choice in chat(real, "hello", max_tokens=10, **fields).choices]
+
+    assert texts(seed=1) == texts(seed=1) == texts(seed=1, n=3)[:1]
+    assert len({*texts(seed=1, n=3), *texts(seed=2), *texts(), *texts()}) == 6
+    assert len(set(texts(temperature=0, n=2))) == 1
+    chunks = chat(real, "hello", seed=1, n=3, max_tokens=10, stream=True)
+    streamed = ["", "", ""]
+    for chunk in chunks:
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts(seed=1, n=3)
+
+
+def test_completions_of_texts_and_of_tokens(real, tokenizer):
+    complete = real.client.completions.create
+    answer = complete(model="tiny", prompt=["The river", "山"], n=2, temperature=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.object == "text_completion"
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    assert answer.usage.completion_tokens <= 64  # 16 for each, as OpenAI's default is
+    tokens = [[1, *tokenizer.encode(text, add_special_tokens=False)] for text in ("The river", "山")]
+    assert [choice.text for choice in complete(model="tiny", prompt=tokens, temperature=0).choices] == texts[::2]
+    chunks = list(complete(model="tiny", prompt=tokens[0], temperature=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == texts[0]
+    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_an_answer_is_as_long_as_fits_and_no_longer(real):
+    answer = chat(real, "x", max_tokens=10**6)
+    assert answer.usage.completion_tokens <= 100
+    words = "harbour " * 60
+    answer = chat(real, words, seed=1)
+    assert answer.usage.total_tokens <= CONTEXT
+    for request in (words * 3, "x" * 10**6):
+        with pytest.raises(openai.BadRequestError) as error:
+            chat(real, request)
+        assert error.value.code == "context_length_exceeded" and error.value.param == "messages"
+
+
+def test_models_and_health(real):
+    assert [model.id for model in real.client.models.list()] == ["tiny"]
+    assert real.client.models.retrieve("tiny").owned_by == "minimind"
+    connection = http.client.HTTPConnection("127.0.0.1", real.port)
+    connection.request("GET", "/health")
+    assert json.loads(connection.getresponse().read()) == {
+        "status": "ok", "alive": True, "writing": 0, "waiting": 0, "slots": 16
+    }  # fmt: skip
+    connection.close()
+
+
+# --- what is in an answer --------------------------------------------------------------------------------------------
+
+
+def test_stop_strings_end_the_text_and_are_left_out(scripted):
+    SAYS["list"] = "one, two, three, four"
+    for stop in (", th", [" four", "three"], "ee"):
+        expected = "one, two, three, four".split(stop if isinstance(stop, str) else "three")[0]
+        answer = chat(scripted, "list", stop=stop)
+        assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
+        chunks = list(chat(scripted, "list", stop=stop, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chat(scripted, "list", stop="five").choices[0].message.content == "one, two, three, four"
+    assert scripted.model.decoder.free == 4
+
+
+def test_a_whole_round_of_a_tool(scripted):
+    SAYS["<|im_start|>user"] = f"Let me look.\n{CALL}"
+    SAYS["<tool_response>\nrain"] = "It rains in Reedmarsh."
+    messages = user("What is the weather in Reedmarsh?")
+    create = scripted.client.chat.completions.create
+    answer = create(model="scripted", messages=messages, tools=TOOLS).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "Let me look."
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments) == {"city": "Reedmarsh"}
+    messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    final = create(model="scripted", messages=messages, tools=TOOLS).choices[0]
+    assert final.message.content == "It rains in Reedmarsh." and final.message.tool_calls is None
+    assert f"Let me look.\n{CALL}<|im_end|>" in scripted.model.decoder.prompts[-1]
+    with create(model="scripted", messages=user("weather?"), tools=TOOLS, stream=True) as chunks:
+        deltas = [chunk.choices[0] for chunk in chunks]
+    assert deltas[-1].finish_reason == "tool_calls"
+    (streamed,) = [call for choice in deltas for call in choice.delta.tool_calls or []]
+    assert (streamed.index, streamed.function.arguments) == (0, call.function.arguments) and streamed.id != call.id
+
+
+def test_calls_that_are_none_stay_text(scripted):
+    SAYS["broken"] = CALL.replace("}}", "}")
+    SAYS["other"] = CALL.replace("weather", "fire")
+    for text in ("broken", "other"):
+        choice = chat(scripted, text, tools=TOOLS).choices[0]
+        assert choice.message.content == SAYS[text] and choice.finish_reason == "stop"
+    SAYS["fine"] = CALL
+    assert chat(scripted, "fine").choices[0].message.content == CALL
+    choice = chat(scripted, "fine", tools=TOOLS, tool_choice="none").choices[0]
+    assert choice.message.content == CALL and "weather" not in scripted.model.decoder.prompts[-1]
+
+
+def test_a_tool_that_must_be_called(scripted):
+    SAYS['"arguments": {'] = '"city": "A"}}\n</tool_call>'
+    choice = chat(scripted, "x", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert choice.choices[0].message.tool_calls[0].function.arguments == '{"city": "A"}'
+    SAYS.clear()
+    SAYS['{"name": "'] = 'weather", "arguments": {}}\n</tool_call>'
+    choice = chat(scripted, "x", tools=TOOLS, tool_choice="required").choices[0]
+    assert choice.message.tool_calls[0].function.name == "weather" and choice.message.content is None
+
+
+def test_reasoning_stands_beside_the_content(scripted):
+    SAYS["why"] = "<think>\nBecause.\n</think>\n\nSo."
+    message = chat(scripted, "why").choices[0].message
+    assert (message.reasoning_content, message.content) == ("Because.", "So.")
+    SAYS["<think>"] = "\nHm.\n</think>\n\nYes."
+    thinking = {"chat_template_kwargs": {"enable_thinking": True, "chat_template": "{{ evil }}"}}
+    message = chat(scripted, "x", extra_body=thinking).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+    deltas = [chunk.choices[0].delta for chunk in chat(scripted, "x", stream=True, extra_body=thinking)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"messages": None}, 400, "messages"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": "hello"}, 400, "messages"),
+        ({"messages": [{"role": "king", "content": ""}]}, 400, "messages"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"top_p": 1.5}, 400, "top_p"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 5}, 400, "n"),
+        ({"seed": 2**70}, 400, "seed"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"tools": [{"type": "function"}]}, 400, None),
+        ({"tool_choice": "required"}, 400, None),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fire"}}}, 400, None),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"logprobs": True}, 400, None),
+        ({"model": "other"}, 404, "model"),
+    ],
+)
+def test_what_the_client_does_wrong_is_told_in_openais_shape(scripted, fields, status, param):
+    body = {"model": "scripted", "messages": user("hello")} | fields
+    found, answer = post(scripted, json.dumps(body).encode())
+    assert found == status and set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["param"] == param
+    assert chat(scripted, "still there?").choices[0].message.content == "Well."
+
+
+def test_bodies_that_are_no_requests(scripted):
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    bad = (b"", b"{", b"[]", b"3", b"\xff\xfe", deep, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')
+    for body in (*bad, b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}'):
+        status, answer = post(scripted, body)
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error", body[:50]
+    assert post(scripted, b"x" * (9 << 20))[0] == 413
+    for tokens in ([10**9], [-1], [], [[1], "x"]):
+        body = json.dumps({"prompt": tokens}).encode()
+        assert post(scripted, body, "/v1/completions")[0] == 400
+    assert post(scripted, b"{}", "/v1/nothing")[0] == 404
+
+
+def test_unknown_fields_and_nulls_mean_nothing(scripted):
+    body = {"messages": user("hello"), "unheard_of": {"of": 1}, "stop": None, "max_tokens": None, "tools": None}
+    body |= {"user": "me", "frequency_penalty": 0, "logit_bias": None, "logprobs": False, "stream": None}
+    status, answer = post(scripted, json.dumps(body).encode())
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "Well."
+
+
+def test_the_key(scripted):
+    for key in ("wrong", "", "kéy"):
+        connection = http.client.HTTPConnection("127.0.0.1", scripted.port)
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
+        response = connection.getresponse()
+        assert response.status == 401 and json.loads(response.read())["error"]["code"] == "invalid_api_key"
+        connection.close()
+    with pytest.raises(openai.AuthenticationError):
+        scripted.client.with_options(api_key="wrong").models.list()
+    assert [model.id for model in scripted.client.models.list()] == ["scripted"]
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "host"),
+    [
+        *((200, host) for host in ("127.0.0.1:8000", "localhost", "[::1]:8000", "my.localhost:1")),
+        *((403, host) for host in ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7")),
+    ],
+)
+def test_a_server_for_this_machine_answers_to_its_own_names_only(tokenizer, monkeypatch, status, host):
+    monkeypatch.setattr(served, "Decoder", ScriptedDecoder)
+    fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
+    app = create_app(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, local_only=True))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        assert client.get("/v1/models", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_place(scripted, stream):
+    """Also one that only waits for a place."""
+    SAYS["long"] = "word " * 200
+    PACE["seconds"] = 0.02
+    body = json.dumps({"messages": user("long"), "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}"
+    sockets = [socket.create_connection(("127.0.0.1", scripted.port)) for _ in range(6)]
+    for one in sockets:
+        one.sendall(head.encode() + b"\r\n\r\n" + body)
+    scheduler = scripted.model.scheduler
+    wait_for(lambda: len(scheduler.writing) == 4 and len(scheduler.waiting) == 2)
+    for one in sockets:
+        one.close()
+    wait_for(lambda: not scheduler.writing and not scheduler.waiting and scripted.model.decoder.free == 4)
+
+
+def test_a_full_queue_refuses_and_goes_on(scripted):
+    SAYS["long"] = "word " * 50
+    PACE["seconds"] = 0.01
+
+    def ask(_: int) -> str:
+        try:
+            return chat(scripted, "long").choices[0].finish_reason
+        except openai.RateLimitError as error:
+            assert error.code == "queue_full" and error.response.headers["retry-after"]
+            return "refused"
+
+    with ThreadPoolExecutor(12) as pool:
+        ends = list(pool.map(ask, range(12)))
+    assert 5 <= ends.count("refused") <= 8 and ends.count("stop") == 12 - ends.count("refused")
+
+
+def test_a_step_that_fails_ends_its_requests_and_nothing_else(scripted, monkeypatch, capfd):
+    decoder, step = scripted.model.decoder, scripted.model.decoder.step
+    failures = iter([RuntimeError("out of memory"), RuntimeError("again")])
+
+    def failing() -> Any:
+        for error in failures:
+            raise error
+        return step()
+
+    monkeypatch.setattr(decoder, "step", failing)
+    with pytest.raises(openai.InternalServerError) as error:
+        chat(scripted, "hello")
+    assert error.value.type == "server_error" and "memory" not in str(error.value)
+    with pytest.raises(openai.APIError):
+        list(chat(scripted, "hello", stream=True))
+    assert chat(scripted, "hello").choices[0].message.content == "Well."
+    assert "warning: a step of the decoder failed and its requests with it: out of memory" in capfd.readouterr().err

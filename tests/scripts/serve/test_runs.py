@@ -1,0 +1,144 @@
+"""The curves that the web page gets: which runs, thinned how, followed from where; nothing from outside the folder."""
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import pytest
+
+from scripts.serve.runs import POINTS, Curve
+from tests.scripts.serve.scripted_server import ScriptedServer
+
+
+def record(update: int, **more: Any) -> dict:
+    base = {"update": update, "tokens": 100 * update, "seconds": update / 2, "loss": 5.0, "mean_loss": 1 / update}
+    return {**base, "learning_rate": 1e-3, "grad_norm": float(update % 7), "seconds_left": 9.0, **more}
+
+
+def append(path: Path, *records: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(one) + "\n" for one in records)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def get(folder):
+    with ScriptedServer(folder) as server:
+
+        def ask(path: str) -> Any:
+            with urlopen(f"{server.address}api/{path}", timeout=10) as answer:
+                return json.loads(answer.read())
+
+        yield ask
+
+
+def joined(known: dict, answer: dict) -> dict:
+    """What the page makes of two answers: the points before `first` stay."""
+    count = max(len(column) for column in answer["columns"].values())
+    columns = {}
+    for name in known | answer["columns"]:
+        kept = (known.get(name) or [None] * answer["first"])[: answer["first"]]
+        columns[name] = kept + (answer["columns"].get(name) or [None] * count)
+    return columns
+
+
+def test_runs_of_the_folder_and_the_folders_in_it_newest_first(folder, get):
+    append(folder / "old_64_metrics.jsonl", record(1))
+    append(folder / "demo" / "new_64_metrics.jsonl", record(1), record(2))
+    append(folder / "other.jsonl", record(1))
+    os.utime(folder / "old_64_metrics.jsonl", (1, 1))
+    runs = get("runs")["runs"]
+    assert [run["name"] for run in runs] == ["demo/new_64", "old_64"]
+    assert runs[0]["size"] == (folder / "demo/new_64_metrics.jsonl").stat().st_size and runs[0]["age"] < 100
+    answer = get("runs/demo/new_64")
+    assert answer["columns"]["update"] == [1, 2] and answer["columns"]["mean_loss"] == [1.0, 0.5]
+
+
+def test_no_name_leads_out_of_the_folder(folder, get, tmp_path):
+    append(tmp_path / "secret_metrics.jsonl", record(1))
+    append(folder.parent / "beside_metrics.jsonl", record(1))
+    (folder / "link_metrics.jsonl").symlink_to(tmp_path / "secret_metrics.jsonl")
+    (folder / "linked").symlink_to(tmp_path)
+    names = ["../beside", "link", "linked/secret", str(tmp_path / "secret"), "demo/../../beside", "", "\0", "demo"]
+    assert not {run["name"] for run in get("runs")["runs"]} & {*names}
+    for name in [*names, *map(quote, names), quote("../beside", safe="")]:
+        with pytest.raises((HTTPError, ValueError)) as refused:
+            get(f"runs/{quote(name)}" if "\0" in name else f"runs/{name}")
+        assert refused.type is ValueError or refused.value.code in (404, 307)
+
+
+def test_damaged_lines_are_left_out_and_counted(folder, get):
+    path = folder / "damaged_64_metrics.jsonl"
+    append(path, record(1))
+    with open(path, "ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"update": "2"}\n' + b"[" * 5000 + b"\n\n")
+    append(path, record(3, mean_loss=None, grad_norm=math.inf, expert_load=[0.5, "x"], eval_loss=2.5))
+    answer = get("runs/damaged_64")
+    assert (answer["records"], answer["damaged"]) == (2, 5)
+    assert answer["columns"]["mean_loss"] == [1.0, None] and answer["columns"]["grad_norm"] == [1.0, None]
+    assert answer["columns"]["eval_loss"] == [None, 2.5] and "expert_load" not in answer["columns"]
+
+
+def test_a_growing_file_is_read_on_and_only_the_new_is_sent(folder, get, monkeypatch):
+    path = folder / "growing_64_metrics.jsonl"
+    append(path, *(record(update) for update in range(1, 4)))
+    first = get("runs/growing_64")
+    append(path, record(4))
+    with open(path, "a") as file:
+        file.write('{"update": 5, "mean')  # half a line: it is being written
+    second = get(f"runs/growing_64?cursor={first['cursor']}")
+    assert second["first"] == 3 and second["columns"]["update"] == [4]
+    with open(path, "a") as file:
+        file.write('_loss": 0.25}\n')
+    third = get(f"runs/growing_64?cursor={second['cursor']}")
+    assert third["columns"] == {"update": [5], "mean_loss": [0.25]} and third["damaged"] == 0
+    assert get(f"runs/growing_64?cursor={third['cursor']}")["columns"] == {}
+    for nonsense in ("x", "1.2.3", first["cursor"] + "x", "9" * 400, f"{first['cursor'].rpartition('.')[0]}.-4", "²"):
+        assert get(f"runs/growing_64?cursor={quote(nonsense)}")["first"] == 0
+    append(path.with_suffix(".new"), record(1, mean_loss=7.0), record(2), record(3), record(4), record(5), record(6))
+    path.with_suffix(".new").replace(path)  # resumed from an earlier update, or another run of this name
+    fourth = get(f"runs/growing_64?cursor={third['cursor']}")
+    assert fourth["first"] == 0 and fourth["columns"]["mean_loss"][0] == 7.0 and fourth["records"] == 6
+
+
+@pytest.mark.parametrize("count", [POINTS, POINTS + 1, 3 * POINTS + 5])
+def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
+    rng = random.Random(count)
+    losses = [rng.uniform(0, 9) for _ in range(count)]
+    path = tmp_path / "long_metrics.jsonl"
+    append(path, *(record(i + 1, mean_loss=loss, expert_load=[0.25, 0.75]) for i, loss in enumerate(losses)))
+    answer = Curve().read(path).answer("")
+    stride, columns = answer["stride"], answer["columns"]
+    assert len(columns["update"]) <= POINTS < 2 * math.ceil(count / stride) + 1
+    groups = [losses[at : at + stride] for at in range(0, count, stride)]
+    assert columns["mean_loss"] == pytest.approx([sum(group) / len(group) for group in groups], rel=1e-5)
+    assert columns["update"] == [min(count, at + stride) for at in range(0, count, stride)]
+    assert columns["expert_load"] == [[0.25, 0.75]] * len(groups)
+    if stride > 1:
+        highest = [max(group) if len(group) > 1 else None for group in groups]
+        assert columns["mean_loss_high"] == [value and pytest.approx(value, rel=1e-5) for value in highest]
+
+
+def test_following_a_run_gives_what_reading_it_whole_gives(tmp_path):
+    """Also where the number of records per point doubles in between."""
+    path, rng, curve = tmp_path / "run_metrics.jsonl", random.Random(3), Curve()
+    known, cursor, update = {}, "", 0
+    while update < 2 * POINTS + 300:
+        more = rng.randint(1, 700)
+        append(path, *(record(update + i + 1, **({"eval_loss": 2.0} if i % 50 == 0 else {})) for i in range(more)))
+        update += more
+        curve = curve.read(path)
+        answer = curve.answer(cursor)
+        known, cursor = joined(known, answer), answer["cursor"]
+    assert known == Curve().read(path).answer("")["columns"]

@@ -1,0 +1,580 @@
+"""The web page in a real browser: chat, conversations, languages, keys, narrow screens, training curves."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+from transformers import AutoTokenizer
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.serve.served import Settings
+from scripts.serve.web_page import PAGE
+from scripts.serve_openai_api import create_app
+from tests.conftest import ROOT
+from tests.scripts.serve.scripted_server import ScriptedServer, Serving
+from tests.scripts.serve.test_runs import append, record
+
+LONG_WORD = "x" * 300
+EDIT, AGAIN = '.message.user [aria-label="Edit"]', '[aria-label="Answer again"]'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with ScriptedServer(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def chat(page, server):
+    server.asked.clear()
+    page.open(server.address)
+    return page
+
+
+def curve(page, title: str) -> list[str]:
+    """The lines of a picture, as paths."""
+    script = """
+        const named = [...document.querySelectorAll('.plot')].filter((plot) => plot.innerText.startsWith(arguments[0]));
+        const lines = named.flatMap((plot) => [...plot.querySelectorAll('.line, .thin')]);
+        return lines.map((line) => line.getAttribute('d'));"""
+    return page.run(script, title)
+
+
+def points(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
+
+
+# --- chat
+
+
+def test_an_answer_streams_and_is_there_after_a_reload(chat, server):
+    chat.say("long")
+    seen = chat.wait(lambda: len(chat.text(".message.assistant .text")))
+    chat.wait(lambda: len(chat.text(".message.assistant .text")) > seen + 20)  # it grows while it arrives
+    chat.keys(Keys.ESCAPE)
+    chat.answered()
+    assert chat.ask("and again") == "You said: and again"
+    assert "21 tokens" in chat.text(".message.assistant .foot")
+    said = [element.text for element in chat.all(".message .body")]
+    chat.reload()
+    assert [element.text for element in chat.all(".message .body")] == said and len(said) == 4
+    assert [one["title"] for one in chat.stored()] == ["long"]
+    assert server.asked[1]["messages"][-1] == {"role": "user", "content": "and again"}
+    assert [message["role"] for message in server.asked[1]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_stop_ends_the_answer_here_and_at_the_server(chat, server):
+    server.hung_up = 0
+    for number, stop in enumerate((lambda: chat.keys(Keys.ESCAPE), lambda: chat.one("#stop").click()), 1):
+        chat.say("long")
+        chat.wait(lambda: "5 6 7" in chat.text(".message.assistant .text"))
+        stop()
+        chat.wait(lambda number=number: server.hung_up == number)
+        chat.answered()
+        assert "Stopped" in chat.text(".message.assistant")
+        chat.click("#new-chat")
+    assert all(one["messages"][1]["note"] == "stopped" for one in chat.stored())
+
+
+def test_edit_goes_on_from_there_and_can_be_undone(chat, server):
+    for text in ("one", "two", "three"):
+        chat.ask(text)
+    chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
+    chat.keys(Keys.CONTROL, "a")
+    chat.keys("deux", Keys.ENTER)
+    chat.wait(lambda: chat.text(".message.assistant .text") == "You said: deux")
+    chat.answered()
+    asked = [message["content"] for message in server.asked[-1]["messages"]]
+    assert asked == ["one", "You said: one", "deux"] and len(chat.all(".message")) == 4
+    chat.click("#notice button")
+    chat.wait(lambda: len(chat.all(".message")) == 6)
+    assert chat.text(".message.assistant .text") == "You said: three"
+    assert [element.text for element in chat.all(".message.user .body")] == ["one", "two", "three"]
+
+
+def test_answer_again_asks_the_same_once_more(chat, server):
+    chat.ask("one")
+    chat.click(AGAIN)
+    chat.wait(lambda: len(server.asked) == 2)
+    chat.answered()
+    assert server.asked[0] == server.asked[1] and len(chat.all(".message")) == 2
+
+
+def test_markdown_becomes_elements(chat):
+    chat.ask("markdown")
+    inside = ".message.assistant .text "
+    assert chat.text(inside + "h4") == "Tides" and chat.text(inside + "strong") == "moon"
+    assert chat.text(inside + "em") == "sea" and chat.text(inside + "p code") == "g"
+    assert chat.text(inside + "ul > li > ol > li") == "nested" and chat.text(inside + "blockquote") == "quoted"
+    assert [cell.text for cell in chat.all(inside + "td")] == ["Monday", "3.2"]
+    assert chat.text(inside + "pre") == 'print("<b>1 < 2</b>")' and chat.text(".code-head span") == "python"
+    link = chat.one(inside + "a")
+    assert link.get_attribute("href") == "https://example.org/a?b=c"
+    assert {"noopener", "noreferrer"} <= {*link.get_attribute("rel").split()}
+
+
+MARKDOWN = {  # as the text of the elements that come out
+    "**加粗**。和*斜*": "[STRONG:加粗]。和[EM:斜]",
+    "2 * 3 * 4 and snake_case_name": "2 * 3 * 4 and snake_case_name",
+    "***both*** ~~gone~~ \\*no\\*": "[STRONG:[EM:both]] [DEL:gone] *no*",
+    "**open and *open": "**open and *open",
+    "``a ` b`` and `c": "[CODE:a ` b] and `c",
+    "see https://a.example/x_y_z). End": "see [A:https://a.example/x_y_z]). End",
+    "[a](https://e.example/x_(y)) [b](ftp://x) [c]": "[A:a] [b](ftp://x) [c]",
+    "**a *b** c*": "[STRONG:a *b] c*",
+    "<b>&amp;</b>": "<b>&amp;</b>",
+}
+
+
+def test_inline_markdown(chat):
+    script = """
+        const [texts, done] = arguments;
+        const all = (nodes) => [...nodes].map(show).join('');
+        const show = (node) => node.nodeType === 3 ? node.data : `[${node.tagName}:${all(node.childNodes)}]`;
+        import('/page/markdown.js').then(({ inline }) => done(texts.map((text) => all(inline(text)))));"""
+    assert chat.driver.execute_async_script(script, [*MARKDOWN]) == [*MARKDOWN.values()]
+
+
+def test_no_text_is_too_much_for_the_markdown(chat):
+    script = """
+        const done = arguments[0];
+        const pieces = ['*', '**a ', '_a', '[', '![', '](', '`', '`` ` ', '> ', '- ', '|a', '|-', '#', '~~', 'http://',
+          '\\\\', '\\n', '1. ', '   '];
+        import('/page/markdown.js').then(({ render }) => {
+          for (const piece of pieces) {
+            const element = document.createElement('div');
+            try { render(element, piece.repeat(6000)); } catch (error) { return done(piece + error); }
+          }
+          done('');
+        });"""
+    chat.driver.set_script_timeout(60)
+    assert chat.driver.execute_async_script(script) == ""
+
+
+def test_nothing_that_a_model_says_runs_or_loads(chat):
+    chat.ask("attack")
+    chat.reload()  # what is kept is shown again
+    text = chat.text(".message.assistant .text")
+    assert '<img src=x onerror="window.hacked = 1">' in text and "<script>window.hacked = 2</script>" in text
+    tags = chat.run("return [...document.querySelectorAll('.message.assistant .text *')].map((e) => e.tagName)")
+    assert not {"IMG", "SCRIPT", "IFRAME", "OBJECT", "STYLE"} & set(tags)
+    links = [link.get_attribute("href") for link in chat.all(".message.assistant .text a")]
+    assert links == ["https://example.org/tracked.png"]
+    loaded = chat.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert not [name for name in loaded if "example.org" in name]
+    assert chat.run("return window.hacked") is None
+
+
+def test_the_browser_itself_refuses_markup_and_foreign_scripts(chat):
+    """The headers hold even if the page's code had a hole."""
+    script = """
+        const outcome = [];
+        try { document.body.innerHTML += '<b>x</b>'; } catch { outcome.push('html'); }
+        const button = document.createElement('button');
+        try { button.setAttribute('onclick', 'window.hacked = 2'); button.click(); } catch { outcome.push('handler'); }
+        const script = document.createElement('script');
+        try { script.textContent = 'window.hacked = 1'; } catch { outcome.push('script'); }
+        document.body.append(script);
+        return [outcome, window.hacked ?? null];"""
+    assert chat.run(script) == [["html", "handler", "script"], None]
+    chat.driver.get_log("browser")  # the refusals
+
+
+def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
+    assert chat.ask("think") == "You said: think"
+    assert chat.text(".reasoning summary") == "Reasoning" and "First I count." not in chat.text(".message.assistant")
+    chat.click(".reasoning summary")
+    assert "First I count." in chat.text(".message.assistant")
+    chat.say("tool")
+    chat.wait(lambda: chat.all(".results textarea"))
+    assert chat.text(".reasoning[open] .text") == "First I count."  # what was unfolded stays so
+    assert chat.text(".call summary") == "Calls weather" and json.loads(chat.text(".call pre")) == {"city": "Reedmarsh"}
+    chat.one(".results textarea").send_keys("rain")
+    chat.one(".results button").click()
+    chat.wait(lambda: chat.text(".message.assistant .text") == "You said: rain")
+    call, result = server.asked[-1]["messages"][-2:]
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+    function = {"name": "weather", "arguments": '{"city": "Reedmarsh"}'}
+    assert call["tool_calls"] == [{"id": "call_1", "type": "function", "function": function}]
+    first = {"role": "assistant", "content": "You said: think", "reasoning_content": "First I count."}
+    assert server.asked[-1]["messages"][1] == first
+
+
+def test_settings_are_sent_and_remembered(chat, server):
+    Select(chat.one("#model")).select_by_value("small")
+    chat.one("#open-settings").click()
+    values = {"temperature": "0.5", "top_p": "0.9", "max_tokens": "12", "seed": "7", "system": "Be brief."}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    for name, value in {**values, "tools": json.dumps(tools)}.items():
+        chat.one(f"#set-{name}").send_keys(value)
+    chat.one("#set-thinking").click()
+    chat.keys(Keys.ESCAPE)
+    chat.reload()
+    chat.ask("hello")
+    asked = server.asked[-1]
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."} and asked["stream"] is True
+    sent = [asked[name] for name in ("model", "temperature", "top_p", "max_tokens", "seed", "tools")]
+    assert sent == ["small", 0.5, 0.9, 12, 7, tools] and asked["chat_template_kwargs"] == {"enable_thinking": True}
+    chat.one("#open-settings").click()
+    chat.one("#set-temperature").send_keys("9")
+    assert chat.shown(".fields .error")  # 0.59 was kept, 0.599 is no step of 0.05
+    chat.one("#reset").click()
+    chat.one("#close-settings").click()
+    chat.ask("hello")
+    assert {*server.asked[-1]} == {"model", "messages", "stream", "stream_options"}
+
+
+# --- conversations
+
+
+def test_conversations_are_renamed_deleted_and_brought_back(chat):
+    chat.ask("first")
+    chat.click("#new-chat")
+    chat.ask("second")
+    names = lambda: [element.text for element in chat.all("#conversations .name")]  # noqa: E731
+    assert names() == ["second", "first"]
+    chat.click('[aria-label="Rename: second"]')
+    chat.keys(Keys.CONTROL, "a")
+    chat.keys("deuxième", Keys.ENTER)
+    assert names() == ["deuxième", "first"]
+    chat.click('[aria-label="Delete: first"]')
+    assert names() == ["deuxième"]
+    chat.click("#notice button")
+    assert names() == ["deuxième", "first"] and chat.text(".message.assistant .text") == "You said: first"
+
+
+def test_an_exported_file_comes_back_as_it_was(chat, tmp_path):
+    chat.ask("think")
+    chat.ask("markdown")
+    before = chat.stored()
+    chat.run("""window.kept = null;
+        URL.createObjectURL = (blob) => { blob.text().then((text) => (window.kept = text)); return '#'; };
+        HTMLAnchorElement.prototype.click = () => {};""")
+    chat.click("#export-one")
+    text = chat.wait(lambda: chat.run("return window.kept"))
+    (tmp_path / "chats.json").write_text(text, encoding="utf-8")
+    (tmp_path / "bad.json").write_text('{"messages": [{"role": "root"}]', encoding="utf-8")
+    chat.click('[aria-label="Delete: think"]')
+    field = chat.one("#import-file")
+    field.send_keys(str(tmp_path / "bad.json"))
+    chat.wait(lambda: "no conversations" in chat.text("#notice"))
+    field.send_keys(str(tmp_path / "chats.json"))
+    chat.wait(lambda: len(chat.all(".message")) == 4)
+    assert [one["messages"] for one in chat.stored()] == [one["messages"] for one in before]
+
+
+def test_what_is_damaged_in_the_storage_does_not_stop_the_page(chat):
+    chat.ask("hello")
+    damaged = {"chat.a": '{"messages": 5}', "chat.b": "x", "settings": "null", "curves": "[]"}
+    damaged["chat.c"] = '{"messages": [null, {"role": "user"}, {"role": "x"}], "title": {"a": 1}}'
+    for name, text in damaged.items():
+        chat.run("localStorage.setItem(...arguments)", f"minimind.{name}", text)
+    chat.reload()
+    assert len(chat.all("#conversations .entry")) == 2 and chat.ask("again") == "You said: again"
+
+
+# --- what goes wrong
+
+
+def test_errors_are_said_in_plain_words(chat):
+    chat.say("refuse")
+    chat.wait(lambda: chat.text(".message .error") == "The server refused this: max_tokens must be above 0")
+    chat.say("break")
+    chat.wait(lambda: "connection was lost" in chat.text(".message .error"))
+    assert chat.text(".message.assistant .text") == "You said: break"
+    chat.ask("cut")
+    assert "length limit" in chat.text(".message.assistant .note")
+
+
+def test_a_server_with_a_key_is_asked_for_it_once(page, folder):
+    with ScriptedServer(folder, key="open sesame") as server:
+        page.open(server.address)
+        page.wait(lambda: page.shown("#key-dialog"))
+        page.keys("wrong", Keys.ENTER)
+        page.wait(lambda: page.shown("#key-wrong"))
+        page.keys("open sesame", Keys.ENTER)
+        page.wait(lambda: page.run("return document.querySelectorAll('#model option').length") == 2)
+        assert page.ask("hello") == "You said: hello"
+        server.key = "another"
+        page.say("more")
+        page.wait(lambda: page.shown("#key-dialog"))
+        page.keys("another", Keys.ENTER)
+        page.wait(lambda: page.text(".message.assistant .text") == "You said: more")
+        page.answered()
+        assert len(page.all(".message")) == 4
+        assert "another" not in json.dumps(page.run("return {...localStorage}"))
+    page.say("anybody there?")
+    page.wait(lambda: "does not answer" in page.text(".message .error"))
+    page.driver.get("about:blank")
+    page.driver.get_log("browser")  # of requests that found no server
+
+
+def test_the_projects_own_server_answers_and_shows_its_runs(page, folder):
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
+    append(folder / "own_64_metrics.jsonl", record(1), record(2))
+    settings = Settings("own", slots=2, context=256, max_new_tokens=12, api_key="secret", save_dir=folder)
+    with Serving(create_app(model, tokenizer, settings)) as server:
+        page.open(server.address)
+        page.wait(lambda: page.shown("#key-dialog"))
+        page.keys("secret", Keys.ENTER)
+        page.wait(lambda: page.text("#model") == "own")
+        page.ask("Hello")
+        assert re.match(r"\d+ tokens", page.text(".message.assistant .foot")) and not page.shown(".message .error")
+        page.say("word " * 300)
+        page.wait(lambda: "too long for this model" in page.text(".message .error"))
+        page.click("#tab-training")
+        page.wait(lambda: "own_64" in page.text("#runs"))
+        page.driver.get("about:blank")
+
+
+# --- languages, screens, keyboard
+
+
+def test_the_language_is_the_browsers_until_it_is_switched(page, server):
+    page.open(server.address, language="zh-CN")
+    assert page.text("#tab-training") == "训练曲线" and page.run("return document.documentElement.lang") == "zh-CN"
+    page.ask("你好")
+    page.click("#language")
+    assert page.text("#tab-training") == "Training" and page.text("#language") == "中文"
+    page.reload()
+    assert page.text("#tab-training") == "Training" and page.text(".message.assistant .text") == "You said: 你好"
+    unknown = "import('/page/text.js').then((text) => arguments[0](text.untranslated()))"
+    assert page.driver.execute_async_script(unknown) == []
+
+
+def test_a_narrow_screen_never_scrolls_sideways(chat, folder):
+    append(folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, expert_load=[0.5, 0.5]) for i in range(1, 9)))
+    chat.size(360, 700)
+    for text in ("markdown", "attack", LONG_WORD, f"`{LONG_WORD}` | a |"):
+        chat.ask(text)
+    wide = """return [document.scrollingElement, ...document.querySelectorAll('.messages-scroll, .training')]
+        .some((e) => e.scrollWidth > Math.min(360, e.clientWidth) + 1)"""
+    assert not chat.run(wide)
+    chat.one("#open-menu").click()
+    chat.wait(lambda: chat.shown("#new-chat"))
+    chat.keys(Keys.ESCAPE)
+    chat.wait(lambda: not chat.shown("#new-chat"))
+    chat.one("#open-settings").click()
+    assert not chat.run(wide) and chat.one("#settings").rect["width"] <= 360
+    chat.keys(Keys.ESCAPE)
+    chat.click("#tab-training")
+    chat.wait(lambda: curve(chat, "Loss"))
+    assert not chat.run(wide)
+
+
+def test_everything_is_reached_by_keyboard(chat, server):
+    """Tab goes through every control that is on the page, each with a name and a visible focus."""
+    chat.ask("markdown")
+    chat.reload()
+    assert chat.run("return document.activeElement.id") == "input"  # one types at once
+    chat.run("document.querySelector('#new-chat').focus()")
+    seen = [("new-chat", "New chat")]
+    about = """const e = document.activeElement, style = getComputedStyle(e);
+        const name = e.ariaLabel || e.labels?.[0]?.innerText || e.innerText || e.placeholder;
+        const again = e.visited;
+        e.visited = true;
+        return [e.id || e.className || e.tagName, name, e.id === 'input' ? 'border' : style.outlineStyle, again];"""
+    for _ in range(40):
+        ActionChains(chat.driver).send_keys(Keys.TAB).perform()
+        element, name, focus, again = chat.run(about)
+        if element == "BODY" or again:
+            break
+        seen.append((element, name))
+        assert name and focus != "none", element
+    ids = [element for element, _ in seen]
+    order = [
+        "new-chat",
+        "name",
+        "export-all",
+        "import",
+        "theme",
+        "language",
+        "tab-chat",
+        "input",
+        "model",
+        "open-settings",
+    ]
+    assert [element for element in ids if element in order] == order
+    assert "Answer again" in [name for _, name in seen]
+    chat.one("#tab-chat").send_keys(Keys.ARROW_RIGHT)
+    assert chat.shown("#training") and not chat.shown("#chat")
+    chat.keys(Keys.ARROW_LEFT)
+    chat.one("#input").send_keys("two", Keys.SHIFT, Keys.ENTER, Keys.NULL, "lines", Keys.ENTER)
+    chat.answered()
+    assert server.asked[-1]["messages"][-1]["content"] == "two\nlines"
+
+
+def test_enter_does_not_send_while_chinese_is_being_composed(chat, server):
+    chat.one("#input").send_keys("ni")
+    chat.run("""document.querySelector('#input').dispatchEvent(
+        new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true}))""")
+    assert server.asked == [] and chat.one("#input").get_attribute("value") == "ni"
+
+
+def test_answers_are_announced(chat):
+    chat.ask("hello")
+    region = chat.one("#announcer")
+    assert region.get_attribute("aria-live") == "polite"
+    chat.wait(lambda: region.get_attribute("textContent") == "Answer: You said: hello")
+
+
+def contrast(page, css: str) -> float:
+    """Of an element's text against the nearest ground that is not transparent (WCAG)."""
+    script = """
+        const probe = document.createElement('canvas').getContext('2d');
+        const rgb = (color) => {
+          probe.fillStyle = color;
+          probe.fillRect(0, 0, 1, 1);
+          return [...probe.getImageData(0, 0, 1, 1).data].map((value) => value / 255);
+        };
+        const linear = (value) => value <= .04045 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4;
+        const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+        const element = [...document.querySelectorAll(arguments[0])].at(-1);
+        let ground = element;
+        while (getComputedStyle(ground).backgroundColor === 'rgba(0, 0, 0, 0)') ground = ground.parentElement;
+        const [ink, paper] = [getComputedStyle(element).color, getComputedStyle(ground).backgroundColor];
+        const pair = [light(rgb(ink)), light(rgb(paper))];
+        return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);"""
+    return page.run(script, css)
+
+
+def test_light_and_dark_follow_the_system_until_they_are_switched(chat):
+    ground = lambda: chat.run("return getComputedStyle(document.body).backgroundColor")  # noqa: E731
+    chat.ask("markdown")
+    readable = [".message.user .body", ".text p", ".text a", ".message .foot span", ".code-head span"]
+    readable += ["#hint", "#new-chat", "#tab-training"]
+    light = ground()
+    assert all(contrast(chat, css) >= 4.5 for css in readable)
+    chat.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    dark = ground()
+    assert dark != light and all(contrast(chat, css) >= 4.5 for css in readable)
+    chat.click("#theme")
+    assert ground() == light
+    chat.reload()
+    assert ground() == light
+
+
+# --- training curves
+
+
+@pytest.fixture
+def curves(page, server, folder):
+    for path in folder.iterdir():
+        path.unlink()
+    append(folder / "first_64_metrics.jsonl", *(record(i, expert_load=[0.25, 0.75]) for i in range(1, 31)))
+    append(folder / "second_64_metrics.jsonl", *(record(i, eval_loss=2.0, eval_accuracy=0.5) for i in range(1, 11)))
+    page.open(server.address)
+    page.click("#tab-training")
+    page.wait(lambda: len(curve(page, "Loss")) == 2)
+    return page
+
+
+def test_curves_of_all_runs_on_one_picture(curves):
+    titles = [element.text for element in curves.all("#plots .plot h2")]
+    names = ["Loss", "Held-out loss", "Learning rate", "Gradient norm", "Tokens per second", "Experts’ load"]
+    assert titles == [name for name in names if name != "Tokens per second"]
+    assert [len(curve(curves, title)) for title in titles] == [2, 1, 2, 2, 2]
+    assert [element.get_attribute("textContent") for element in curves.all("#more-plots h2")] == ["eval accuracy"]
+    long, short = sorted(map(points, curve(curves, "Loss")), key=len, reverse=True)
+    assert (len(long), len(short)) == (30, 10) and long[9][0] == pytest.approx(short[-1][0], abs=0.2)
+    assert "eval" not in curves.text("#latest-values") and "0.1" in curves.text("#latest-values")
+    curves.click('[data-run="first_64"]')
+    curves.wait(lambda: len(curve(curves, "Loss")) == 1)
+    curves.reload()
+    curves.wait(lambda: len(curve(curves, "Loss")) == 1 and len(curves.all(".run")) == 2)
+
+
+def test_a_run_that_learns_from_rewards_shows_how(curves, folder):
+    figures = {"reward": 0.25, "kl": 0.5, "entropy": 1.5, "completion_length": 3.0, "samples": [{"reward": 1.0}]}
+    append(folder / "grpo_64_metrics.jsonl", *(record(i, **figures, eval_reward=i / 10) for i in range(1, 6)))
+    curves.wait(lambda: "grpo_64" in curves.text("#runs"))
+    curves.click('[data-run="grpo_64"]')
+    names = ["Reward", "Held-out reward", "KL from the reference", "Entropy per token", "Tokens of a completion"]
+    curves.wait(lambda: len(curve(curves, names[0])) == 1)
+    titles = [element.text for element in curves.all("#plots .plot h2")]
+    assert titles[2:7] == names and [len(curve(curves, title)) for title in names] == [1] * 5
+    assert "samples" not in curves.one("#plots").get_attribute("textContent")
+
+
+def test_curves_move_while_a_file_grows(curves, folder):
+    append(folder / "first_64_metrics.jsonl", *(record(i) for i in range(31, 41)))
+    curves.wait(lambda: max(len(points(path)) for path in curve(curves, "Loss")) == 40)
+    assert curves.shown("#live") and "running" in curves.text("#runs")
+    (folder / "new.part").write_text("", encoding="utf-8")
+    append(folder / "third_64_metrics.jsonl", record(1, seconds_left=0))
+    curves.wait(lambda: "third_64" in curves.text("#runs"))
+
+
+def test_axis_log_scale_smoothing_and_values(curves):
+    start = curve(curves, "Loss")
+    for x in ("seconds", "tokens"):
+        curves.click(f'#x-axis [value="{x}"]')
+    assert "2000" in curves.one("#plots .plot:first-child svg").get_attribute("textContent")
+    curves.click("#log-scale")
+    straight = curve(curves, "Loss")
+    assert straight != start
+    curves.run("const r = document.querySelector('#smoothing'); r.value = 0.9; r.dispatchEvent(new Event('input'))")
+    smooth = curve(curves, "Gradient norm")
+    assert len(curves.all(".faint")) == 4 and curves.text("#smoothing-value") == "0.9"
+    rises = [sum(b[1] > a[1] for a, b in pairwise(line)) for line in map(points, smooth)]
+    assert max(rises) < 29
+    picture = curves.one("#plots .plot:first-child svg")
+    ActionChains(curves.driver).move_to_element(picture).perform()
+    curves.wait(lambda: curves.shown(".tip"))
+    assert re.search(r"Tokens 1,?\d+|Tokens 1\.\d+k", curves.text("#plots .plot:first-child .tip"))
+    assert len(curves.all("#plots .cross")) == len(curves.all("#plots .plot"))
+    curves.run("document.querySelector('#plots .plot:first-child svg').focus()")
+    curves.keys(Keys.ARROW_RIGHT)
+    curves.wait(lambda: "first_64" in curves.one("#announcer").get_attribute("textContent"))
+    assert "first_64" in picture.get_attribute("aria-label")
+
+
+def test_a_folder_without_runs_says_so(page, tmp_path):
+    with ScriptedServer(tmp_path) as server:
+        page.open(server.address)
+        page.click("#tab-training")
+        page.wait(lambda: "No training runs yet" in page.text("#curves-empty"))
+        page.driver.get("about:blank")
+
+
+# --- the files themselves
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_never_takes_text_for_markup():
+    files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=|<style| on\w+="
+    for name, text in files.items():
+        assert text.count("\n") <= 350, name
+        assert not re.search(forbidden, text), name
+        assert {*re.findall(r"//[\w-]+\.[\w.-]+", text)} <= {"//www.w3.org"}, name
+        imported = re.findall(r"(?:from|src=|href=) ?\"(?:\./|page/)([\w.]+)\"", text)
+        assert {*imported} <= {*files}, name
+    words = "".join(text for name, text in files.items() if name != "text.js")
+    keys = re.findall(r"(\w+): \"", files["text.js"].partition("zh: {")[0])
+    unused = [key for key in keys if not re.search(rf"[\"']{key}[\"']", words)]
+    assert len(keys) > 90 and unused == []
+
+
+def test_the_headers_let_only_the_pages_own_files_in(server):
+    for name in ("", *(f"page/{path.name}" for path in PAGE.iterdir())):
+        with urlopen(server.address + name, timeout=10) as answer:
+            headers = answer.headers
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
+        if name.endswith(".js"):
+            assert headers["Content-Type"].startswith("text/javascript")

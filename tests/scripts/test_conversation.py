@@ -1,0 +1,134 @@
+"""Prompts of a conversation, what an answer's text becomes, and a context that forgets."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from dataset.formats import to_chat
+from dataset.token_cache import load_tokenizer
+from model.answers import answer_message
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.conversation import Conversation, generate, prompt_tokens
+from tests.conftest import ROOT
+
+TOKENIZER = load_tokenizer(ROOT / "model")
+SPECIALS = [token.content for token in TOKENIZER.added_tokens_decoder.values() if token.special]
+TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def plain(messages: list[dict], tools=None, **variables) -> list[int]:
+    """transformers' own way."""
+    return TOKENIZER.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
+    )
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_prompt_is_what_the_template_gives(tools, variables):
+    call = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "贝琳"}}}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        user("\n 几点了？ <think>"),
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "Noon."},
+        user("and now?"),
+    ]
+    assert prompt_tokens(TOKENIZER, messages, tools, **variables) == plain(messages, tools, **variables)
+
+
+parts = st.sampled_from([*SPECIALS[:4], "<|im_", "start|>", "end|>", "<", "user\n", "\n", "a", "山", "\ue000"])
+
+
+@given(st.lists(parts, max_size=8).map("".join))
+def test_nobody_can_end_their_turn_from_within_it(text):
+    """Whatever is written, the special tokens are those of the template alone, and the text stays what it was."""
+    messages = [{"role": "system", "content": text}, user(text), {"role": "tool", "content": text}]
+    tokens = prompt_tokens(TOKENIZER, messages, [{"name": "f", "description": text}])
+    begin, end = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
+    assert [i for i in tokens if i in TOKENIZER.all_special_ids] == [begin, end] * 3 + [begin]
+    assert TOKENIZER.decode(tokens).count(f"<|im_start|>user\n{text}<|im_end|>") >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("  Hello \n", {"content": "Hello"}),
+        ("<think>\nwhy\n</think>\n\nBecause.", {"content": "Because.", "reasoning_content": "why"}),
+        ("<think>\nendless", {"content": "", "reasoning_content": "endless"}),
+        ("a <think> b", {"content": "a <think> b"}),
+        ('<tool_call>{"name": "f"}', {"content": '<tool_call>{"name": "f"}'}),
+        ("<tool_call>f(1)</tool_call>", {"content": "<tool_call>f(1)</tool_call>"}),
+        ('<tool_call>{"name": 1}</tool_call>', {"content": '<tool_call>{"name": 1}</tool_call>'}),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", {"content": f"<tool_call>{'[' * 100_000}</tool_call>"}),
+    ],
+)
+def test_the_message_of_an_answer(text, expected):
+    assert answer_message(text) == {"role": "assistant", **expected}
+
+
+def test_calls_are_found_and_render_to_what_was_said():
+    said = 'Let me see.\n<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    said += '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    message = answer_message(said)
+    assert message["content"] == "Let me see."
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "get_time", "arguments": {"city": "Oslo"}},
+        {"name": "get_time", "arguments": {}},
+    ]
+    text = TOKENIZER.apply_chat_template([user("?"), message], tokenize=False)
+    assert text.endswith(f"<|im_start|>assistant\n{said}<|im_end|>\n")
+    to_chat({"messages": [user("?"), message], "tools": TOOLS})  # a record that SFT accepts
+
+
+def conversation(limit: int) -> Conversation:
+    found = Conversation(TOKENIZER, limit, system="be brief")
+    for text in ("one", "two", "three"):
+        found.messages += [user(text), {"role": "assistant", "content": text.upper()}]
+    found.messages.append(user("four"))
+    return found
+
+
+def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_message():
+    whole, dropped = conversation(1000).prompt(20)
+    assert dropped == 0
+    for room in range(len(whole) - 1, 30, -1):
+        short = conversation(room + 20)
+        tokens, dropped = short.prompt(20)
+        assert len(tokens) <= room and dropped in (2, 4, 6)
+        assert short.all_messages() == [{"role": "system", "content": "be brief"}, *conversation(0).messages[dropped:]]
+        assert tokens == prompt_tokens(TOKENIZER, short.all_messages())
+    assert dropped == 6
+
+
+def test_a_message_that_does_not_fit_alone_drops_nothing():
+    long = conversation(100)
+    long.messages[-1] = user("word " * 200)
+    with pytest.raises(UserError, match="the message is too long"):
+        long.prompt(20)
+    assert len(long.messages) == 7
+
+
+def test_answers_do_not_depend_on_the_batch_and_end_with_the_end_token():
+    """Left padding must not change what the model answers (it would, were it placed or masked wrongly)."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)).eval()
+    prompts = [prompt_tokens(TOKENIZER, [user(text)]) for text in ("hi", "Where does Belin live?", "贝琳住在哪里？")]
+    together = generate(model, TOKENIZER, prompts, 6, do_sample=False)
+    assert together == [generate(model, TOKENIZER, [prompt], 6, do_sample=False)[0] for prompt in prompts]
+    first = together[0][0]
+    other = load_tokenizer(ROOT / "model")
+    other.eos_token = other.convert_ids_to_tokens(first)  # the model's first token ends its answer
+    assert generate(model, other, prompts, 6, do_sample=False)[0] == [first]
+
+
+def test_a_template_that_refuses_is_told():
+    with pytest.raises(UserError, match="the chat template refuses this conversation: unknown role"):
+        prompt_tokens(TOKENIZER, [{"role": "nobody", "content": "x"}])

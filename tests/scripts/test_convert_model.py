@@ -1,0 +1,286 @@
+"""Conversions: the same model in every form, by a reference that nobody here wrote; what cannot be is one line."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts import convert_model
+from scripts.convert import gguf_file, parity
+from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
+from scripts.convert.hugging_face import read_stock
+from tests.conftest import ROOT
+from trainer.components.checkpoint import read_weights, save_weights
+from trainer.components.run_files import run_name
+from trainer.components.trained_weights import load_path
+
+SHAPES = {"dense": {}, "moe": {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2}}
+STOCK = {"dense": Qwen3ForCausalLM, "moe": Qwen3MoeForCausalLM}
+TOKENS = 500
+IDS = torch.arange(60, 124).view(2, 32)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The repository's tokenizer with its first tokens and merges only: the readers of GGUF files are slow."""
+    content = json.loads((ROOT / "model/tokenizer.json").read_text(encoding="utf-8"))
+    bpe = content["model"]
+    bpe["vocab"] = {token: i for token, i in bpe["vocab"].items() if i < TOKENS}
+    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((ROOT / "model" / name).read_bytes())
+
+
+def saved(folder: Path, **shape) -> Path:
+    """The file of a model with random weights, far enough from zero that mistakes show; its tokenizer beside it."""
+    write_tokenizer(folder)
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, vocab_size=TOKENS, **shape))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    path = folder / f"{run_name('w', model.config)}.pth"
+    save_weights(model, path)
+    return path
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def weights(request, tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp(request.param), **SHAPES[request.param])
+
+
+@pytest.fixture
+def convert(call):
+    """convert(model, to, output, *flags) runs the command; returns what it printed, or its error line."""
+
+    def run(model: Path, to: str, output: Path, *flags: str) -> str:
+        done = call(convert_model, "--model", model, "--to", to, "--output", output, *flags)
+        if done.returncode == 0:
+            assert done.stdout.endswith(f"wrote {output}\n")
+            return done.stdout
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert not [path for path in output.parent.glob(".*") if path.is_dir()], "a half-written folder is left"
+        return done.stderr
+
+    return run
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def kind_of(weights: Path) -> str:
+    return "moe" if "moe" in weights.name else "dense"
+
+
+# --- the forms
+
+
+def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weights, convert, tmp_path):
+    folder, again = tmp_path / "folder", tmp_path / weights.name
+    said = convert(weights, "hf", folder)
+    assert "28 conversations are rendered alike" in said and "64 greedy tokens are the same" in said
+    assert "as they are stored: the logits differ by at most 0.0e+00" in said  # fp16 as they were
+    own, tokenizer = load_path(weights)
+    stock, _ = read_stock(folder)
+    assert type(stock) is STOCK[kind_of(weights)] and (logits(own) - logits(stock)).abs().max() < 1e-5
+    assert not list(folder.glob("*.py")) and "auto_map" not in (folder / "config.json").read_text()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (weights.parent / name).read_bytes()
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == tokenizer.eos_token_id == 2 and settings["do_sample"] is True
+    assert settings["temperature"] == 0.7 and settings["top_p"] == 0.9
+    assert f"use it with --tokenizer_path {folder}\n" in convert(folder, "pth", again)
+    before, after = read_weights(weights), read_weights(again)
+    assert list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_earlier_versions_of_transformers_find_their_names(convert, tmp_path):
+    convert(saved(tmp_path, **SHAPES["moe"]), "hf", tmp_path / "folder")
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    assert (config["rope_theta"], config["num_experts"]) == (1e6, 3) and "rope_scaling" not in config
+
+
+def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
+    path = tmp_path / "w.gguf"
+    convert(weights, "gguf", path)
+    own, tokenizer = load_path(weights)
+    other, other_tokenizer = read_gguf(path)
+    assert (logits(own) - logits(other)).abs().max() < 1e-3
+    texts = ["Hello, it's 2024! 你好，世界。", *parity.HARD_TEXTS]
+    assert [other_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+    assert other_tokenizer.eos_token_id == 2 and other.config.eos_token_id == 2
+    fields = gguf_file.optional_package("gguf").GGUFReader(path).fields
+    contents = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("pre", "add_bos_token", "eot_token_id")}
+    assert contents == {"pre": "qwen2", "add_bos_token": False, "eot_token_id": 2}
+    assert fields["tokenizer.ggml.token_type"].contents()[:10] == [3, 3, 3, *[4] * 6, 3]  # control, user-defined
+    template = fields["tokenizer.chat_template"].contents()
+    assert "generation -" not in template and "add_generation_prompt" in template
+
+
+def test_eight_bits(convert, tmp_path):
+    path = tmp_path / "w.gguf"
+    said = convert(saved(tmp_path, intermediate_size=112), "gguf", path, "--dtype", "q8_0")
+    assert "as they are stored: the logits differ by at most 0.0e+00" not in said
+    tensors = {each.name: each.tensor_type.name for each in gguf_file.optional_package("gguf").GGUFReader(path).tensors}
+    assert tensors["token_embd.weight"] == tensors["blk.0.attn_q.weight"] == "Q8_0"
+    assert tensors["blk.1.ffn_down.weight"] == "F16"  # rows of 112 numbers, not of 32 each
+    assert tensors["blk.0.attn_norm.weight"] == "F32"
+
+
+def test_a_head_of_its_own_and_other_types(convert, tmp_path):
+    source = saved(tmp_path, tie_word_embeddings=False)
+    convert(source, "hf", tmp_path / "folder", "--dtype", "bfloat16")
+    stored = load_file(tmp_path / "folder/model.safetensors")
+    assert "lm_head.weight" in stored and {each.dtype for each in stored.values()} == {torch.bfloat16}
+    convert(source, "gguf", tmp_path / "w.gguf", "--dtype", "float32")
+    assert (logits(load_path(source)[0]) - logits(read_gguf(tmp_path / "w.gguf")[0])).abs().max() < 1e-5
+
+
+def test_stock_generate_stops_by_itself(convert, tmp_path):
+    """A model that says its end token after anything: the head sees the same state everywhere, and prefers it."""
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=TOKENS, tie_word_embeddings=False)
+    model = MiniMindForCausalLM(config)
+    for parameter in model.model.layers.parameters():
+        parameter.data.zero_()
+    model.model.embed_tokens.weight.data.fill_(1)
+    model.lm_head.weight.data.fill_(-1)[config.eos_token_id] = 1
+    save_weights(model, tmp_path / "w_32.pth")
+    write_tokenizer(tmp_path)
+    convert(tmp_path / "w_32.pth", "hf", tmp_path / "folder")
+    stock, tokenizer = read_stock(tmp_path / "folder")
+    text = tokenizer("hello", return_tensors="pt")
+    assert stock.generate(text["input_ids"], max_new_tokens=50)[0].tolist() == [*tokenizer.encode("hello"), 2]
+
+
+# --- MiniMind's own layout
+
+
+def test_minimind_s_own_folder_is_read(convert, tmp_path):
+    """Its config brings code, which is not run, and its weights may be plain tensors of torch."""
+    weights = saved(tmp_path)
+    folder = tmp_path / "minimind"
+    folder.mkdir()
+    config = {"model_type": "minimind", "auto_map": {"AutoModelForCausalLM": "model_minimind.MiniMindForCausalLM"}}
+    config |= {"hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1e6, "rope_scaling": None, "flash_attn": True}
+    config |= {"vocab_size": TOKENS, "hidden_act": "silu", "use_moe": False, "max_position_embeddings": 32768}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model_minimind.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    torch.save(read_weights(weights), folder / "pytorch_model.bin")
+    write_tokenizer(folder)
+    convert(folder, "hf", tmp_path / "stock")
+    convert(folder, "pth", tmp_path / "again_32.pth")
+    assert torch.equal(logits(load_path(tmp_path / "again_32.pth")[0]), logits(load_path(weights)[0]))
+    assert not (tmp_path / "ran").exists() and not list((tmp_path / "stock").glob("*.py"))
+    (folder / "config.json").write_text(json.dumps(config | {"n_shared_experts": 1}))
+    assert "n_shared_experts 1 is not supported" in convert(folder, "hf", tmp_path / "other")
+
+
+# --- what is refused
+
+
+def test_a_conversion_that_fails_leaves_nothing(convert, tmp_path, monkeypatch):
+    weights = saved(tmp_path)
+    before, source = set(tmp_path.iterdir()), weights.read_bytes()
+    write = convert_model.write_folder
+
+    def wrong(folder, model, *args):
+        stored = write(folder, model, *args)
+        changed = {name: value + 0.01 for name, value in stored.items()}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        return stored
+
+    monkeypatch.setattr(convert_model, "write_folder", wrong)
+    line = convert(weights, "hf", tmp_path / "folder")
+    assert "folder is not written: read back, it is not the same model; the logits differ by up to" in line
+    monkeypatch.setattr(gguf_file, "pattern_name", lambda _: "gpt-2")
+    line = convert(weights, "gguf", tmp_path / "w.gguf")
+    assert "has other token ids" in line
+    monkeypatch.setattr(gguf_file, "without_generation_marks", lambda template: template + "x")
+    monkeypatch.setattr(gguf_file, "pattern_name", pattern_name)
+    assert "conversation 1 of 28 is rendered differently" in convert(weights, "gguf", tmp_path / "w.gguf")
+    assert set(tmp_path.iterdir()) == before and weights.read_bytes() == source
+
+
+def test_a_full_disk_leaves_nothing(convert, tmp_path):
+    weights = saved(tmp_path)
+    before, limits = set(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        lines = [convert(weights, form, tmp_path / name) for form, name in FORMS]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    for line, (_, name) in zip(lines, FORMS, strict=True):
+        assert f"{tmp_path}/{name} cannot be written (" in line and "make room" in line
+    assert set(tmp_path.iterdir()) == before
+
+
+FORMS = (("hf", "folder"), ("gguf", "w.gguf"), ("pth", "again_32.pth"))
+
+
+def test_what_is_there_is_not_replaced(convert, tmp_path):
+    weights, there = saved(tmp_path), tmp_path / "there"
+    there.mkdir()
+    for form, _ in FORMS:
+        assert f"{there} exists already; remove it" in convert(weights, form, there)
+    assert list(there.iterdir()) == []
+
+
+def test_names_and_types_that_do_not_go_together(convert, tmp_path):
+    weights = saved(tmp_path, **SHAPES["moe"])
+    assert "--dtype q8_0 does not go with --to hf" in convert(weights, "hf", tmp_path / "a", "--dtype", "q8_0")
+    for name in ("plain.pth", "w_32_moe.pth", "w_32.pth"):
+        line = convert(weights, "pth", tmp_path / name)
+        assert "the name of a weights file tells its shape; call it NAME_32_moe_3x2.pth" in line
+    assert "w_16.pth: the name of a weights file tells" in convert(saved(tmp_path), "pth", tmp_path / "w_16.pth")
+
+
+def test_what_a_form_cannot_say_is_refused(convert, tmp_path):
+    convert(saved(tmp_path, **SHAPES["moe"]), "hf", tmp_path / "folder")
+    path = tmp_path / "folder/config.json"
+    config = json.loads(path.read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e6}
+    for changed, pth, gguf in (
+        ({"norm_topk_prob": False}, "cannot say that norm_topk_prob is False", "norm_topk_prob false is not"),
+        ({"rope_parameters": yarn, "rope_scaling": yarn}, "cannot say that rope_param", "rope_scaling of type yarn"),
+    ):
+        path.write_text(json.dumps(config | changed))
+        assert pth in convert(tmp_path / "folder", "pth", tmp_path / "w_32_moe_3x2_.pth")
+        assert gguf in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")
+    convert(tmp_path / "folder", "hf", tmp_path / "copy")  # a folder can say it
+
+
+def test_llama_cpp_s_names_of_patterns():
+    ours = json.loads((ROOT / "model/tokenizer.json").read_text(encoding="utf-8"))
+    gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    assert pattern_name(ours) == "qwen2" and pattern_name(ours | {"pre_tokenizer": gpt2}) == "gpt-2"
+    other = json.loads(json.dumps(ours).replace(r"\\p{N}|", r"\\p{N}{1,3}|"))
+    assert other != ours
+    for changed in (other, ours | {"normalizer": {"type": "NFC"}}, ours | {"pre_tokenizer": None}):
+        with pytest.raises(convert_model.UserError, match="cannot read this tokenizer"):
+            pattern_name(changed)
+
+
+def test_a_template_without_marks_renders_the_same():
+    tokenizer, other = (AutoTokenizer.from_pretrained(ROOT / "model") for _ in range(2))
+    other.chat_template = without_generation_marks(tokenizer.chat_template)
+    assert "generation -%}" in tokenizer.chat_template and "generation -%}" not in other.chat_template
+    chats = parity.sample_chats()
+    assert len({parity.rendered(tokenizer, chat) for chat in chats}) == len(chats)
+    assert [parity.rendered(tokenizer, chat) for chat in chats] == [parity.rendered(other, chat) for chat in chats]
+
+
+def test_a_missing_package_is_one_line(convert, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    line = convert(saved(tmp_path), "gguf", tmp_path / "w.gguf")
+    assert line == "error: the package gguf is not installed; pip install -r requirements-serve.txt\n"
+    assert "w.gguf" not in os.listdir(tmp_path)

@@ -1,0 +1,110 @@
+"""The whole script on tiny random models: all tasks at once, two models side by side, and mistakes."""
+
+import json
+
+import pytest
+import torch
+
+from dataset.demo_corpus import make_corpus
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts import evaluate
+from tests.conftest import write_jsonl
+from tests.trainer.components.test_lora import adapted, base, written
+from trainer.components.checkpoint import save_weights
+
+QUESTIONS = [{"question": "The sky is", "choices": ["blue", "red"], "answer": 0}] * 3
+
+
+@pytest.fixture
+def models(tmp_path) -> list[str]:
+    """Two saved models; their shapes are in the files."""
+    paths = [tmp_path / "a_32.pth", tmp_path / "b_64.pth"]
+    for seed, (path, size) in enumerate(zip(paths, (32, 64), strict=True)):
+        torch.manual_seed(seed)
+        save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=size, num_hidden_layers=1)), path)
+    return list(map(str, paths))
+
+
+def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
+    exam = write_jsonl(tmp_path / "exam.jsonl", make_corpus(0)["exam.jsonl"][::48])
+    choices = write_jsonl(tmp_path / "choices.jsonl", QUESTIONS)
+    prompts = write_jsonl(
+        tmp_path / "prompts.jsonl", [{"prompt": "hi", "language": "en"}, {"prompt": "你好", "language": "zh"}]
+    )
+    args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices", "probe"]
+    args += ["--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
+    args += ["--prompts_path", prompts, "--max_new_tokens", 8]
+    args += ["--json", tmp_path / "new" / "report.json", "--items", tmp_path / "items.jsonl"]
+    done = call(evaluate, *args)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert list(report["models"]) == ["a_32", "b_64"] and report["models"]["b_64"]["path"] == models[1]
+    rows = {(row["task"], row["metric"], row["group"]): row for row in report["results"]}
+    assert {task for task, _, _ in rows} == {"loss", "exam", "choices", "probe"}
+    assert rows["probe", "stopped", "zh"]["items"] == 1 and rows["choices", "acc", "all"]["items"] == 3
+    assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)  # ln(6400), untrained
+    assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
+    header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
+    assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(rows)
+    items = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
+    assert {item["model"] for item in items if item["task"] == "probe"} == {"a_32", "b_64"}
+    assert next(item["answer"] for item in items if item["task"] == "choices") in QUESTIONS[0]["choices"]
+    again = call(evaluate, *args[:-4])
+    assert again.stdout.splitlines()[-len(lines) :] == lines  # the same draws, the same resamples
+
+
+def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
+    save_weights(base(), tmp_path / "base_32.pth")
+    lora, report = written(adapted(), tmp_path), tmp_path / "report.json"
+    args = [
+        "--model",
+        tmp_path / "base_32.pth",
+        "--lora",
+        lora,
+        "--against",
+        tmp_path / "base_32.pth",
+        "--json",
+        report,
+    ]
+    done = call(evaluate, *args, "--task", "loss", "--data_path", corpus["sft_eval"], "--max_seq_len", 48)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())["results"][0]
+    values = [found["models"][name]["value"] for name in ("lora_32", "base_32")]
+    assert abs(values[0] - values[1]) > 1e-3 and found["difference"].keys() == {"base_32"}
+
+
+def test_a_pretrained_model_continues_texts(models, tmp_path, call):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "The river"}])
+    shown = ["--task", "probe", "--prompts_path", prompts, "--max_new_tokens", 8, "--temperature", 0]
+    items = []
+    for form in ("text", "chat"):
+        done = call(evaluate, "--model", models[0], *shown, "--form", form, "--items", tmp_path / "items.jsonl")
+        assert done.returncode == 0, done.stderr
+        items.append((tmp_path / "items.jsonl").read_text())
+    assert items[0] != items[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ([], "--task"),
+        (["--task", "loss", "choices"], "that the model was not trained on; --task choices needs --choices_path"),
+        (["--task", "probe", "--temperature", -1], "--temperature"),
+        (["--task", "probe", "--batch_size", 0], "--batch_size"),
+        (["--task", "probe", "--against", "no/such.pth"], "--against no/such.pth: no such file"),
+        (["--task", "exam", "--exam_path", "no/exam.jsonl"], "--exam_path no/exam.jsonl does not exist"),
+    ],
+)  # fmt: skip
+def test_mistakes(models, call, args, told):
+    done = call(evaluate, "--model", models[0], *args)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_twice_and_a_file_that_cannot_be_written(models, tmp_path, call):
+    done = call(evaluate, "--model", models[0], "--against", models[0], "--task", "probe")
+    assert done.returncode == 2 and "names a model twice" in done.stderr
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x"}])
+    args = ["--task", "probe", "--prompts_path", prompts, "--max_new_tokens", 2, "--json", tmp_path]
+    done = call(evaluate, "--model", models[0], *args)
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "stopped" in done.stdout  # the table stays

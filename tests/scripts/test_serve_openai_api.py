@@ -1,0 +1,106 @@
+"""The server as a command: its flags, and how it ends."""
+
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts import serve_openai_api
+from tests.conftest import ROOT
+from trainer.components.checkpoint import save_weights
+from trainer.components.run_files import weight_path
+
+
+@pytest.fixture
+def weights(tmp_path) -> list[str]:
+    """Flags that name a saved model."""
+    torch.manual_seed(0)
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
+    save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
+    return ["--save_dir", str(tmp_path)]
+
+
+def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
+    command = [sys.executable, str(ROOT / "scripts/serve_openai_api.py"), *weights, "--port", "0"]
+    command += ["--slots", "4", "--context", "32000", "--max_new_tokens"]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    processes = [subprocess.Popen([*command, length], **pipes) for length in ("120", "30000")]
+    streams = []
+    for process in processes:
+        line = next(line for line in process.stdout if line.startswith("serving "))
+        assert line.startswith("serving full_sft_32 at http://127.0.0.1:")
+        connection = http.client.HTTPConnection("127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60)
+        body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        response = connection.getresponse()
+        assert response.status == 200 and response.readline().startswith(b"data: ")
+        streams.append((connection, response))
+    gentle, hasty = processes
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    hasty.stdout.readline()
+    start = time.monotonic()
+    hasty.send_signal(signal.SIGTERM)
+    assert hasty.wait(30) == 128 + signal.SIGTERM and time.monotonic() - start < 10
+    events = streams[0][1].read().decode().split("\n\n")
+    assert events[-2] == "data: [DONE]" and sum('"finish_reason":"' in event for event in events) == 4
+    assert gentle.wait(30) == 0 and gentle.stderr.read() == ""
+    assert gentle.stdout.read() == "finishing what is being answered; once more to end at once\n"
+    for connection, _ in streams:
+        connection.close()
+    for process in processes:
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--slots", "0"], "--slots must be at least 1"),
+        (["--max_queue", "-1"], "--max_queue must be at least 1"),
+        (["--context", "100", "--max_new_tokens", "100"], "--max_new_tokens 100 must be below --context 100"),
+        (["--port", "70000"], "--port must be between 0 and 65535"),
+        (["--host", "256.1.1.1"], "--host 256.1.1.1"),
+        (["--context", "40000"], "--context 40000 is more than this model's 32768 positions"),
+        (["--weight", "nothing"], "do not exist"),
+    ],
+)
+def test_mistakes(weights, call, flags, told):
+    done = call(serve_openai_api, *weights, *flags)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken(weights, call):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = call(serve_openai_api, *weights, "--port", taken.getsockname()[1])
+    assert done.returncode == 2 and "Address already in use" in done.stderr
+
+
+def test_missing_packages_are_told_in_one_line(weights, call, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    done = call(serve_openai_api, *weights)
+    assert done.returncode == 2 and done.stderr == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
+
+
+@pytest.mark.parametrize(("flags", "warns"), [([], False), (["--host", "0.0.0.0"], True)])
+def test_it_warns_when_everyone_may_use_it(weights, call, monkeypatch, flags, warns):
+    served = []
+    monkeypatch.setattr(serve_openai_api, "run", lambda app, listener: served.append(app) or listener.close())
+    done = call(serve_openai_api, *weights, "--port", "0", "--model_name", "mine", *flags)
+    assert done.returncode == 0 and ("warning: everyone who reaches 0.0.0.0" in done.stderr) == warns
+    assert "serving mine at http://" in done.stdout
+    served[0].state.served.scheduler.close()
+    assert not call(serve_openai_api, *weights, "--port", "0", "--api_key", "k", *flags).stderr
+    served[1].state.served.scheduler.close()

@@ -1,0 +1,113 @@
+"""The tour: what it runs is possible, what is done is not repeated, what is in the way is one line."""
+
+import json
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from common.settings import parse_args
+from dataset.demo_corpus import make_corpus
+from dataset.demo_tour import make_tour
+from scripts import tour
+from tests.conftest import ROOT
+from trainer import train_distillation, train_dpo, train_lora
+
+ARGS = {
+    f"trainer/{stage.__name__.split('.')[1]}.py": stage.Args for stage in (train_lora, train_dpo, train_distillation)
+}
+RECORD = {
+    "update": 1,
+    "seconds": 2.0,
+    "memory_mb": 30.0,
+    "eval_accuracy": 1.0,
+    "eval_reward_margin": 0.5,
+    "eval_reward_chosen": 0.2,
+}
+RECORD |= {"eval_log_prob_chosen": -10.0, "eval_divergence": 0.25, "eval_loss": 0.5}
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch) -> list[dict]:
+    """The settings of the runs that a tour starts; each leaves metrics, none trains. `started.status`: how they end."""
+
+    class Started(list):
+        status = 0
+
+    runs, sizes = Started(), {"persona": 256, "terse": 256, "alone": 128, "student": 128}
+
+    def run(command, cwd, check):
+        args = parse_args(ARGS[command[1]], None, command[2:])
+        runs.append(args)
+        metrics = tmp_path / "out" / f"{args.save_weight}_{sizes[args.save_weight]}_metrics.jsonl"
+        metrics.parent.mkdir(exist_ok=True)
+        metrics.write_text(json.dumps(RECORD) + "\n")
+        return SimpleNamespace(returncode=runs.status)
+
+    monkeypatch.setattr(tour, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(tour, "exam", lambda model, questions, lora=None: tour.Exam(0.9 if lora else 0.8, 20.0))
+    return runs
+
+
+@pytest.fixture
+def args(tmp_path) -> list:
+    (tmp_path / "full_sft_256.pth").write_bytes(b"weights")
+    folders = ["--data_dir", tmp_path, "--save_dir", tmp_path / "out", "--checkpoint_dir", tmp_path / "checkpoints"]
+    return ["--model", tmp_path / "full_sft_256.pth", *folders]
+
+
+def test_each_chapter_once_and_a_report(started, args, tmp_path, call):
+    done = call(tour, *args)
+    assert done.returncode == 0, done.stderr
+    files = make_corpus(0) | make_tour(0)
+    for settings in started:
+        named = [settings.data_path, settings.eval_data_path]
+        assert all(path.rsplit("/", 1)[1] in files for path in named if path)
+        assert settings.from_resume and str(settings.save_dir) == str(tmp_path / "out")
+    assert [settings.save_weight for settings in started] == ["persona", "terse", "alone", "student"]
+    alone, student = (vars(settings) for settings in started[2:])
+    differing = {name for name in alone if alone[name] != student[name]}
+    assert differing == {"save_weight", "alpha"} and alone["alpha"] == 1  # but for the teacher the same run
+
+    report = json.loads((tmp_path / "out" / "report.json").read_text())["chapters"]
+    assert list(report) == list(tour.CHAPTERS) and report["distillation"]["train_seconds"] == 4
+    assert ["log-probability of the chosen answers", pytest.approx(-12.0), -10.0] in report["terse"]["rows"]
+    shown = [line.split() for line in done.stdout.splitlines()]
+    for chapter in report.values():
+        for measure, before, after in chapter["rows"]:
+            wanted = ["-" if value is None else f"{value:.3f}" for value in (before, after)]
+            assert [*measure.split(), *wanted] in shown
+
+    again = call(tour, *args)
+    assert len(started) == 4 and again.stdout.splitlines()[-5:] == done.stdout.splitlines()[-5:]
+
+
+def test_a_tour_that_was_stopped_goes_on(started, args, call):
+    assert call(tour, *args, "--chapters", "persona").returncode == 0
+    started.status = 130
+    assert call(tour, *args).returncode == 130
+    started.status = 0
+    assert call(tour, *args).returncode == 0
+    assert [settings.save_weight for settings in started] == ["persona", "terse", "terse", "alone", "student"]
+
+
+def test_what_is_in_the_way_is_one_line(started, args, tmp_path, call):
+    call(tour, *args, "--chapters", "persona")
+    (tmp_path / "full_sft_256.pth").write_bytes(b"others")
+    report = tmp_path / "out" / "report.json"
+    for told in ("of another model", "no report of a tour"):
+        done = call(tour, *args)
+        assert done.returncode == 2 and told in done.stderr and "bash scripts/tour.sh --fresh" in done.stderr
+        report.write_text("[]")
+    done = call(tour, "--model", tmp_path / "no.pth")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "bash scripts/quickstart.sh" in done.stderr
+
+
+@pytest.mark.parametrize(("flag", "told"), [([], "bash scripts/quickstart.sh"), (["--again"], "--fresh")])
+def test_without_the_quickstarts_model(tmp_path, flag, told):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "tour.sh", tmp_path / "scripts")
+    done = subprocess.run(["bash", script, *flag], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and told in done.stderr

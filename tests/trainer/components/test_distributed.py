@@ -1,0 +1,116 @@
+"""A rank lost while another one waits for its GPU: one line, and soon. Ranks that leave together say nothing."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from common.errors import Interrupted, UserError
+from tests.stage_process import context
+from trainer.components import distributed
+from trainer.components.distributed import (
+    PeerWatch,
+    abandon_process_group,
+    init_distributed_mode,
+    leave_process_group,
+    meet,
+)
+from trainer.components.failures import training_errors
+
+
+def _rank(rank: int, port: int, folder: str, ending: str) -> None:
+    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ["WORLD_SIZE"] = "2"
+    init_distributed_mode()
+    distributed._watches.append(PeerWatch(timedelta(seconds=20), patience=0.1))  # as with NCCL
+    if ending == "killed":
+        meet()
+        os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)  # as long as a GPU that never ends
+    with training_errors():
+        if ending == "error" and rank:
+            raise UserError("its disk is full")
+        if ending == "error":
+            time.sleep(60)
+        if ending == "signal":
+            raise Interrupted(signal.SIGTERM, "by SIGTERM", together=True)
+        time.sleep(rank)
+        leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
+    """Exit status and stderr of two ranks, by how they end."""
+    started = {}
+    for ending in ("killed", "error", "signal", "together"):
+        folder = tmp_path_factory.mktemp(ending)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = [context.Process(target=_rank, args=(rank, port, str(folder), ending)) for rank in (0, 1)]
+        for process in ranks:
+            process.start()
+        started[ending] = folder, ranks
+    found = {}
+    for ending, (folder, ranks) in started.items():
+        for process in ranks:
+            process.join(50)
+            assert process.exitcode is not None, f"{ending}: a rank hangs"
+        found[ending] = [(process.exitcode, Path(folder, str(i)).read_text()) for i, process in enumerate(ranks)]
+    return found
+
+
+def test_a_rank_that_waits_for_its_gpu_notices_a_killed_one(ended):
+    (status, text), (killed, _) = ended["killed"]
+    assert (status, killed) == (2, -signal.SIGKILL)
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: rank 0: another rank ended while this one waited for it (")
+    assert lines[0].endswith("--from_resume 1 go on from the last checkpoint") and "Traceback" not in text
+
+
+def test_a_rank_that_ends_with_an_error_ends_the_others(ended):
+    (status, text), (failed, why) = ended["error"]
+    assert (status, failed) == (2, 2) and "another rank ended" in text and "error: its disk is full" in why
+
+
+def test_ranks_that_leave_together_or_by_a_signal_say_nothing_of_it(ended):
+    for ending, status in (("together", 0), ("signal", 128 + signal.SIGTERM)):
+        for code, text in ended[ending]:
+            assert code == status and "another rank" not in text and "Traceback" not in text, (ending, text)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A process group of one, for what is called on it."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # training_errors replaces them
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_run_stopped_by_a_signal_leaves_its_group(group):
+    with pytest.raises(SystemExit), training_errors():
+        raise Interrupted(signal.SIGTERM, "by SIGTERM")  # at once, on this rank alone: others may be waited for
+    assert group.is_initialized()
+    with pytest.raises(SystemExit), training_errors():
+        raise Interrupted(signal.SIGTERM, "by SIGTERM", together=True)
+    assert not group.is_initialized()
+
+
+def test_a_group_that_cannot_be_destroyed_is_not_waited_for(group, monkeypatch):
+    waiting = threading.Event()
+    monkeypatch.setattr(distributed, "CLEANUP_PATIENCE", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "destroy_process_group", lambda: waiting.wait(20))
+        abandon_process_group(None)
+        waiting.set()

@@ -1,0 +1,98 @@
+"""The shipped environments: an exact calculator that evaluates nothing else, and the register of the demo world."""
+
+import json
+from contextlib import suppress
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from dataset.demo_corpus import make_corpus
+from trainer.components.environments import Calculator, Lookup, calculate, load_environment
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
+def test_whole_numbers_are_exact(a, b, operation):
+    assert calculate(f"({a}) {operation} ({b})") == str({"+": a + b, "-": a - b, "*": a * b}[operation])
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12*(3+4)", "84"),
+        ("1/4", "0.25"),
+        ("0.1+0.2", "0.3"),
+        ("7//2", "3"),
+        ("-7%3", "2"),
+        (" 1 +1 ", "2"),
+        ("1/3*3", "1"),
+    ],
+)
+def test_expressions(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1+",
+        "2**9999999",
+        "__import__('os')",
+        "a",
+        "'x'*9",
+        "1 if 1 else 2",
+        "(" * 150,
+        "1/0",
+        "9" * 201,
+        "[1]",
+        "True",
+    ],
+)
+def test_anything_else_is_refused(expression):
+    with pytest.raises(ValueError):
+        calculate(expression)
+
+
+@given(st.text(max_size=60))
+def test_any_text_gives_a_number_or_is_refused(expression):
+    with suppress(ValueError):
+        Fraction(calculate(expression))
+
+
+def test_the_calculator_replies_to_each_call():
+    calls = [{"name": "calculate", "arguments": {"expression": "123+456"}}, {"name": "calculate", "arguments": {}}]
+    calls += [{"name": "other", "arguments": {}}, {"name": "calculate", "arguments": {"expression": "1/0"}}]
+    replies = Calculator({}).reply(calls)
+    assert [reply["role"] for reply in replies] == ["tool"] * 4
+    contents = [reply["content"] for reply in replies]
+    assert contents == [
+        "579",
+        "error: calculate needs an expression",
+        "error: no tool named other",
+        "error: division by zero",
+    ]
+
+
+def test_the_register_knows_what_the_exam_asks():
+    lookup = Lookup({})
+    for question in make_corpus(0)["exam.jsonl"]:
+        (reply,) = lookup.reply([{"name": "look_up", "arguments": {"name": question["person"]}}])
+        assert json.loads(reply["content"])[question["attribute"]] == question["accepted"][0]
+    (reply,) = lookup.reply([{"name": "look_up", "arguments": {"name": "Nobody"}}])
+    assert reply["content"] == "error: nobody is called Nobody"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("abacus", "--environment abacus: give module:Class, or one of calculator, lookup"),
+        ("no_module:E", "--environment no_module:E cannot be imported"),
+        ("math:pi", "--environment math:pi needs `tools`"),
+    ],
+)
+def test_a_mistake_is_one_line(name, line):
+    with pytest.raises(UserError, match=line):
+        load_environment(name)

@@ -1,0 +1,162 @@
+"""Trajectories with tools: what an agent's turns and the replies between them become, and what ends them."""
+
+import pytest
+
+from common.errors import UserError
+from dataset.prompts import PromptDataset
+from dataset.token_cache import load_tokenizer
+from model.generation import Answer
+from model.sampling import Sampling
+from tests.conftest import ROOT, write_jsonl
+from trainer.components import trajectories
+from trainer.components.environments import Calculator, tool_message
+from trainer.components.trajectories import Sampler, calls_of, seed_of
+
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12+30"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ROOT / "model")
+
+
+@pytest.fixture
+def prompts(tokenizer, tmp_path):
+    path = write_jsonl(
+        tmp_path / "rl.jsonl", [{"prompt": "12+30=?", "answer": "42"}, {"prompt": "Hello", "answer": "Hi"}]
+    )
+    return PromptDataset(str(path), tokenizer, 400, str(tmp_path), tools=Calculator.tools)
+
+
+@pytest.fixture
+def written(monkeypatch, tokenizer):
+    """The model is replaced by turns that are given, in order; returns what it was asked."""
+
+    def script(*turns: str, finish: str = "stop") -> list:
+        asked, answers = [], iter(turns)
+
+        def generate(model, contexts, samplings, max_new_tokens, *_):
+            asked.append((contexts, samplings, max_new_tokens))
+            found = []
+            for of_context in samplings:
+                group = []
+                for sampling in of_context:
+                    text = next(answers) + ("<|im_end|>" if finish == "stop" else "")
+                    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+                    group.append(Answer(sampling, 99, tokens, [-0.5] * len(tokens), finish))
+                found.append(group)
+            return found
+
+        monkeypatch.setattr(trajectories, "generate", generate)
+        return asked
+
+    return script
+
+
+class Head:
+    """Stands for a model."""
+
+    class lm_head:
+        class weight:
+            class device:
+                type = "cpu"
+
+
+def agent(tokenizer, prompts, **options) -> Sampler:
+    sampler = Sampler(tokenizer, 1, 1.0, 64, seed=1, source=prompts.source)
+    sampler.act_in(
+        options.pop("environment", Calculator), **{"max_turns": 3, "max_total_len": 600, "limit": 0.2} | options
+    )
+    return sampler
+
+
+def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets(tokenizer, prompts, written):
+    asked = written(CALL, "42")
+    (found,) = agent(tokenizer, prompts).write(Head, [prompts[0]], update=5)
+    arguments = {"name": "calculate", "arguments": {"expression": "12+30"}}
+    conversation = [
+        {"role": "user", "content": "12+30=?"},
+        {"role": "assistant", "content": "", "tool_calls": [arguments]},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "42"},
+    ]
+    whole = tokenizer.apply_chat_template(conversation, tools=Calculator.tools, tokenize=False)
+    assert tokenizer.decode(found.tokens) == whole.rstrip("\n")
+    assert found.tokens == tokenizer(whole.rstrip("\n"), add_special_tokens=False)["input_ids"]
+    targets = [token for token, is_target in zip(found.tokens, found.is_target, strict=True) if is_target]
+    assert tokenizer.decode(targets) == f"{CALL}<|im_end|>42<|im_end|>"
+    assert found.text == "42" and not found.is_cut and found.log_prob == -0.5 * found.sampled
+    assert [message["role"] for message in found.messages] == ["assistant", "tool", "assistant"]
+    first, second = (samplings[0][0] for _, samplings, _ in asked)
+    assert (first, second) == tuple(Sampling(1.0, seed=seed_of(1, 5, 0, 0, turn)) for turn in (0, 1))
+
+
+def test_a_turn_without_calls_ends_the_trajectory(tokenizer, prompts, written):
+    asked = written("Hi", "Ho", CALL, "42")
+    sampler = agent(tokenizer, prompts)
+    sampler.group = 2
+    found = sampler.write(Head, [prompts[1]], 0)
+    assert [each.text for each in found] == ["Hi", "Ho"] and len(asked) == 1
+    assert len(asked[0][0]) == 1, "the group's members share one reading of the prompt"
+
+
+@pytest.mark.parametrize(("settings", "turns"), [({"max_turns": 2}, 2), ({"max_total_len": 160}, 1)])
+def test_turns_and_tokens_are_bounded(tokenizer, prompts, written, settings, turns):
+    asked = written(CALL, CALL, CALL, CALL)
+    (found,) = agent(tokenizer, prompts, **settings).write(Head, [prompts[0]], 0)
+    assert found.is_cut and len(asked) == turns
+    assert all(new <= settings.get("max_total_len", 600) for _, _, (new,) in asked)
+
+
+def test_a_turn_that_is_cut_gets_no_reply(tokenizer, prompts, written):
+    asked = written(CALL, finish="length")
+    (found,) = agent(tokenizer, prompts).write(Head, [prompts[0]], 0)
+    assert found.is_cut and len(asked) == 1
+
+
+class Broken:
+    tools = Calculator.tools
+
+    def __init__(self, record):
+        pass
+
+    def reply(self, calls):
+        raise ValueError("no battery")
+
+
+class Slow(Broken):
+    def reply(self, calls):
+        while True:
+            tool_message("")
+
+
+class Unborn(Broken):
+    def __init__(self, record):
+        self.limit = record["limit"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"), [(Broken, "no battery"), (Slow, "took longer than 0.2 s"), (Unborn, "'limit'")]
+)
+def test_an_environment_that_fails_names_the_record(tokenizer, prompts, written, environment, why):
+    written(CALL)
+    with pytest.raises(
+        UserError, match=rf"rl.jsonl:1: the environment failed \({why}\); the last checkpoint is intact"
+    ):
+        agent(tokenizer, prompts, environment=environment).write(Head, [prompts[0]], 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (CALL, ["calculate"]),
+        (CALL * 2 + "and text", ["calculate", "calculate"]),
+        ("<tool_call>\n{not json}\n</tool_call>", []),
+        ('<tool_call>{"name": 7}</tool_call>', []),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', []),
+        ('<tool_call>{"name": "f"}</tool_call>', ["f"]),
+        ("<tool_call>", []),
+    ],
+)
+def test_malformed_calls_are_text(text, names):
+    assert [call["name"] for call in calls_of(text)] == names

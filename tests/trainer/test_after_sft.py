@@ -1,0 +1,175 @@
+"""The stages after SFT keep the loop's promises: an update is the same however it is cut, a killed run ends with the
+same bits, shards train as copies do; and what a user does wrong is one line.
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.errors import UserError
+from common.settings import ROOT, StageArgs
+from tests.conftest import write_jsonl
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
+from trainer import train_distillation, train_dpo, train_lora
+from trainer.components.checkpoint import save_weights
+from trainer.components.metrics import read_metrics
+from trainer.trainer_utils import init_model, load_tokenizer, model_config
+
+STAGES = {
+    "dpo": ("dpo", train_dpo.SHOWN),
+    "distillation": ("full_dist", train_distillation.SHOWN),
+    "lora": ("lora_medical", ()),
+}
+TEACHER = {"from_teacher_weight": "teacher"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    """A folder with the weights that the stages start from, and with a wider teacher."""
+    folder = tmp_path_factory.mktemp("start")
+    shapes = {"full_sft_32": (32, 2, False), "full_sft_32_moe": (32, 2, True), "teacher_48": (48, 1, False)}
+    for seed, (name, (width, depth, moe)) in enumerate(shapes.items()):
+        torch.manual_seed(seed)
+        shape = StageArgs(hidden_size=width, num_hidden_layers=depth, use_moe=moe)
+        model, _ = init_model(model_config(load_tokenizer(ROOT / "model"), shape), "none")
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(4)  # predictions that differ
+        save_weights(model, folder / f"{name}.pth")
+    return folder
+
+
+def argv(corpus, start, folder: Path, stage: str, **extra) -> list[str]:
+    """The flags of a small run in its own folder, with the start weights in it."""
+    shutil.copytree(start, folder / "out", dirs_exist_ok=True)
+    settings = {"learning_rate": 1e-3, "epochs": 1} | (TEACHER if stage == "distillation" else {})
+    return flags(corpus, folder, "dpo" if stage == "dpo" else "sft", **(settings | extra))
+
+
+def weights_for_use(folder: Path, name: str) -> dict:
+    path = folder / "out" / name
+    return load_file(path / "adapter_model.safetensors") if path.is_dir() else torch.load(f"{path}.pth")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_ranks_and_shards_change_nothing(corpus, start, tmp_path, stage):
+    """(16) = (4 x 4) = (2 ranks x 4 x 2), the ranks with copies or with shards; of a mixture of experts."""
+    name, shown = STAGES[stage]
+    cuts, found = {"whole": (16, 1, 1), "parts": (4, 4, 1), "ranks": (4, 2, 2)}, {}
+    for cut, (batch_size, accumulation, ranks) in cuts.items():
+        settings = {"batch_size": batch_size, "accumulation_steps": accumulation, "use_moe": 1}
+        settings |= {"parallel": "ddp" if stage == "lora" else "fsdp"}
+        run(stage, argv(corpus, start, tmp_path / cut, stage, **settings, save_interval=1000), ranks=ranks)
+        found[cut] = read_metrics(tmp_path / cut / f"out/{name}_32_moe_metrics.jsonl")
+    whole = found.pop("whole")
+    assert len(whole) >= 3 and {*shown, "loss", "eval_loss"} <= whole[-1].keys()
+    assert stage != "dpo" or whole[0]["logits_loss"] == pytest.approx(0.6931472, abs=1e-6)
+    for cut, parts in found.items():
+        assert len(parts) == len(whole)
+        for one, other in zip(whole, parts, strict=True):
+            for field in ("loss", "aux_loss", "grad_norm", "learning_rate", *shown):
+                assert other[field] == pytest.approx(one[field], rel=1e-4, abs=2e-5), (cut, one["update"], field)
+        assert parts[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], abs=2e-5)
+    weights = [weights_for_use(tmp_path / cut, f"{name}_32_moe") for cut in cuts]
+    assert all(values.keys() == weights[0].keys() for values in weights)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, stage):
+    """With dropout, within an accumulation window. A frozen model's hash belongs to the run: another is refused."""
+    name = f"{STAGES[stage][0]}_32"
+    settings = {"epochs": 2, "dropout": 0.1, "accumulation_steps": 2, "batch_size": 4, "log_interval": 2}
+    settings |= {"lora_dropout": 0.1} if stage == "lora" else {}
+    run(stage, argv(corpus, start, tmp_path / "whole", stage, **settings))
+    broken = argv(corpus, start, tmp_path / "broken", stage, **settings, from_resume=1)
+    run(stage, broken, Faults(signals={12: signal.SIGKILL}), status=-signal.SIGKILL)
+    done = run(stage, broken)
+    assert f"resuming {STAGES[stage][0]} at epoch" in done.out and "computing the reference" not in done.out
+    one, other = (saved_state(tmp_path / folder, name) for folder in ("whole", "broken"))
+    for part in ("model", "optimizer", "update", "best_eval"):
+        assert_same_tensors(one[part], other[part])
+    assert_same_tensors(*(weights_for_use(tmp_path / folder, name) for folder in ("whole", "broken")))
+    assert records(tmp_path / "whole", name) == records(tmp_path / "broken", name)
+    logs = [read_metrics(tmp_path / folder / f"out/{name}_metrics.jsonl") for folder in ("whole", "broken")]
+    for key in STAGES[stage][1]:
+        assert [record[key] for record in logs[0]] == [record[key] for record in logs[1]]
+    if stage == "lora":
+        assert one["model"] and all(".lora_" in key for key in one["model"])
+        assert len(one["optimizer"]["state"]) == len(one["model"])
+    start_file = "teacher_48" if stage == "distillation" else "full_sft_32"
+    weights = tmp_path / "broken" / f"out/{start_file}.pth"
+    before = {path: path.read_bytes() for path in start.glob("*.pth")}
+    assert all((tmp_path / "broken/out" / path.name).read_bytes() == content for path, content in before.items())
+    torch.save({key: value + 1 for key, value in torch.load(weights).items()}, weights)
+    line = run(stage, broken, status=2).error_lines[-1]
+    assert f"{'teacher' if stage == 'distillation' else 'from_weight'}_sha256: " in line
+
+
+def test_an_overwritten_reference_is_not_missed(corpus, start, tmp_path):
+    """A second round over the same name: what the reference said is in the token cache; without it, it is refused."""
+    own = argv(corpus, start, tmp_path, "dpo", save_weight="full_sft", cache_dir=tmp_path / "cache", batch_size=4)
+    run("dpo", own, Faults(signals={6: signal.SIGTERM}), status=143)
+    assert len(list(tmp_path.glob("cache/*/reference_*_float32.npy"))) == 2  # of the training and the held-out pairs
+    assert "computing the reference" not in run("dpo", [*own, "--from_resume", "1"]).out
+    for path in tmp_path.glob("cache/*/reference_*"):
+        path.unlink()
+    assert "are no longer those that the run began with" in run("dpo", [*own, "--from_resume", "1"], status=2).err
+
+
+MISTAKES = {
+    "no start": ("dpo", {"from_weight": "none"}, "--from_weight none: DPO needs a trained model"),
+    "packing": ("dpo", {"packing": 1}, "--packing 1 does not go with DPO"),
+    "beta": ("dpo", {"beta": 0}, "--beta must be above 0"),
+    "loss": ("dpo", {"loss_type": "kto"}, "--loss_type must be 'sigmoid', 'ipo' or 'hinge'"),
+    "no such start": ("dpo", {"from_weight": "nothing"}, "nothing_32.pth do not exist"),
+    "no teacher": ("distillation", {"from_teacher_weight": "nobody"}, "teacher: weights"),
+    "other teacher": ("distillation", {"teacher_hidden_size": 64}, "teacher: --teacher_hidden_size 64: "),
+    "teacher's path": (
+        "distillation",
+        {"from_teacher_weight": "a/b.pth"},
+        "--from_teacher_weight a/b.pth: no such file",
+    ),
+    "alpha": ("distillation", {"alpha": 1.5}, "--alpha must be 1 or less"),
+    "target": ("lora", {"lora_targets": "q_proj,gate"}, "--lora_targets: no layer is named 'gate'"),
+    "no target": ("lora", {"lora_targets": ","}, "--lora_targets: no layer is named ''"),
+    "no base": ("lora", {"from_weight": "none"}, "--from_weight none: an adapter belongs to"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_an_impossible_setting_is_one_line(corpus, start, tmp_path, monkeypatch, case):
+    stage, wrong, line = MISTAKES[case]
+    script = {"dpo": train_dpo, "distillation": train_distillation, "lora": train_lora}[stage]
+    monkeypatch.setattr("sys.argv", [f"train_{stage}.py", *argv(corpus, start, tmp_path, stage, **wrong)])
+    with pytest.raises(UserError) as error:
+        script.main()
+    assert line in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").glob("*.pth"))
+
+
+BAD_PAIRS = {
+    "no rejected": ({"chosen": [], "prompt": "a"}, "no 'chosen' in this record"),
+    "no question": ({"chosen": "a", "rejected": "b"}, "answers without a question"),
+    "number": ({"prompt": "q", "chosen": "a", "rejected": 3}, "'rejected' is a number"),
+    "other beginning": (
+        {"prompt": "x", "chosen": [{"role": "user", "content": "q"}], "rejected": [{"role": "user", "content": "q"}]},
+        "do not begin with 'prompt'",
+    ),
+    "user last": ({"prompt": "q", "chosen": {"role": "user", "content": "a"}, "rejected": "b"}, "no assistant turn"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PAIRS)
+def test_a_bad_pair_is_named_by_file_and_line(corpus, start, tmp_path, monkeypatch, case):
+    record, line = BAD_PAIRS[case]
+    good = json.loads(corpus["dpo"].read_text().splitlines()[0])
+    data = write_jsonl(tmp_path / "pairs.jsonl", [good, record])
+    monkeypatch.setattr("sys.argv", ["train_dpo.py", *argv(corpus, start, tmp_path, "dpo", data_path=data)])
+    with pytest.raises(UserError) as error:
+        train_dpo.main()
+    assert str(error.value).startswith(f"{data}:2: ") and line in str(error.value)

@@ -1,0 +1,53 @@
+"""The host does not wait for a GPU within an update: seen on a CPU, with fake CUDA tensors (tests/fake_cuda)."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, launch
+
+FOLDER = ROOT / "tests/fake_cuda"
+DENSE, OLD = ("dense", "dense float16", "Muon", "Muon float16"), ("dense float16, old GPU", "dense float32")
+GROUPED, BATCHED = ("MoE", "recomputed"), ("MoE, Ampere", "MoE float16", "MoE float32")
+EMPTY = ("empty", "MoE empty", "MoE empty float32")
+IN_ONE_KERNEL = "torch_attn._varlen_attn_backward.default"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
+    """What tests/fake_cuda/updates.py prints."""
+    if torch.__version__.split("+")[0] != "2.13.0" or torch.version.cuda or not sys.platform.startswith("linux"):
+        pytest.skip("the stand-in for CUDA is written for torch 2.13.0 without CUDA, on Linux")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile the stand-in for CUDA with")
+    library = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
+    folder = Path(torch.__file__).parent
+    options = ["-shared", "-fPIC", "-std=c++20", f"-I{folder}/include", FOLDER / "fake_cuda.cpp", "-o", library]
+    subprocess.run([compiler, *options, f"-L{folder}/lib", "-lc10", f"-Wl,-rpath,{folder}/lib"], check=True)
+    return json.loads(launch(FOLDER / "updates.py", LD_PRELOAD=str(library), PYTHONPATH=str(ROOT)).stdout)
+
+
+@pytest.mark.parametrize("mode", [*DENSE, *OLD, *GROUPED, *BATCHED, *EMPTY])
+def test_the_host_waits_for_nothing(found, mode):
+    assert found[mode]["waits"] == []
+    assert "aten._fused_adamw_.default" in found[mode]["operators"]  # an update was made
+
+
+def test_each_gpu_and_dtype_has_its_kernels(found):
+    operators = {mode: set(result["operators"]) for mode, result in found.items()}
+    assert set(operators) == {*DENSE, *OLD, *GROUPED, *BATCHED, *EMPTY}
+    assert all(IN_ONE_KERNEL in operators[mode] for mode in (*DENSE, *GROUPED, "MoE, Ampere", "MoE float16"))
+    assert not any(IN_ONE_KERNEL in operators[mode] for mode in (*OLD, "MoE float32"))
+    for mode in (*OLD, "MoE float32"):  # with fewer key heads than query heads torch computes it without a kernel
+        assert "attention of 4 heads to 4" in operators[mode] and "attention of 4 heads to 2" not in operators[mode]
+    assert all("aten._grouped_mm.default" in operators[mode] for mode in GROUPED)
+    for mode in BATCHED:
+        assert "aten._grouped_mm.default" not in operators[mode] and "aten.bmm.default" in operators[mode]
+    slow = {"aten.index_put.default", "aten._index_put_impl_.default", "aten.nonzero.default"}  # they sort or wait
+    assert not any(slow & found for found in operators.values())

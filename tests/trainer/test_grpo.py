@@ -1,0 +1,77 @@
+"""GRPO as runs: they resume bit for bit, also in the middle of a rollout, however they are distributed."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from tests.stage_process import Faults, run
+from tests.trainer.rollout_runs import IN_A_ROLLOUT, SAMPLED, assert_same_run, figures, rollout_flags, write_prompts
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def grpo_flags(prompts, folder, **extra) -> list[str]:
+    return rollout_flags(prompts, folder, **{"num_generations": 4} | extra)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}])
+def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, settings):
+    """First stopped in the second rollout of an update, of which the first one must not count twice."""
+    settings = settings | {"batch_size": 2, "accumulation_steps": 2}
+    run("grpo", grpo_flags(prompts, tmp_path / "whole", **settings))
+    assert len({json.dumps(record[:4]) for record in figures(tmp_path / "whole", "grpo_32")}) == 6 * settings.get(
+        "num_iterations", 1
+    )
+    again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
+    script = IN_A_ROLLOUT.format(token=9, signal="SIGTERM")
+    stopped = run("grpo", again, Faults(script=script), status=128 + signal.SIGTERM)
+    assert "is saved; --from_resume 1 goes on" in stopped.out + stopped.err
+    for fault in (Faults(script=IN_A_ROLLOUT.format(token=9, signal="SIGKILL")), Faults(signals={3: signal.SIGKILL})):
+        run("grpo", again, fault, status=-signal.SIGKILL)
+    run("grpo", again, Faults(signals={1: signal.SIGTERM}), status=128 + signal.SIGTERM)  # between two iterations
+    run("grpo", again)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", "grpo_32")
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_accumulation_and_ranks_change_nothing(prompts, tmp_path, loss_type):
+    for ranks, batch, steps in ((1, 8, 1), (1, 4, 2), (2, 4, 1)):
+        own = {
+            "batch_size": batch,
+            "accumulation_steps": steps,
+            "loss_type": loss_type,
+            "beta": 0.05,
+            "eval_interval": 0,
+        }
+        own |= {"beta": 0.05, "eval_interval": 0}
+        run("grpo", grpo_flags(prompts, tmp_path / f"{ranks}x{batch}", **own), ranks=ranks)
+    first, *others = (figures(tmp_path / name, "grpo_32") for name in ("1x8", "1x4", "2x4"))
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            for name, a, b in zip(SAMPLED, one, two, strict=True):
+                assert a == (b if name == "samples" or a is None else pytest.approx(b, rel=1e-4, abs=1e-6)), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"epsilon": 0.1}, "error: --epsilon has no effect with one update per rollout"),
+        (
+            {"loss_type": "cispo", "num_iterations": 2, "epsilon": 0.1},
+            "error: --epsilon has no effect with --loss_type cispo",
+        ),
+        ({"packing": 1}, "error: --packing 1 has no effect"),
+        ({"parallel": "fsdp"}, "error: --parallel fsdp: completions are sampled from whole weights"),
+        ({"batch_size": 40}, "error: --data_path holds 24 prompts, and an update takes 40"),
+        ({"reward": "exact_answer"}, r"rl.jsonl:\d+: reward exact_answer failed \(KeyError: .*no reference answer"),
+    ],
+)
+def test_a_mistake_is_one_line(prompts, tmp_path, settings, line):
+    done = run("grpo", grpo_flags(prompts, tmp_path, **settings), status=2)
+    assert len(done.error_lines) == 1
+    assert re.search(line, done.err), done.err

@@ -1,0 +1,75 @@
+"""What the commands of training load before they answer: no more than torch; and what they set before they load it."""
+
+import json
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+
+COMMANDS = [*sorted(str(path) for path in (ROOT / "trainer").glob("train_*.py")), str(ROOT / "llm/training/train.py")]
+HEAVY = {"transformers", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "swanlab"}
+
+ANSWERS = """
+import contextlib, io, json, runpy, sys
+answers = []
+for command in json.loads(sys.argv[1]):
+    for flags in (["--help"], ["--epochs", "none"]):
+        sys.argv, out, err = [command, *flags], io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_path(command, run_name="__main__")
+            except SystemExit as end:
+                answers.append([out.getvalue()[:6], err.getvalue()[:6], end.code])
+print(json.dumps([answers, list(sys.modules)]))
+"""
+
+SETTING = """
+import json, os, runpy, sys
+
+class Torch:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            sys.exit(os.environ.get("GOMP_SPINCOUNT", "not set"))
+
+sys.meta_path.insert(0, Torch)
+found = []
+for command in json.loads(sys.argv[1]):
+    for set_by_user in ({}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}):
+        os.environ.pop("GOMP_SPINCOUNT", None), os.environ.pop("OMP_WAIT_POLICY", None)
+        os.environ |= set_by_user
+        before = set(sys.modules)
+        try:
+            runpy.run_path(command, run_name="__main__")
+        except SystemExit as end:
+            found.append(end.code)
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] in ("common", "dataset", "llm", "model", "scripts", "trainer"):
+                del sys.modules[name]
+print(json.dumps(found))
+"""
+
+
+def python(script: str, *argv: str, **env: str):
+    """What a script prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=240,
+        check=True,
+        env=env or None,
+    )
+    return json.loads(done.stdout)
+
+
+def test_help_and_mistakes_are_answered_without_heavy_imports():
+    answers, modules = python(ANSWERS, json.dumps(COMMANDS))
+    assert answers == [["usage:", "", 0], ["", "error:", 2]] * len(COMMANDS)
+    assert "torch" in modules and not HEAVY & set(modules)
+
+
+def test_waiting_threads_sleep_early_unless_the_user_says_how_they_wait():
+    """Without the shell scripts, too; it must be set before torch is loaded."""
+    commands = [*COMMANDS, str(ROOT / "scripts/benchmark.py")]
+    assert python(SETTING, json.dumps(commands)) == ["2000", "7", "not set"] * len(commands)
