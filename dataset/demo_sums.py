@@ -18,7 +18,7 @@ from common.command_line import Parser, one_line_errors
 from dataset.demo_corpus import write_files
 
 HELD_OUT, TEST = 505, 300  # of the 5,050 pairs of up to two digits those kept for the test; questions made of them
-AGENT = {"agent_sft.jsonl": 1000, "agent_rl.jsonl": 2000, "agent_test.jsonl": 200}  # pairs of three digits
+AGENT = {"agent_sft.jsonl": 1000, "agent_rl.jsonl": 640, "agent_test.jsonl": 200}  # pairs of three digits
 CALCULATE = {  # the tool of the calculator in trainer/components/environments.py
     "type": "function",
     "function": {

@@ -31,6 +31,7 @@ from trainer.components.trained_weights import load_path
 
 EXAM = "exam: questions about people whom SFT never mentioned, right"
 BETA = 0.1  # of DPO
+MUON = {"optimizer": "muon", "learning_rate": 5e-4}  # of the SFT before the rewards
 
 
 class Row(NamedTuple):
@@ -57,6 +58,16 @@ def exam(model: Path, questions: Path, lora: Path | None = None) -> Exam:
     answers = ask(trained, tokenizer, [each["question"] for each in asked], batch_size=96, max_new_tokens=64)
     right = [is_right(answer, question) for answer, question in zip(answers, asked, strict=True)]
     return Exam(sum(right) / len(right), sum(map(len, answers)) / len(answers))
+
+
+@functools.cache
+def sums_right(model: Path, questions: Path) -> float:
+    """The share of sums to which a model answers with the number that the file has, and with nothing else."""
+    trained, tokenizer = load_path(model)
+    asked = [json.loads(line)["conversations"] for line in questions.read_text(encoding="utf-8").splitlines()]
+    answers = ask(trained, tokenizer, [turns[0]["content"] for turns in asked], batch_size=96, max_new_tokens=8)
+    right = [answer == turns[-1]["content"] for answer, turns in zip(answers, asked, strict=True)]
+    return sum(right) / len(right)
 
 
 @dataclass
@@ -143,7 +154,34 @@ def distillation(tour: Tour) -> list[Row]:
     ]
 
 
-CHAPTERS: dict[str, Callable[[Tour], list[Row]]] = {each.__name__: each for each in (persona, terse, distillation)}
+def sums(tour: Tour) -> list[Row]:
+    """GRPO: sums of one and two digits, from half known to known, by rewards for right answers."""
+    shape = {"from_weight": "none", "hidden_size": 256, "num_hidden_layers": 3, "max_seq_len": 64}
+    tour.train("full_sft", "sums_256", "sums/sft.jsonl", epochs=2, batch_size=96, warmup_updates=20, **MUON, **shape)
+    start, test = tour.save_dir / "sums_256.pth", tour.data / "sums" / "test.jsonl"
+    settings = {"from_weight": start, "max_seq_len": 64, "max_gen_len": 6, "eval_data_path": test, "eval_interval": 40}
+    settings |= {"learning_rate": 1e-4, "epochs": 2, "warmup_updates": 5, "log_interval": 20}
+    tour.train("grpo", "sums_grpo_256", "sums/rl.jsonl", **settings)
+    measure = "sums in neither training set, right"
+    return [Row(measure, sums_right(start, test), sums_right(tour.save_dir / "sums_grpo_256.pth", test))]
+
+
+def calculator(tour: Tour) -> list[Row]:
+    """An agent: sums of three digits with a calculator; before: the model of the last chapter, alone."""
+    shown = {"from_weight": tour.save_dir / "sums_256.pth", "max_seq_len": 256, "epochs": 1, "warmup_updates": 5}
+    tour.train("full_sft", "calls_256", "sums/agent_sft.jsonl", **shown, **MUON)
+    test = tour.data / "sums" / "agent_test.jsonl"
+    settings = {"from_weight": tour.save_dir / "calls_256.pth", "max_seq_len": 256, "max_gen_len": 40}
+    settings |= {"environment": "calculator", "reward": "numeric_answer,tool_used=0.2", "learning_rate": 1e-4}
+    settings |= {"warmup_updates": 5, "eval_data_path": test, "log_interval": 1, "eval_interval": 10}
+    tour.train("agent", "calculator_256", "sums/agent_rl.jsonl", **settings)
+    alone, found = sums_right(tour.save_dir / "sums_grpo_256.pth", test), tour.last_record("calculator_256")
+    return [Row("sums of three digits in no training set, right", alone, found["eval_numeric_answer"])]
+
+
+CHAPTERS: dict[str, Callable[[Tour], list[Row]]] = {
+    each.__name__: each for each in (persona, terse, distillation, sums, calculator)
+}
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

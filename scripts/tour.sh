@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What comes after SFT, with the quickstart's model, in about a quarter of an hour on two CPU cores: a persona by LoRA, a
-# terse style by DPO, a model of a third of the size by distillation. Each is examined before and after.
+# What comes after SFT, in about 20 minutes on two CPU cores: with the quickstart's model a persona by LoRA, a terse style
+# by DPO, a model of a third of the size by distillation; then sums by GRPO, and an agent with a calculator. Each is
+# examined before and after.
 #
 #   bash scripts/tour.sh            goes on where an earlier tour stopped
 #   bash scripts/tour.sh --fresh    starts over
@@ -24,6 +25,7 @@ source scripts/environment.sh
 trap 'echo "The tour stopped. It goes on with: bash scripts/tour.sh" >&2' ERR
 python -m dataset.demo_corpus --output_dir dataset/demo
 python -m dataset.demo_tour --output_dir dataset/demo
+python -m dataset.demo_sums --output_dir dataset/demo/sums
 python scripts/tour.py --model "$model" --data_dir dataset/demo --save_dir out/tour --checkpoint_dir checkpoints/tour
 cat <<END
 

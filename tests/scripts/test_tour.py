@@ -1,6 +1,7 @@
 """The tour: what it runs is possible, what is done is not repeated, what is in the way is one line."""
 
 import json
+import os
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -9,14 +10,15 @@ import pytest
 
 from common.settings import parse_args
 from dataset.demo_corpus import make_corpus
+from dataset.demo_sums import make_sums
 from dataset.demo_tour import make_tour
 from scripts import tour
 from tests.conftest import ROOT
-from trainer import train_distillation, train_dpo, train_lora
+from trainer import train_agent, train_distillation, train_dpo, train_full_sft, train_grpo, train_lora
 
-ARGS = {
-    f"trainer/{stage.__name__.split('.')[1]}.py": stage.Args for stage in (train_lora, train_dpo, train_distillation)
-}
+STAGES = (train_lora, train_dpo, train_distillation, train_full_sft, train_grpo, train_agent)
+ARGS = {f"trainer/{stage.__name__.split('.')[1]}.py": stage.Args for stage in STAGES}
+RUNS = ["persona", "terse", "alone", "student", "sums", "sums_grpo", "calls", "calculator"]
 RECORD = {
     "update": 1,
     "seconds": 2.0,
@@ -25,7 +27,7 @@ RECORD = {
     "eval_reward_margin": 0.5,
     "eval_reward_chosen": 0.2,
 }
-RECORD |= {"eval_log_prob_chosen": -10.0, "eval_divergence": 0.25, "eval_loss": 0.5}
+RECORD |= {"eval_log_prob_chosen": -10.0, "eval_divergence": 0.25, "eval_loss": 0.5, "eval_numeric_answer": 0.9}
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def started(tmp_path, monkeypatch) -> list[dict]:
     class Started(list):
         status = 0
 
-    runs, sizes = Started(), {"persona": 256, "terse": 256, "alone": 128, "student": 128}
+    runs, sizes = Started(), dict.fromkeys(RUNS, 256) | {"alone": 128, "student": 128}
 
     def run(command, cwd, check):
         args = parse_args(ARGS[command[1]], None, command[2:])
@@ -47,6 +49,7 @@ def started(tmp_path, monkeypatch) -> list[dict]:
 
     monkeypatch.setattr(tour, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(tour, "exam", lambda model, questions, lora=None: tour.Exam(0.9 if lora else 0.8, 20.0))
+    monkeypatch.setattr(tour, "sums_right", lambda model, questions: 0.4)
     return runs
 
 
@@ -60,13 +63,13 @@ def args(tmp_path) -> list:
 def test_each_chapter_once_and_a_report(started, args, tmp_path, call):
     done = call(tour, *args)
     assert done.returncode == 0, done.stderr
-    files = make_corpus(0) | make_tour(0)
+    files = make_corpus(0) | make_tour(0) | {f"sums/{name}": records for name, records in make_sums(0).items()}
     for settings in started:
         named = [settings.data_path, settings.eval_data_path]
-        assert all(path.rsplit("/", 1)[1] in files for path in named if path)
+        assert all(os.path.relpath(path, tmp_path) in files for path in named if path)
         assert settings.from_resume and str(settings.save_dir) == str(tmp_path / "out")
-    assert [settings.save_weight for settings in started] == ["persona", "terse", "alone", "student"]
-    alone, student = (vars(settings) for settings in started[2:])
+    assert [settings.save_weight for settings in started] == RUNS
+    alone, student = (vars(settings) for settings in started[2:4])
     differing = {name for name in alone if alone[name] != student[name]}
     assert differing == {"save_weight", "alpha"} and alone["alpha"] == 1  # but for the teacher the same run
 
@@ -80,7 +83,7 @@ def test_each_chapter_once_and_a_report(started, args, tmp_path, call):
             assert [*measure.split(), *wanted] in shown
 
     again = call(tour, *args)
-    assert len(started) == 4 and again.stdout.splitlines()[-5:] == done.stdout.splitlines()[-5:]
+    assert len(started) == len(RUNS) and again.stdout.splitlines()[-5:] == done.stdout.splitlines()[-5:]
 
 
 def test_a_tour_that_was_stopped_goes_on(started, args, call):
@@ -89,7 +92,7 @@ def test_a_tour_that_was_stopped_goes_on(started, args, call):
     assert call(tour, *args).returncode == 130
     started.status = 0
     assert call(tour, *args).returncode == 0
-    assert [settings.save_weight for settings in started] == ["persona", "terse", "terse", "alone", "student"]
+    assert [settings.save_weight for settings in started] == ["persona", "terse", *RUNS[1:]]
 
 
 def test_what_is_in_the_way_is_one_line(started, args, tmp_path, call):

@@ -62,6 +62,15 @@ def translated_failures() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def loader_failures() -> Iterator[None]:
+    """Around taking a micro-batch: raises UserError if its data loader process was killed while handing it over."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise UserError(_loader_message(error)) from error
+
+
 def check_shared_memory(num_workers: int) -> None:
     """Make as many semaphores as the queues of a data loader need. Raises UserError if there is no room for them."""
     try:

@@ -1,6 +1,8 @@
 """Which samples make up which micro-batch: a pure function of the seed and the epoch, for any number of ranks."""
 
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
@@ -12,6 +14,19 @@ from dataset.lm_dataset import collate_flat
 from trainer.components.distributed import this_rank, world_size
 from trainer.components.failures import check_shared_memory
 from trainer.components.signals import ignore_stop_signals
+
+
+class Loader(DataLoader):
+    """A DataLoader that tells of a killed process when its next micro-batch is wanted.
+
+    torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
+    """
+
+    def __iter__(self):
+        batches = super().__iter__()
+        if self.num_workers and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch sets its handler with the first iterator only
+        return batches
 
 
 class SizedDataset(Protocol):
@@ -94,7 +109,7 @@ def ordered_loader(
         check_shared_memory(num_workers)
     mine = rank_share(order, batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(mine, batch_size, skip_batches, steps_per_epoch(len(order), batch_size))
-    return DataLoader(
+    return Loader(
         cast(Dataset, dataset),
         batch_sampler=batches,
         collate_fn=collate_fn,

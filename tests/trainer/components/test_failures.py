@@ -2,13 +2,15 @@
 
 import errno
 import multiprocessing
+import time
 
 import pytest
 import torch
 
 from common.errors import UserError
 from trainer.components.failures import translated_failures
-from trainer.components.sampler import epoch_loader
+from trainer.components.meter import Meter
+from trainer.components.sampler import Loader, epoch_loader
 
 
 def test_without_shared_memory_no_loader_process_is_started(monkeypatch):
@@ -40,6 +42,28 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_one_line():
         list(torch.utils.data.DataLoader(SmallMemory(text), num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(RuntimeError, match="a bug"), translated_failures():
         list(torch.utils.data.DataLoader(SmallMemory("a bug"), num_workers=1, multiprocessing_context="fork"))
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
+def test_a_loader_process_that_died_while_it_handed_over_is_one_line(error):
+    def batches():
+        yield {}
+        raise error
+
+    with pytest.raises(UserError, match=f"{error.__name__}.*--num_workers 0"):
+        Meter().fetch(batches(), 2)
+
+
+def test_a_loader_process_that_died_is_told_with_the_next_micro_batch():
+    """Not at once: the training process may be in the middle of a save."""
+    batches = iter(Loader(range(10), num_workers=1, multiprocessing_context="fork"))
+    next(batches)
+    process = batches._workers[0]
+    process.kill()
+    process.join()
+    time.sleep(0.1)  # time for a signal handler to raise
+    with pytest.raises(UserError, match="--num_workers 0"), translated_failures():
+        list(batches)
 
 
 class InductorError(RuntimeError):
