@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
@@ -97,9 +98,9 @@ class Tour:
             raise SystemExit(done.returncode)
         self.runs.append(run)
 
-    def last_record(self, run: str) -> dict[str, Any]:
-        """The last record of a run's metrics."""
-        return read_metrics(metrics_path(self.save_dir, run))[-1]
+    def records(self, run: str) -> list[dict[str, Any]]:
+        """The records of a run's metrics."""
+        return read_metrics(metrics_path(self.save_dir, run))
 
 
 # --- the chapters ----------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def terse(tour: Tour) -> list[Row]:
     held_out = tour.data / "terse_eval.jsonl"
     settings = {"eval_data_path": held_out, "epochs": 2, "batch_size": 8, "learning_rate": 1e-5, "beta": BETA}
     tour.train("dpo", "terse_256", "terse.jsonl", **settings)
-    found, asked = tour.last_record("terse_256"), tour.data / "exam.jsonl"
+    found, asked = tour.records("terse_256")[-1], tour.data / "exam.jsonl"
     before, after = exam(tour.model, asked), exam(tour.save_dir / "terse_256.pth", asked)
     chosen = found["eval_log_prob_chosen"]
     return [
@@ -143,7 +144,7 @@ def distillation(tour: Tour) -> list[Row]:
     runs = {"alone_128": 1.0, "student_128": 0.1}  # share of the cross entropy in the loss
     for run, alpha in runs.items():
         tour.train("distillation", run, "distillation.jsonl", alpha=alpha, **student)
-    alone, taught = (tour.last_record(run) for run in runs)
+    alone, taught = (tour.records(run)[-1] for run in runs)
     exams = (exam(tour.save_dir / f"{run}.pth", tour.data / "exam.jsonl") for run in runs)
     return [
         Row(
@@ -175,8 +176,12 @@ def calculator(tour: Tour) -> list[Row]:
     settings |= {"environment": "calculator", "reward": "numeric_answer,tool_used=0.2", "learning_rate": 1e-4}
     settings |= {"warmup_updates": 5, "eval_data_path": test, "log_interval": 1, "eval_interval": 10}
     tour.train("agent", "calculator_256", "sums/agent_rl.jsonl", **settings)
-    alone, found = sums_right(tour.save_dir / "sums_grpo_256.pth", test), tour.last_record("calculator_256")
-    return [Row("sums of three digits in no training set, right", alone, found["eval_numeric_answer"])]
+    alone, found = sums_right(tour.save_dir / "sums_grpo_256.pth", test), tour.records("calculator_256")
+    sampled = [record["reward_numeric_answer"] for record in found]
+    return [
+        Row("sums of three digits in no training set, right", alone, found[-1]["eval_reward_numeric_answer"]),
+        Row("sampled answers that are right, first and last five updates", fmean(sampled[:5]), fmean(sampled[-5:])),
+    ]
 
 
 CHAPTERS: dict[str, Callable[[Tour], list[Row]]] = {

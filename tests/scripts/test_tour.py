@@ -27,7 +27,8 @@ RECORD = {
     "eval_reward_margin": 0.5,
     "eval_reward_chosen": 0.2,
 }
-RECORD |= {"eval_log_prob_chosen": -10.0, "eval_divergence": 0.25, "eval_loss": 0.5, "eval_numeric_answer": 0.9}
+RECORD |= {"eval_log_prob_chosen": -10.0, "eval_divergence": 0.25, "eval_loss": 0.5, "reward_numeric_answer": 0.7}
+RECORD |= {"eval_reward_numeric_answer": 0.9}
 
 
 @pytest.fixture
