@@ -64,7 +64,7 @@ def translated_failures() -> Iterator[None]:
 
 @contextmanager
 def loader_failures() -> Iterator[None]:
-    """Around taking a micro-batch: raises UserError if its data loader process was killed while handing it over."""
+    """Around taking micro-batches: raises UserError if a data loader process was killed while handing one over."""
     try:
         yield
     except (EOFError, ConnectionError) as error:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.components.distributed import reduce_sum
-from trainer.components.failures import loader_failures
 
 COUNTS = ("updates", "micro_batches", "samples", "tokens", "pad_rows", "flops", "wait", "comm", "save", "evaluate")
 
@@ -76,7 +75,7 @@ class Meter:
 
     def fetch(self, batches: Iterable[dict], count: int) -> list[dict]:
         """The next `count` micro-batches, timed as `wait`."""
-        with self.timing("wait"), loader_failures():
+        with self.timing("wait"):
             return list(islice(batches, count))
 
     def count(self, sizes: list[Size], device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dataset.lm_dataset import collate_flat
 from trainer.components.distributed import this_rank, world_size
-from trainer.components.failures import check_shared_memory
+from trainer.components.failures import check_shared_memory, loader_failures
 from trainer.components.signals import ignore_stop_signals
 
 
@@ -22,11 +22,16 @@ class Loader(DataLoader):
     torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
     """
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         batches = super().__iter__()
         if self.num_workers and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch sets its handler with the first iterator only
-        return batches
+        return _handed_over(batches)
+
+
+def _handed_over(batches: Iterator) -> Iterator:
+    with loader_failures():
+        yield from batches
 
 
 class SizedDataset(Protocol):

@@ -9,7 +9,6 @@ import torch
 
 from common.errors import UserError
 from trainer.components.failures import translated_failures
-from trainer.components.meter import Meter
 from trainer.components.sampler import Loader, epoch_loader
 
 
@@ -46,19 +45,21 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_one_line():
 
 @pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
 def test_a_loader_process_that_died_while_it_handed_over_is_one_line(error):
-    def batches():
-        yield {}
-        raise error
+    class Dying(list):
+        def __iter__(self):
+            yield [0]
+            raise error
 
     with pytest.raises(UserError, match=f"{error.__name__}.*--num_workers 0"):
-        Meter().fetch(batches(), 2)
+        list(Loader([torch.zeros(1)], batch_sampler=Dying()))
 
 
 def test_a_loader_process_that_died_is_told_with_the_next_micro_batch():
     """Not at once: the training process may be in the middle of a save."""
+    others = multiprocessing.active_children()
     batches = iter(Loader(range(10), num_workers=1, multiprocessing_context="fork"))
     next(batches)
-    process = batches._workers[0]
+    (process,) = set(multiprocessing.active_children()) - set(others)
     process.kill()
     process.join()
     time.sleep(0.1)  # time for a signal handler to raise
