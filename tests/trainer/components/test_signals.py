@@ -89,7 +89,8 @@ def test_a_console_that_fails_ends_nothing(corpus, tmp_path, whole, console):
 
 def test_a_loader_process_that_is_killed_ends_in_one_line(corpus, tmp_path):
     kill = "import threading, time, multiprocessing\n"
-    kill += "def wait():\n    while not (found := multiprocessing.active_children()): time.sleep(0.01)\n    found[0].kill()\n"
+    kill += "def wait():\n    while not (found := multiprocessing.active_children()): time.sleep(0.01)\n"
+    kill += "    found[0].kill()\n"
     kill += "threading.Thread(target=wait, daemon=True).start()"
     argv = flags(corpus, tmp_path, "pretrain", epochs=3, num_workers=1)
     (line,) = run("pretrain", argv, Faults(script=kill, sleep=0.3), status=2).error_lines
