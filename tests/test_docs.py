@@ -87,6 +87,7 @@ SCRIPTS = {
     "scripts/serve_openai_api.py": None,
     "scripts/bench/after_sft.py": None,
     "scripts/bench/rollouts.py": None,
+    "scripts/bench/scaling.py": None,
     "scripts/bench/serving.py": None,
     "scripts/tour.py": None,
     "scripts/train_tokenizer.py": None,
