@@ -39,7 +39,7 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.bench.pairs import Peer, check_peer, compare_losses
 from scripts.plot_metrics import new_figure
 from trainer import train_full_sft, train_pretrain
-from trainer.components.compiling import uses_compile
+from trainer.components.compiling import compiles
 from trainer.components.data import open_datasets
 from trainer.components.device import (
     mixed_precision,
@@ -145,9 +145,8 @@ class Ours:
         self.initial = snapshot(model.state_dict()) if args.peer != "none" else {}
         data = data_fingerprint(self.train_set.cache)
         run = run_fingerprint(args, model_fingerprint(config), data, len(self.train_set))
-        wrapped = wrap_model(
-            model, device, args.parallel, uses_compile(args, run), args.activation_checkpointing, autocast
-        )
+        compiled = compiles(args, self.train_set)
+        wrapped = wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
         parts = (wrapped, self.new_optimizer(wrapped), scaler, autocast, device, next_token_loss)
         self.state = TrainState(args, config, *parts, lambda update, total, args: args.learning_rate, run)
         loaders = (

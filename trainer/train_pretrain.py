@@ -22,7 +22,7 @@ from common.locks import lock_output
 from common.settings import ROOT, StageArgs, parse_args
 from dataset.lm_dataset import PretrainDataset
 from trainer.components.bad_updates import BadUpdates
-from trainer.components.compiling import uses_compile
+from trainer.components.compiling import compiles
 from trainer.components.data import open_datasets
 from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.failures import training_errors
@@ -116,7 +116,7 @@ def main() -> None:
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     model, _ = init_model(lm_config, "none" if checkpoint else args.from_weight, args.tokenizer_path, args.save_dir)
     freeze(model, frozen)
-    model = wrap_model(model, device, args.parallel, uses_compile(args, run), args.activation_checkpointing, autocast)
+    model = wrap_model(model, device, args.parallel, compiles(args, train_set), args.activation_checkpointing, autocast)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, restored from the checkpoint.

@@ -8,37 +8,39 @@ from pathlib import Path
 import torch
 
 from common.settings import StageArgs
-from trainer.components.device import select_device
+from dataset.lm_dataset import TokenDataset
+from trainer.components.device import has_matrix_unit, select_device
 from trainer.components.distributed import Logger, world_size
-from trainer.components.resume import Fingerprint
+from trainer.components.sampler import SizedDataset
 
 ENOUGH = 5e13  # operations of a run per thread: five to twelve minutes; compiling takes half a one and saves a tenth
 
 
-def uses_compile(args: StageArgs, run: Fingerprint) -> bool:
+def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     """Whether a run compiles its layers: what --use_compile says, or where that is `auto`, whether it pays.
 
-    It pays in long pretraining and SFT of dense models on packed rows on a CPU; elsewhere it gained nothing, or was not
-    measured (docs/LOG.md). The settings, the data and the machine decide, not times, so that a resumed run does as it
-    did before.
-
-    run: the fingerprint of the run.
+    It pays in long pretraining and SFT on a CPU with a unit for matrix products, which leaves most of the time to what
+    the compiler fuses, and on other CPUs in those of dense models on packed rows; elsewhere it gained nothing, or was
+    not measured (docs/LOG.md). The settings, the data and the machine decide, not times, so that a resumed run does as
+    it did before.
     """
     if args.use_compile != "auto":
         return args.use_compile
-    usual = args.packing and args.parallel == "ddp" and not args.use_moe and not args.activation_checkpointing
+    usual = args.parallel == "ddp" and not args.activation_checkpointing
+    fits = (args.packing and not args.use_moe) or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
     possible = select_device(args.device).type == "cpu" and has_compiler()
-    pays = bool(usual) and possible and operations(args, run) >= ENOUGH
+    pays = usual and fits and possible and operations(args, train_set) >= ENOUGH
     if pays:
-        Logger("--use_compile auto: the layers are compiled, as the run is long and its packed rows are of one size")
+        Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
     return pays
 
 
-def operations(args: StageArgs, run: Fingerprint) -> float:
-    """Roughly the floating-point operations of a run on packed rows, of each thread of a rank."""
+def operations(args: StageArgs, train_set: SizedDataset) -> float:
+    """Roughly the floating-point operations of a run, of each thread of a rank."""
+    known = isinstance(train_set, TokenDataset)
+    tokens = int(train_set.cache.offsets[-1]) if known else len(train_set) * args.max_seq_len
     weights = 12.0 * args.num_hidden_layers * args.hidden_size**2
-    tokens = run["samples"] * args.max_seq_len * args.epochs
-    return 6.0 * weights * tokens / (world_size() * torch.get_num_threads())
+    return 6.0 * weights * tokens * args.epochs / (world_size() * torch.get_num_threads())
 
 
 def has_compiler() -> bool:

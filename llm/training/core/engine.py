@@ -19,7 +19,7 @@ from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonito
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer.components.bad_updates import BadUpdates
-from trainer.components.compiling import uses_compile
+from trainer.components.compiling import compiles
 from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.flops import peak_rate
 from trainer.components.parallel import wrap_model
@@ -81,9 +81,8 @@ class TrainingEngine(Hooks):
         if checkpoint is not None:  # its weights replace --from_weight
             task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight="none"))
         model = task.build_model()
-        wrapped = wrap_model(
-            model, device, args.parallel, uses_compile(args, run), args.activation_checkpointing, autocast
-        )
+        compiled = compiles(args, self.data.train_dataset)
+        wrapped = wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
         optimizer = task.build_optimizer(model)
         self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()

@@ -6,23 +6,28 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.settings import StageArgs, parse_args
+from common.settings import ROOT, StageArgs, parse_args
+from dataset.lm_dataset import PretrainDataset
 from trainer.components import compiling
-from trainer.components.compiling import has_compiler, uses_compile
+from trainer.components.compiling import compiles, has_compiler, operations
+from trainer.components.data import open_datasets
 from trainer.components.parallel import wrap_model
 from trainer.train_grpo import Args as GRPOArgs
+from trainer.trainer_utils import load_tokenizer
 
 LONG = StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu")
-RUN = {"samples": 1_000_000}  # rows
+RUN = range(1_000_000)  # as many rows
 
 
 @pytest.fixture(autouse=True)
-def with_compiler(monkeypatch):
+def machine(monkeypatch):
+    """A CPU with a compiler and without a matrix unit."""
     monkeypatch.setattr(compiling, "has_compiler", lambda: True)
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: False)
 
 
 def test_long_packed_runs_are_compiled_and_one_line_says_so(capsys):
-    assert uses_compile(LONG, RUN) is True
+    assert compiles(LONG, RUN) is True
     out = capsys.readouterr().out
     assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
 
@@ -31,14 +36,30 @@ def test_long_packed_runs_are_compiled_and_one_line_says_so(capsys):
     "other", [{"packing": False}, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}]
 )
 def test_other_runs_are_not(other, capsys):
-    assert uses_compile(replace(LONG, **other), RUN) is False
+    assert compiles(replace(LONG, **other), RUN) is False
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("other", [{"packing": False}, {"use_moe": True}, {"dtype": "bfloat16", "packing": False}])
+def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    assert compiles(replace(LONG, **other), RUN)
+    assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN)
+    assert not compiles(replace(LONG, parallel="fsdp"), RUN)
+
+
+def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
+    args = replace(LONG, data_path=str(corpus["pretrain"]), cache_dir=str(tmp_path))
+    train_set, _ = open_datasets(PretrainDataset, args, load_tokenizer(ROOT / "model"))
+    tokens = sum(len(sample["input_ids"]) for item in train_set for sample in item)
+    expected = 6 * 12 * args.num_hidden_layers * args.hidden_size**2 * tokens * 2 / torch.get_num_threads()
+    assert operations(args, train_set) == pytest.approx(expected)
+
+
 def test_short_runs_are_not_nor_those_without_a_compiler(monkeypatch):
-    assert not uses_compile(LONG, {"samples": 100})
+    assert not compiles(LONG, range(100))
     monkeypatch.setattr(compiling, "has_compiler", lambda: False)
-    assert not uses_compile(LONG, RUN)
+    assert not compiles(LONG, RUN)
 
 
 def test_what_compiling_needs_is_looked_for(monkeypatch):
@@ -47,8 +68,8 @@ def test_what_compiling_needs_is_looked_for(monkeypatch):
 
 
 def test_zero_and_one_stay(capsys):
-    assert uses_compile(replace(LONG, use_compile=False), RUN) is False
-    assert uses_compile(replace(LONG, use_compile=True, packing=False), {"samples": 1}) is True
+    assert compiles(replace(LONG, use_compile=False), RUN) is False
+    assert compiles(replace(LONG, use_compile=True, packing=False), range(1)) is True
     assert capsys.readouterr().out == ""
 
 
