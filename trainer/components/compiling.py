@@ -29,16 +29,16 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     usual = args.parallel == "ddp" and not args.activation_checkpointing
     fits = (args.packing and not args.use_moe) or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
     possible = select_device(args.device).type == "cpu" and has_compiler()
-    pays = usual and fits and possible and operations(args, train_set) >= ENOUGH
+    measured = isinstance(train_set, TokenDataset)  # and not the data of another task of the engine
+    pays = usual and fits and possible and measured and operations(args, train_set) >= ENOUGH
     if pays:
         Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
     return pays
 
 
-def operations(args: StageArgs, train_set: SizedDataset) -> float:
+def operations(args: StageArgs, train_set: TokenDataset) -> float:
     """Roughly the floating-point operations of a run, of each thread of a rank."""
-    known = isinstance(train_set, TokenDataset)
-    tokens = int(train_set.cache.offsets[-1]) if known else len(train_set) * args.max_seq_len
+    tokens = int(train_set.cache.offsets[-1])
     weights = 12.0 * args.num_hidden_layers * args.hidden_size**2
     return 6.0 * weights * tokens * args.epochs / (world_size() * torch.get_num_threads())
 

@@ -1,13 +1,16 @@
 """--use_compile auto: when the layers are compiled, and what is said of it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from common.errors import UserError
 from common.settings import ROOT, StageArgs, parse_args
-from dataset.lm_dataset import PretrainDataset
+from dataset.lm_dataset import PretrainDataset, TokenDataset
+from dataset.token_cache import TokenCache
 from trainer.components import compiling
 from trainer.components.compiling import compiles, has_compiler, operations
 from trainer.components.data import open_datasets
@@ -16,7 +19,13 @@ from trainer.train_grpo import Args as GRPOArgs
 from trainer.trainer_utils import load_tokenizer
 
 LONG = StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu")
-RUN = range(1_000_000)  # as many rows
+
+
+def data_of(tokens: int) -> TokenDataset:
+    return TokenDataset(cast(TokenCache, SimpleNamespace(offsets=[0, tokens])))
+
+
+RUN = data_of(500_000_000)
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +65,14 @@ def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
     assert operations(args, train_set) == pytest.approx(expected)
 
 
+def test_other_data_than_tokens_are_not(monkeypatch):
+    """Such as those of a task of one's own: nothing was measured there."""
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    assert not compiles(LONG, range(10**9))
+
+
 def test_short_runs_are_not_nor_those_without_a_compiler(monkeypatch):
-    assert not compiles(LONG, range(100))
+    assert not compiles(LONG, data_of(50_000))
     monkeypatch.setattr(compiling, "has_compiler", lambda: False)
     assert not compiles(LONG, RUN)
 
@@ -69,7 +84,7 @@ def test_what_compiling_needs_is_looked_for(monkeypatch):
 
 def test_zero_and_one_stay(capsys):
     assert compiles(replace(LONG, use_compile=False), RUN) is False
-    assert compiles(replace(LONG, use_compile=True, packing=False), range(1)) is True
+    assert compiles(replace(LONG, use_compile=True, packing=False), data_of(500)) is True
     assert capsys.readouterr().out == ""
 
 
