@@ -21,8 +21,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class StopRequest:
     """SIGINT, SIGTERM and SIGHUP as a request that the loop grants at the end of an update.
 
-    Before and after training (`defer` is False: nothing to save) a signal ends the run at once. A second Ctrl-C always
-    does. As a context manager it restores the previous handlers at the end.
+    Before and after training (`defer` is False: nothing to save) a first signal ends the run at once. A second Ctrl-C
+    always does. As a context manager it restores the previous handlers at the end.
     """
 
     def __init__(self):
@@ -49,7 +49,9 @@ class StopRequest:
         # torchrun and the terminal may both deliver the same Ctrl-C: only a later one is a second one
         insists = number == signal.SIGINT and self.signal and now - self._since > 2
         name = signal.Signals(number).name
-        if not self.defer or insists:
+        # a request that was granted is no new one: a torchrun that is killed may have the signal sent more than once,
+        # for each of its threads that ends, while this process writes its last files
+        if insists or not (self.defer or self.signal):
             raise Interrupted(number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one")
         if not self.signal:
             self.signal, self._since = number, now

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.errors import UserError
+from common.errors import Interrupted, UserError
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.components import signals
 from trainer.components.metrics import read_metrics
+from trainer.components.signals import StopRequest
 
 
 def wait_for_records(path, count: int, alive) -> None:
@@ -103,6 +104,18 @@ def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", epochs=1)
     done = run("pretrain", argv, Faults(script=ignore, signals={3: signal.SIGHUP}))
     assert "done: 8 updates" in done.out and done.err == ""
+
+
+def test_a_signal_that_comes_again_does_not_disturb_the_end():
+    """As when the threads of a torchrun that was killed end one after the other."""
+    with StopRequest() as stop:
+        stop.defer = True
+        signal.raise_signal(signal.SIGTERM)
+        stop.defer = False  # the last files are being written
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+    with StopRequest(), pytest.raises(Interrupted):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_two_ranks_stop_at_the_same_update(corpus, tmp_path):
