@@ -29,8 +29,8 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     usual = args.parallel == "ddp" and not args.activation_checkpointing
     fits = (args.packing and not args.use_moe) or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
     possible = select_device(args.device).type == "cpu" and has_compiler()
-    measured = isinstance(train_set, TokenDataset)  # and not the data of another task of the engine
-    pays = usual and fits and possible and measured and operations(args, train_set) >= ENOUGH
+    is_text = isinstance(train_set, TokenDataset)  # an engine task may have other data, for which nothing was measured
+    pays = usual and fits and possible and is_text and operations(args, train_set) >= ENOUGH
     if pays:
         Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
     return pays

@@ -37,7 +37,7 @@ def wrap_model(
 
     Args:
         model: best on the CPU: fsdp then moves only this rank's shards to the device.
-        use_compile: `auto` is no here; `compiles` in compiling.py decides it.
+        use_compile: `auto` counts as 0 here; `compiles` in compiling.py decides it.
         autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in its dtype.
 
     Raises:

@@ -49,8 +49,8 @@ class StopRequest:
         # torchrun and the terminal may both deliver the same Ctrl-C: only a later one is a second one
         insists = number == signal.SIGINT and self.signal and now - self._since > 2
         name = signal.Signals(number).name
-        # a request that was granted is no new one: a torchrun that is killed may have the signal sent more than once,
-        # for each of its threads that ends, while this process writes its last files
+        # later signals repeat the request, also while the last files are written: when torchrun is killed, Linux sends
+        # one for each of its threads that ends
         if insists or not (self.defer or self.signal):
             raise Interrupted(number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one")
         if not self.signal:
