@@ -34,6 +34,7 @@ from trainer.components.parallel import freeze, wrap_model
 from trainer.components.preference import (
     SHOWN,
     answer_log_probs,
+    chosen_loss,
     pair_size,
     preference_figures,
     preference_loss,
@@ -84,6 +85,7 @@ class Args(StageArgs):
     max_seq_len: int = 1024
     beta: float = setting(0.15, "how closely the model stays with the reference (of ipo: its tau)", gt=0)
     loss_type: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "loss of a pair: DPO's, IPO's or SLiC's")
+    rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside it (RPO)", ge=0)
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
@@ -98,6 +100,8 @@ def loss_fn(model, batch, args):
     """Sums: the losses of the pairs, the load-balancing losses of the tokens, and the figures SHOWN of the pairs."""
     log_probs, aux_loss = answer_log_probs(model, batch)  # [2 P]: chosen, rejected, chosen, rejected ...
     losses = preference_loss(log_probs, batch, args.beta, args.loss_type)  # [P]
+    if args.rpo_alpha:
+        losses = losses + args.rpo_alpha * chosen_loss(log_probs, batch)
     return losses.sum(), aux_loss, preference_figures(log_probs, batch, args.beta)
 
 

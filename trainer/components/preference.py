@@ -47,12 +47,22 @@ def preference_loss(log_probs: Tensor, batch: Batch, beta: float, loss_type: str
     """
     ratios = log_probs - batch["reference"]
     if loss_type == "ipo":
-        parts = zip(ratios.unbind(), batch["target_counts"], strict=True)
-        means = [ratio / count for ratio, count in parts]
-        ratios = torch.stack(means) if means else ratios
+        ratios = per_token(ratios, batch)
         return (ratios[::2] - ratios[1::2] - 1 / (2 * beta)).square()
     margins = beta * (ratios[::2] - ratios[1::2])
     return F.relu(1 - margins) if loss_type == "hinge" else -F.logsigmoid(margins)
+
+
+def chosen_loss(log_probs: Tensor, batch: Batch) -> Tensor:
+    """The cross entropy of each pair's chosen answer [P], a mean over its tokens: the term of SFT in RPO's loss
+    (arXiv:2404.19733, eq. 1)."""
+    return -per_token(log_probs, batch)[::2]
+
+
+def per_token(sums: Tensor, batch: Batch) -> Tensor:
+    """Sums over the tokens of each answer [2 P] as means over them; the counts are on the host."""
+    means = [total / count for total, count in zip(sums.unbind(), batch["target_counts"], strict=True)]
+    return torch.stack(means) if means else sums
 
 
 @torch.no_grad()

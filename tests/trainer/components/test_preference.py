@@ -47,11 +47,11 @@ def models() -> tuple[MiniMindForCausalLM, MiniMindForCausalLM]:
     return model, reference
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
-def test_loss_and_gradients_are_those_of_the_formula(models, loss_type):
+@pytest.mark.parametrize(("loss_type", "rpo_alpha"), [("sigmoid", 0.0), ("ipo", 0.0), ("hinge", 0.0), ("sigmoid", 0.7)])
+def test_loss_and_gradients_are_those_of_the_formula(models, loss_type, rpo_alpha):
     model, reference = models
     rows = pairs([(7, 12), (30, 3), (1, 9)])
-    batch, args = collate_pairs(rows), train_dpo.Args(beta=0.3, loss_type=loss_type)
+    batch, args = collate_pairs(rows), train_dpo.Args(beta=0.3, loss_type=loss_type, rpo_alpha=rpo_alpha)
     with torch.no_grad():
         batch["reference"] = answer_log_probs(reference, batch)[0]
     loss, aux_loss, shown = train_dpo.loss_fn(model, batch, args)
@@ -73,6 +73,7 @@ def test_loss_and_gradients_are_those_of_the_formula(models, loss_type):
             "ipo": (means[0] - means[1] - 1 / 0.6) ** 2,
             "hinge": (1 - margins[-1]).clamp(min=0),
         }[loss_type])  # fmt: skip
+        losses[-1] = losses[-1] - rpo_alpha * plain_log_prob(exact, chosen) / chosen["loss_mask"].sum()
     wanted = sum(losses) / 3
     assert loss.item() / 3 == pytest.approx(wanted.item(), abs=1e-5) and aux_loss.item() == 0
     for one, other in zip(gradients, torch.autograd.grad(wanted, list(exact.parameters())), strict=True):
@@ -95,7 +96,7 @@ def test_a_model_that_is_its_reference_has_the_loss_of_a_coin(models):
 def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
     batch = collate_pairs([])
     assert pair_size(CONFIG, batch).targets == 0
-    loss, aux_loss, shown = train_dpo.loss_fn(models[0], batch, train_dpo.Args(loss_type="ipo"))
+    loss, aux_loss, shown = train_dpo.loss_fn(models[0], batch, train_dpo.Args(loss_type="ipo", rpo_alpha=1.0))
     (loss + aux_loss).backward()
     assert loss == 0 and not any(value.item() for value in shown.values())
     assert not any(p.grad.any() for p in models[0].parameters() if p.grad is not None)
