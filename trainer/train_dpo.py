@@ -85,7 +85,7 @@ class Args(StageArgs):
     max_seq_len: int = 1024
     beta: float = setting(0.15, "how closely the model stays with the reference (of ipo: its tau)", gt=0)
     loss_type: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "loss of a pair: DPO's, IPO's or SLiC's")
-    rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside it (RPO)", ge=0)
+    rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0)
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
