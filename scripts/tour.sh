@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What comes after SFT, in about 20 minutes on two CPU cores: with the quickstart's model a persona by LoRA, a terse style
+# What comes after SFT, in 10 to 20 minutes on two CPU cores: with the quickstart's model a persona by LoRA, a terse style
 # by DPO, a model of a third of the size by distillation; then sums by GRPO, and an agent with a calculator. Each is
 # examined before and after.
 #
