@@ -84,7 +84,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
     """With dropout, within an accumulation window. A frozen model's hash belongs to the run: another is refused."""
     name = f"{STAGES[stage][0]}_32"
     settings = {"epochs": 2, "dropout": 0.1, "accumulation_steps": 2, "batch_size": 4, "log_interval": 2}
-    settings |= {"lora_dropout": 0.1} if stage == "lora" else {}
+    settings |= {"lora": {"lora_dropout": 0.1}, "dpo": {"rpo_alpha": 0.5}}.get(stage, {})
     run(stage, argv(corpus, start, tmp_path / "whole", stage, **settings))
     broken = argv(corpus, start, tmp_path / "broken", stage, **settings, from_resume=1)
     run(stage, broken, Faults(signals={12: signal.SIGKILL}), status=-signal.SIGKILL)
