@@ -1,10 +1,12 @@
 """Which checkpoint a run goes on from: another number of ranks, more epochs, other settings, a second run at once."""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -216,6 +218,30 @@ def test_start_weights_that_were_replaced(tmp_path):
     assert str(error.value).endswith(told)
     start.unlink()
     assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
+
+
+def test_a_flag_that_is_added_to_a_stage_does_not_end_its_runs():
+    """With its default the run goes on; with another value it is another run."""
+
+    @dataclass(kw_only=True)
+    class Before(StageArgs):
+        mine: int = 1
+
+    @dataclass(kw_only=True)
+    class After(Before):
+        added: float = 0.5
+
+    def fingerprint(args):
+        return run_fingerprint(args, {}, {}, 9)
+
+    start = {"from_weight": "none", "from_resume": True}
+    checkpoint = {"run": fingerprint(Before(**start)), "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    current = fingerprint(After(**start))
+    assert check_resume(After(**start), current, checkpoint) == current and current["added"] == 0.5
+    for other, told in (({"added": 0.7}, "added: 0.5 -> 0.7"), ({"mine": 2}, "mine: 1 -> 2")):
+        args = After(**start, **other)
+        with pytest.raises(UserError, match=re.escape(f"another run ({told})")):
+            check_resume(args, fingerprint(args), checkpoint)
 
 
 def test_batch_size_and_accumulation_may_be_regrouped(corpus, tmp_path):
