@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.errors import UserError, warn
-from common.settings import ROOT, StageArgs, own_flag_defaults, own_flags
+from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.run_files import NAMED_SHAPE, resume_states, start_path
@@ -107,7 +107,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
-    saved = own_flag_defaults(type(args)) | saved  # a flag added to the stage since: the run did what its default does
+    saved = own_flags(type(args)) | saved  # a flag added to the stage since: the run did what its default does
     own = (args.save_weight, f"{args.save_weight}_best")
     if run["from_weight_sha256"] is None or args.from_weight in own:  # the checkpoint holds what became of the weights
         run = run | {"from_weight_sha256": saved.get("from_weight_sha256")}
