@@ -265,10 +265,9 @@ def own_defaults(args_class: type) -> dict[str, Any]:
     }
 
 
-def own_flags(args: StageArgs | type[StageArgs]) -> dict[str, Any]:
-    """The values of the flags that a stage adds; of its class, their defaults."""
-    rows = settings_of(args if isinstance(args, type) else type(args))
-    return {name: getattr(args, name) for name, row in rows.items() if row.section == "this stage"}
+def own_flags(args: StageArgs) -> dict[str, Any]:
+    """The values of the flags that a stage adds."""
+    return {name: getattr(args, name) for name, row in settings_of(type(args)).items() if row.section == "this stage"}
 
 
 # --- command lines ---------------------------------------------------------------------------------------------------

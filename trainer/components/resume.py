@@ -107,7 +107,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
-    saved = own_flags(type(args)) | saved  # a flag added to the stage since: the run did what its default does
+    defaults = {name: getattr(type(args), name) for name in own_flags(args)}
+    saved = defaults | saved  # a flag added to the stage since: the run did what its default does
     own = (args.save_weight, f"{args.save_weight}_best")
     if run["from_weight_sha256"] is None or args.from_weight in own:  # the checkpoint holds what became of the weights
         run = run | {"from_weight_sha256": saved.get("from_weight_sha256")}
