@@ -1,4 +1,4 @@
-"""The shape of the source: budgets, one implementation of each thing, imports that run one way."""
+"""The shape of the source: docstrings, one implementation of each thing, imports that run one way."""
 
 import ast
 import subprocess
@@ -13,34 +13,17 @@ SOURCES = [f for f in FILES.split() if not f.startswith("tests/") and (ROOT / f)
 TREES = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in SOURCES}
 STAGES = {path for path in SOURCES if path.startswith("trainer/train_")}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-NESTING = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 LAYERS = {"common": 0, "model": 1, "dataset": 1, "trainer": 2, "llm": 3, "scripts": 4}
 BLOCK = 6  # lines of logic that may not stand in two places
 
 
-def depth(node: ast.AST, level: int = 0) -> int:
-    """Deepest block inside a function; `elif` is no deeper than its `if`."""
-    deepest = level
-    for name, children in ast.iter_fields(node):
-        for child in children if isinstance(children, list) else [children]:
-            if isinstance(child, ast.AST) and not isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                is_elif = name == "orelse" and isinstance(node, ast.If) and isinstance(child, ast.If)
-                deepest = max(deepest, depth(child, level + (isinstance(child, NESTING) and not is_elif)))
-    return deepest
-
-
 @pytest.mark.parametrize("path", SOURCES)
-def test_budgets(path):
+def test_docstrings(path):
     text, tree = (ROOT / path).read_text(encoding="utf-8"), TREES[path]
-    assert text.count("\n") <= 350
     assert not text.strip() or ast.get_docstring(tree), "a file opens with what it is for"
-    for node in ast.walk(tree):
-        if isinstance(node, FUNCTIONS):
-            assert node.end_lineno - node.lineno + 1 <= 60, node.name
-            assert depth(node) <= 3, node.name
-            public = not node.name.startswith("_") and node.name not in ("main", "forward")
-            top = node in tree.body
-            assert not (public and top) or ast.get_docstring(node), f"{node.name} has no docstring"
+    for node in tree.body:
+        if isinstance(node, FUNCTIONS) and not node.name.startswith("_") and node.name != "main":
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
 
 
 def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
