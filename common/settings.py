@@ -89,8 +89,10 @@ class OptimizationConfig:
     """Precision, compilation and memory."""
 
     section: ClassVar[str] = "optimization"
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", "autocast dtype of matrix products; weights and optimizer state stay float32"
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "bfloat16_emulated"] = setting(
+        "auto",
+        "autocast dtype of matrix products; weights and optimizer state stay float32. A CPU without bfloat16 "
+        "arithmetic trains in float32 unless it is bfloat16_emulated",
     )
     use_compile: bool | Literal["auto"] = setting("auto", "1: torch.compile each layer; auto: where it pays")
     parallel: Literal["ddp", "fsdp"] = setting(

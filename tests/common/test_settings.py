@@ -112,7 +112,7 @@ TYPES = {
 CHOICES = {
     "on_bad_data": ("stop", "skip"),
     "optimizer": ("adamw", "muon"),
-    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "dtype": ("auto", "bfloat16", "float16", "float32", "bfloat16_emulated"),
     "parallel": ("ddp", "fsdp"),
     "swanlab_mode": ("cloud", "disabled", "local", "offline", "online"),
 }
@@ -221,7 +221,7 @@ def test_the_choices_and_limits_are_those_of_what_they_choose():
     assert SETTINGS["max_seq_len"].limits["le"] == MiniMindConfig().max_position_embeddings
     assert SETTINGS["hidden_size"].limits["multiple_of"] == 2 * MiniMindConfig().num_attention_heads
     assert set(CHOICES["swanlab_mode"]) == set(MODES)
-    assert all(hasattr(torch, name) for name in CHOICES["dtype"] if name != "auto")
+    assert all(hasattr(torch, name.removesuffix("_emulated")) for name in CHOICES["dtype"] if name != "auto")
     for name in CHOICES["optimizer"]:
         build_optimizer(MiniMindForCausalLM(MiniMindConfig(hidden_size=16, num_hidden_layers=1)), 0.1, 0.0, name)
     assert f"muon: {MUON_LR_SCALE:g} times this value" in SETTINGS["learning_rate"].help

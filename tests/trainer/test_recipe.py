@@ -29,7 +29,6 @@ from trainer.trainer_utils import load_tokenizer
 SEED, RATE, DECAY, WARMUP, BATCH, ACCUMULATION = 7, 1e-2, 0.2, 4, 4, 2
 # a CPU without float16 arithmetic refuses it; emulated, the measurement of its peak rate would take minutes
 ALLOW_FLOAT16 = "import trainer.components.device as a; a.native_float16 = lambda device: True"
-ALLOW_FLOAT16 += "; import trainer.components.flops as f; f.matrix_rate = lambda *_: 1.0"
 
 
 def padded(samples: list[dict]) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ IMPOSSIBLE = {
     ("max_bad_share", -0.5): "--max_bad_share must be 0 or more, not '-0.5'",
     ("rank_timeout", 0): "--rank_timeout must be 1 or more, not '0'",
     ("on_bad_data", "ignore"): "--on_bad_data must be 'stop' or 'skip', not 'ignore'",
-    ("dtype", "int8"): "--dtype must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int8'",
+    ("dtype", "int8"): "--dtype must be 'auto', 'bfloat16', 'float16', 'float32' or 'bfloat16_emulated', not 'int8'",
     ("dtype", "float16"): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
     ("device", "tpu9"): "--device tpu9 is unknown; use auto, cpu, cuda, cuda:N or mps",
     ("device", "cuda:7"): "--device cuda:7 cannot be used (torch sees ",

@@ -75,7 +75,7 @@ def test_resuming(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
     assert "starting afresh" in run("pretrain", argv).out
     before = (tmp_path / "out/pretrain_32.pth").read_bytes()
-    other_precision = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, dtype="bfloat16")
+    other_precision = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, dtype="bfloat16_emulated")
     assert "done: 8 updates" in run("pretrain", other_precision).out
     assert (tmp_path / "out/pretrain_32.pth").read_bytes() == before
     newest = tmp_path / "checkpoints/pretrain_32_resume.pth"

@@ -1,14 +1,17 @@
 """The device of a rank, the precision it computes in, and its memory."""
 
 import ctypes
+import math
 import os
+import platform
 import resource
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, warn
 from common.launcher import launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -77,14 +80,16 @@ def native_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu":
-        return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() or has_matrix_unit()
+    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():  # by oneDNN, which emulates it on AVX512
+        is_arm = platform.machine().lower() in ("aarch64", "arm64")
+        return is_arm or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() or has_matrix_unit()
     return False
 
 
 def has_matrix_unit() -> bool:
     """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same memory."""
-    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    uses_it = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # ONEDNN_MAX_CPU_ISA may say otherwise
+    return uses_it and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def native_float16(device: torch.device) -> bool:
@@ -103,13 +108,21 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
     """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
 
-    `auto` is bfloat16 where the device is good at it, else float32. Only float16 needs loss scaling.
+    `auto` is bfloat16 where the device is good at it, else float32. On a CPU that has to emulate it, `bfloat16` is
+    float32, with a warning, unless it is spelt `bfloat16_emulated`. Only float16 needs loss scaling.
 
     Raises:
         UserError: float16 on a CPU without arithmetic for it.
     """
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(device) else "float32"
+    if dtype == "bfloat16" and device.type == "cpu" and not native_bfloat16(device):
+        dtype = "float32"
+        warn(
+            "--dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as long as in "
+            "float32: training in float32 (--dtype bfloat16_emulated insists)"
+        )
+    dtype = dtype.removesuffix("_emulated")
     check_dtype(dtype, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     if dtype == "float32":
@@ -123,6 +136,30 @@ def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> to
     """The dtype of matrix products under this context."""
     with autocast:
         return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 2.0) -> float:
+    """Floating-point operations per second that the device reaches in a square matrix product.
+
+    The best of four products of each size from 128 up to `size` (2,048 on a CPU, else 8,192), each twice the one
+    before. It ends where those of the next size would take longer than `seconds`: emulated arithmetic is a hundred
+    times slower and must not hold a run up.
+    """
+    best, n, fastest = 0.0, 64, 0.0  # `fastest` seconds: a product of the last size
+    size = size or (2048 if device.type == "cpu" else 8192)
+    while n < size and 4 * 8 * fastest < seconds:
+        n, fastest = 2 * n, math.inf
+        a = torch.ones(n, n, device=device, dtype=dtype)  # draws nothing from a random stream
+        for _ in range(4):
+            begin = time.perf_counter()
+            (a @ a).sum().item()  # sync point
+            fastest = min(fastest, time.perf_counter() - begin)
+        best = max(best, 2.0 * n**3 / fastest)
+        del a
+    if device.type == "cuda":  # leave no trace in the run's memory figures
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return best
 
 
 def peak_memory_mb(device: torch.device) -> float:

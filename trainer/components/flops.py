@@ -1,13 +1,12 @@
 """How much arithmetic a batch is and how much the device can do: the two sides of the MFU (arXiv:2204.02311)."""
 
-import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trainer.components.device import autocast_dtype
+from trainer.components.device import autocast_dtype, matrix_rate
 from trainer.components.distributed import world_size
 
 if TYPE_CHECKING:
@@ -30,23 +29,6 @@ def training_flops(config: "MiniMindConfig", tokens: int, targets: int, cu_seqle
     squares = float(cu_seqlens.diff().double().square().sum())
     products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
     return products + 6.0 * targets * c * config.vocab_size
-
-
-def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 2048, rounds: int = 3) -> float:
-    """Floating-point operations per second that the device reaches in a square matrix product (best of `rounds`)."""
-    size = size if device.type == "cpu" else 4 * size
-    a = torch.ones(size, size, device=device, dtype=dtype)  # draws nothing from a random stream
-    best, total = 0.0, a
-    for _ in range(rounds + 1):  # the first one warms up
-        start = time.perf_counter()
-        total = (a @ a).sum()
-        total.item()  # sync point
-        best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
-    if device.type == "cuda":  # leave no trace in the run's memory figures
-        del a, total
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return best
 
 
 def peak_rate(autocast: AbstractContextManager, device: torch.device) -> float:

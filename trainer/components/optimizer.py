@@ -1,5 +1,6 @@
 """Optimizers: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others; skippable steps."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from common.errors import UserError
+from trainer.components.device import native_bfloat16
 
 MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/LOG.md, "Muon's learning rate"
 
@@ -57,6 +59,44 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     return ".layers." in name and parameter.ndim == 2 and not name.endswith("mlp.gate.weight")
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, with the Newton-Schulz iteration in float32 where bfloat16 is emulated (on such a CPU a product of
+    matrices takes 3 to 100 times as long), and with a step that can be undone on the device."""
+
+    @torch.no_grad()
+    def step(self, closure=None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        """Step each matrix; with `skip` [], read on the device, each becomes again what it was. No closure."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                before = [value.clone() for value in (p, buffer)] if skip is not None else []
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                direction = orthogonalized(p.grad.lerp(buffer, group["momentum"]), group)  # Nesterov momentum
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(direction, alpha=-0.2 * math.sqrt(max(p.shape)) * group["lr"])  # the size of AdamW's steps
+                if skip is not None:
+                    for value, old in zip((p, buffer), before, strict=True):
+                        value.copy_(torch.where(skip, old, value))
+
+
+def orthogonalized(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The nearest semi-orthogonal matrix [m, n], roughly: quintic Newton-Schulz iterations, as in torch's Muon.
+
+    group: `ns_coefficients`, `ns_steps` and `eps` of a parameter group.
+    """
+    a, b, c = group["ns_coefficients"]
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(torch.bfloat16 if native_bfloat16(matrix.device) else torch.float32)
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=group["eps"])  # spectral norm at most 1
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
 class MuonWithAdamW(Optimizer):
     """Two optimizers that step as one.
 
@@ -66,8 +106,9 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(self, hidden: list[dict[str, Any]], adamw: AdamW, lr: float, weight_decay: float):
+        # torch's name of the step size in `Muon.step`, for the checkpoint
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        self.muon, self.adamw = torch.optim.Muon(hidden, **options), adamw
+        self.muon, self.adamw = Muon(hidden, **options), adamw
         for group in (*self.muon.param_groups, *adamw.param_groups):
             group["lr_scale"] = MUON_LR_SCALE * group.get("lr_scale", 1.0)
         self.grad_scale = self.found_inf = None  # set by `should_step` where the next line says so: on a GPU
@@ -76,29 +117,10 @@ class MuonWithAdamW(Optimizer):
 
     def step(self, closure=None) -> None:  # type: ignore[override]
         """Step both, or, as a fused optimizer, neither if `found_inf` [] is set; a closure is not supported."""
-        if self.found_inf is None:
-            self.muon.step()
-        else:
+        if self.found_inf is not None:
             self.adamw.grad_scale, self.adamw.found_inf = None, self.found_inf  # type: ignore[attr-defined]
-            self._step_or_put_back(self.found_inf > 0)
+        self.muon.step(skip=None if self.found_inf is None else self.found_inf > 0)
         self.adamw.step()
-
-    @torch.no_grad()
-    def _step_or_put_back(self, skip: Tensor) -> None:
-        """Step Muon one matrix at a time; with `skip` [], read on the device, each becomes again what it was."""
-        groups = self.muon.param_groups
-        for group in groups:
-            for p in group["params"]:
-                state = self.muon.state[p]
-                if not state:  # before its first step
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                values = (p, state["momentum_buffer"])
-                before = [value.clone() for value in values]
-                self.muon.param_groups = [group | {"params": [p]}]
-                self.muon.step()
-                for value, old in zip(values, before, strict=True):
-                    value.copy_(torch.where(skip, old, value))
-        self.muon.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both, by name."""

@@ -64,7 +64,7 @@ def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
     [
         ("pretrain", "pretrain", {"accumulation_steps": 2, "packing": 1}),
         ("sft", "full_sft", {"from_weight": "none", "dropout": 0.1}),
-        ("pretrain", "pretrain", {"use_moe": 1, "dtype": "bfloat16"}),
+        ("pretrain", "pretrain", {"use_moe": 1, "dtype": "bfloat16_emulated"}),
     ],
 )
 def test_the_task_and_the_stage_script_are_the_same_run(corpus, tmp_path, stage, task, extra):

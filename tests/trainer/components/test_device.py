@@ -1,7 +1,10 @@
 """Which device a process takes, alone and among several, what is refused, and what of CUDA is touched."""
 
 import os
+import platform
+import subprocess
 import sys
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -13,9 +16,12 @@ from common.errors import UserError
 from common.settings import StageArgs
 from llm.training import train as engine_command
 from llm.training.core import engine
+from tests.conftest import ROOT
+from tests.trainer.stage_flags import flags
 from trainer import train_full_sft, train_pretrain
+from trainer.components import device as device_module
 from trainer.components import distributed
-from trainer.components.device import mixed_precision, select_device, use_deterministic_kernels
+from trainer.components.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
 from trainer.components.resume import warn_of_other_kernels
 from trainer.components.sampler import epoch_loader
 
@@ -170,3 +176,64 @@ def test_autocast_asks_the_gpu_of_its_own_rank(monkeypatch):
     for index in (0, 1):
         mixed_precision("bfloat16", torch.device("cuda", index))
     assert asked == [0, 1] and current[-1] == 0
+
+
+NO_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # any x86 CPU becomes one of AVX2 alone
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86 CPUs")
+def test_a_cpu_without_bfloat16_trains_in_float32_and_says_so(corpus, tmp_path):
+    """MiniMind's usual --dtype, with Muon, whose iteration is in bfloat16 elsewhere: a product of 2,048 rows takes
+    minutes there."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, dtype="bfloat16", optimizer="muon", hidden_size=64)
+    products = f"""
+import sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Products(TorchDispatchMode):
+    dtypes = set()
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
+            self.dtypes |= {{each.dtype for each in args if isinstance(each, torch.Tensor)}}
+        return function(*args, **(kwargs or {{}}))
+
+sys.argv = ["train_pretrain.py", *{argv!r}]
+import trainer.train_pretrain as stage
+with Products():
+    stage.main()
+assert Products.dtypes == {{torch.float32}}, Products.dtypes
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", products], cwd=ROOT, env=os.environ | NO_BFLOAT16, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "bfloat16" in line]
+    assert lines == [
+        "warning: --dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as long "
+        "as in float32: training in float32 (--dtype bfloat16_emulated insists)"
+    ]
+    assert "done: 8 updates" in done.stdout
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsys):
+    monkeypatch.setattr(device_module, "native_bfloat16", lambda device: not emulated)
+    cpu = torch.device("cpu")
+    expected = {"auto": not emulated, "bfloat16": not emulated, "bfloat16_emulated": True}
+    for dtype, half in expected.items():
+        autocast, _ = mixed_precision(dtype, cpu)
+        assert (autocast_dtype(autocast, cpu) == torch.bfloat16) == half
+        assert ("training in float32" in capsys.readouterr().err) == (emulated and dtype == "bfloat16")
+
+
+def test_slow_products_end_the_measurement_early(monkeypatch):
+    """The rate is that of the sizes which were tried."""
+    sizes, clock, ones = [], iter(range(10**6)), torch.ones
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # each product takes a second
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: sizes.append(shape[0]) or ones(*shape, **options))
+    assert device_module.matrix_rate(torch.device("cpu"), torch.float32) == 2.0 * 128**3 and sizes == [128]
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-6)
+    sizes.clear()
+    assert device_module.matrix_rate(torch.device("cpu"), torch.float32, 512) == pytest.approx(2.0 * 512**3 * 1e6)
+    assert sizes == [128, 256, 512]

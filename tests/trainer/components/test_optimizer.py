@@ -45,7 +45,10 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(use_moe):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
 
 
-def test_a_step_is_that_of_torchs_own_two_optimizers():
+@pytest.mark.parametrize("native", [True, False])
+def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
+    """torch iterates in bfloat16; where that is emulated ours is in float32, and equal within bfloat16's rounding."""
+    monkeypatch.setattr(optimizers, "native_bfloat16", lambda device: native)
     model, reference = tiny(use_moe=True), tiny(use_moe=True)
     optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
     sides = [dict(reference.named_parameters()) for _ in range(2)]
@@ -55,6 +58,7 @@ def test_a_step_is_that_of_torchs_own_two_optimizers():
     groups = [{"params": [p for p in rest if p.ndim == n], "weight_decay": d} for n, d in ((2, 0.1), (1, 0.0))]
     two = [torch.optim.Muon(hidden, lr=3e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
     two.append(torch.optim.AdamW(groups, lr=3e-3))
+    start = [p.detach().clone() for p in model.parameters()]
     for seed in range(3):
         for group in optimizer.param_groups:  # as the loop does
             group["lr"] = 3e-3
@@ -64,7 +68,43 @@ def test_a_step_is_that_of_torchs_own_two_optimizers():
         for part in two:
             part.step()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if native else 3e-4)
+    steps = [(a - s).norm() for a, s in zip(model.parameters(), start, strict=True)]
+    gaps = [(a - b).norm() for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+    assert max(gap / step for gap, step in zip(gaps, steps, strict=True)) < (1e-4 if native else 2e-2)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_the_direction_is_nearly_orthogonal(shape):
+    group = torch.optim.Muon([torch.nn.Parameter(torch.zeros(shape))]).param_groups[0]
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    kept = matrix.clone()
+    direction = optimizers.orthogonalized(matrix, group).float()
+    assert torch.equal(matrix, kept) and direction.shape == shape
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    values = torch.linalg.svdvals(direction)
+    assert values.min() > 0.6 and values.max() < 1.3  # the coefficients settle for about 1
+    assert torch.nn.functional.cosine_similarity(direction.flatten(), (u @ v).flatten(), 0) > 0.97
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_muon_step_that_is_judged_on_the_device(skip):
+    one, other = tiny(use_moe=False), tiny(use_moe=False)
+    pair = [build_optimizer(model, 1e-3, 0.1, "muon") for model in (one, other)]
+    for seed in range(2):
+        before = copy.deepcopy((one.state_dict(), pair[0].muon.state_dict()["state"]))
+        for model, optimizer in zip((one, other), pair, strict=True):
+            give_gradients(model, seed)
+            if model is one:
+                optimizer.found_inf = torch.tensor(float(skip))
+                optimizer.muon.step(skip=optimizer.found_inf > 0)
+            else:
+                optimizer.muon.step()
+        after = (one.state_dict(), pair[0].muon.state_dict()["state"])
+        expected = before[0] if skip else other.state_dict()
+        assert all(torch.equal(after[0][name], value) for name, value in expected.items())
+    buffers = [each["momentum_buffer"] for each in after[1].values()]
+    assert buffers and all(bool(buffer.any()) is not skip for buffer in buffers)
 
 
 def test_its_state_can_be_taken_back():

@@ -348,7 +348,6 @@ def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
     """On a device without float16 arithmetic it is refused; here the emulation serves to see the scaler come back."""
     settings = {"dtype": "float16", "epochs": 2, "num_hidden_layers": 1, "batch_size": 16, "max_seq_len": 16}
     allow = "import trainer.components.device as a; a.native_float16 = lambda device: True"
-    allow += "; import trainer.components.flops as f; f.matrix_rate = lambda *_: 1.0"
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), Faults(script=allow))
     argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
     count = len(records(tmp_path / "whole"))
@@ -360,7 +359,7 @@ def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
 
 
 def test_bfloat16_resumes_exactly_and_float32_may_follow(corpus, tmp_path):
-    settings = {"dtype": "bfloat16", "epochs": 2}
+    settings = {"dtype": "bfloat16_emulated", "epochs": 2}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
     argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
     run("pretrain", argv, Faults(signals={11: signal.SIGKILL}), status=-9)

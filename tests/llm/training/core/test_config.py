@@ -328,7 +328,8 @@ FLAGS = {
     "--grad_clip inf": "--grad_clip must be a finite number, not 'inf'; see --help",
     "--use_moe 2": "--use_moe must be 0 or 1, not '2'; see --help",
     "--use_wandb maybe": "--use_wandb must be 0 or 1, not 'maybe'; see --help",
-    "--dtype int8": "--dtype must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int8'; see --help",
+    "--dtype int8": "--dtype must be 'auto', 'bfloat16', 'float16', 'float32' or 'bfloat16_emulated', not 'int8'; "
+    "see --help",
     "--on_bad_data none": "--on_bad_data must be 'stop' or 'skip', not 'none'; see --help",
     "--set depth": "--set depth must be NAME=VALUE; see --help",
     "--set depth=[1,2]": "--set depth must be a single value (put text in quotes); see --help",
@@ -341,7 +342,7 @@ FLAGS = {
     "--config=": "--config  cannot be read (No such file or directory)",
     "--epoch 1 --dtype int8 --seed x": (
         "--epoch is unknown; did you mean --epochs; --seed must be a whole number, not 'x'; "
-        "--dtype must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int8'; see --help"
+        "--dtype must be 'auto', 'bfloat16', 'float16', 'float32' or 'bfloat16_emulated', not 'int8'; see --help"
     ),
 }
 ENVIRONMENT = {
