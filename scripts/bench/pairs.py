@@ -27,6 +27,7 @@ from dataset.formats import to_chat, to_text
 from dataset.lm_dataset import StageDataset, TokenDataset, collate_flat
 from dataset.token_cache import TokenCache
 from model.model_minimind import MiniMindConfig
+from trainer.components.device import autocast_dtype
 from trainer.components.sampler import epoch_order
 from trainer.components.state import TrainState
 
@@ -155,6 +156,7 @@ class PeerProcess:
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)  # pipes
         settings = {
             "peer": args.peer,
+            "parent": os.getpid(),
             "stage": stage,
             "path": str(Path(args.peer_path or ".").resolve()),
             "data": str(folder / "data.jsonl"),
@@ -214,6 +216,8 @@ class Peer(PeerProcess):
         names = ("hidden_size", "num_hidden_layers", "use_moe", "batch_size", "accumulation_steps")
         names += ("learning_rate", "grad_clip", "max_seq_len")
         flags = {name: getattr(args, name) for name in names} | {"device": str(state.device)}
+        if not own:  # in the precision of ours: on a CPU that emulates bfloat16 an update of its would take minutes
+            flags["bf16"] = autocast_dtype(state.autocast, state.device) == torch.bfloat16
         super().__init__(args, args.stage, records, tokenizer, weights, cast(MiniMindConfig, state.lm_config), flags)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,8 @@ def note_completions(its_utils: Any, gate: Gate) -> None:
 
 
 def trl(settings: dict[str, Any], gate: Gate) -> None:
-    """Run TRL's SFTTrainer on transformers' Qwen3 model with the same weights: bfloat16, each batch padded to its
-    longest sample, no activation checkpointing. Its data are the tokens of our samples."""
+    """Run TRL's SFTTrainer on transformers' Qwen3 model with the same weights, in the precision of ours: each batch is
+    padded to its longest sample, no activation checkpointing. Its data are the tokens of our samples."""
     import transformers
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -174,7 +175,7 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
         max_steps=10**6,
         max_length=flags["max_seq_len"],
         gradient_checkpointing=False,
-        bf16=True,
+        bf16=bool(flags["bf16"]),
         use_cpu=not gate.cuda,
         logging_strategy="no",
         save_strategy="no",
@@ -189,9 +190,17 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
 PEERS = {"minimind": minimind, "trl": trl}
 
 
+def end_with(parent: int) -> None:
+    """End this process when the benchmark is gone: in the middle of a micro-batch it would not see the end of stdin."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """Read the settings and run the peer; the reply to a missing package is an error."""
     settings = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with, args=(settings["parent"],), daemon=True).start()
     gate = Gate(settings["flags"]["device"], settings["pad_id"])
     try:
         PEERS[settings["peer"]](settings, gate)

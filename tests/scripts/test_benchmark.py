@@ -3,8 +3,11 @@ and a peer trains on the same samples to the same losses."""
 
 import json
 import math
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +16,7 @@ from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
-from scripts.bench.pairs import first_samples, flat_batch, minimind_chat, records_of, tokens_of
+from scripts.bench.pairs import Peer, PeerProcess, first_samples, flat_batch, minimind_chat, records_of, tokens_of
 from tests.conftest import ROOT, launch
 from tests.scripts.fake_minimind import make_checkout
 from trainer.components.flops import training_flops
@@ -92,6 +95,43 @@ def test_a_peer_that_fails_is_quoted(corpus, tmp_path, monkeypatch):
             monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
             "--updates", 1, "--peer", "minimind", "--peer_path", checkout,
         )  # fmt: skip
+
+
+def test_a_peer_ends_with_the_benchmark(tmp_path):
+    """Killed in the middle of a micro-batch of the peer."""
+    busy = "open('busy', 'w').close()\nwhile True: pass"
+    settings = {"peer": "minimind", "stage": "sft", "flags": {"device": "cpu"}, "pad_id": 0, "parent": None}
+    start = f"""
+import json, os, subprocess, sys, time
+environment = os.environ | {{"PYTHONPATH": {str(make_checkout(tmp_path / "peer", model_minimind=busy))!r}}}
+command = [sys.executable, {str(ROOT / "scripts/bench/peers.py")!r}]
+peer = subprocess.Popen(command, stdin=-1, env=environment, text=True)
+print(json.dumps({settings!r} | {{"parent": os.getpid()}}), file=peer.stdin, flush=True)
+print(peer.pid, flush=True)
+time.sleep(1000)
+"""
+    benchmark_run = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    peer = psutil.Process(int(benchmark_run.stdout.readline()))
+    while not (tmp_path / "busy").exists():
+        assert peer.is_running()
+        time.sleep(0.1)
+    benchmark_run.kill()
+    benchmark_run.wait()
+    peer.wait(60)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16_emulated"])
+def test_trl_runs_in_the_precision_of_ours(corpus, tmp_path, monkeypatch, precision):
+    sent = []
+    monkeypatch.setattr(PeerProcess, "__init__", lambda self, *settings: sent.append(settings[-1]))
+    monkeypatch.setattr(Peer, "__enter__", lambda self: sys.exit("started"))
+    monkeypatch.setattr(Peer, "__exit__", lambda *_: None)
+    with pytest.raises(SystemExit, match="started"):
+        run_benchmark(
+            monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
+            "--updates", 1, "--peer", "trl", "--dtype", precision,
+        )  # fmt: skip
+    assert [flags["bf16"] for flags in sent] == [precision != "float32"]
 
 
 def test_the_records_of_samples_are_theirs(corpus):
