@@ -10,4 +10,7 @@ install_requirements requirements-test.txt
 ruff check .
 ruff format --check .
 pyrefly check
+# Once more as on a CPU without bfloat16 arithmetic, where it must not be emulated by mistake: these x86 instruction sets only.
+[ $# != 0 ] || ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python -m pytest -n 2 --dist worksteal \
+    tests/trainer tests/llm/training/test_engine.py -k "bfloat16 or muon or test_resuming"
 python -m pytest -n 2 --dist worksteal "$@"
