@@ -7,9 +7,10 @@
 
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
 and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are being cached),
-`update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes or to torchrun alone, a closed
-terminal, Ctrl-C while the output goes through a pipe; no process may be left. With more than 3 kills the killed run
-begins beside an unfinished one of the same name, which it must set aside.
+`update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to torchrun alone or to one
+rank, after which torchrun starts all of them anew, a closed terminal, Ctrl-C while the output goes through a pipe; no
+process may be left. With more than 3 kills the killed run begins beside an unfinished one of the same name, which it
+must set aside.
 """
 
 import json
@@ -78,7 +79,7 @@ def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int =
         target = rng.choice(range(low, max(low + 1, last * (i + 1) // count)))
         if kind == "evaluation":  # the record before an evaluation
             target = next((number for number in evaluated if number >= target), target)
-        gentle = ("terminal", "pipe", "launcher") if ranks > 1 else ("terminal", "pipe")
+        gentle = ("terminal", "pipe", "launcher", "rank") if ranks > 1 else ("terminal", "pipe")
         way = rng.choice(("all", rng.choice(gentle)))
         kills.append(Kill(kind, min(target, last - 1), rng.random(), rng.random() < 0.5, way))
         low = target + (kind not in ("start", "cache"))

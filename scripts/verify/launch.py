@@ -126,7 +126,8 @@ class Launch:
 
     Args:
         way: how it will be ended. `all`: SIGKILL to all its processes at once; `launcher`: SIGKILL to torchrun alone;
-            `terminal`: its terminal is closed; `pipe`: Ctrl-C, which also ends what reads its output.
+            `rank`: SIGKILL to one rank, after which torchrun starts all of them anew; `terminal`: its terminal is
+            closed; `pipe`: Ctrl-C, which also ends what reads its output.
         fresh: start it without --from_resume 1.
 
     Attributes:
@@ -142,7 +143,9 @@ class Launch:
         self.begin = time.monotonic()
         self.reader: int | None = None
         self.hung_up = False
-        command = [*run.command, "--from_resume", "0"] if fresh else run.command  # the last of two values holds
+        command = [*run.command, "--from_resume", "0"] if fresh else list(run.command)  # the last of two values holds
+        if way == "rank":
+            command.insert(command.index("--standalone"), "--max-restarts=1")
         with open(self.log, "wb") as out:
             if way in ("terminal", "pipe"):
                 self.process = self._start_with_reader(command)
@@ -210,6 +213,9 @@ class Launch:
         asked = time.monotonic()
         if self.way == "launcher":
             self.process.kill()
+        if self.way == "rank":
+            self._restart_ranks()
+            return
         self._hang_up()
         if self.way == "pipe":
             os.killpg(self.process.pid, signal.SIGINT)
@@ -221,6 +227,19 @@ class Launch:
                     f"FAIL: {len(left)} processes are left {GRACE:.0f} s after the {self.way} ended; {self.tail()}"
                 )
             self.seconds_left = time.monotonic() - asked
+
+    def _restart_ranks(self) -> None:
+        """Kill a rank, and wait until the ranks that torchrun starts in their place train."""
+        begun = len(self.resumed_from())
+        with suppress(psutil.NoSuchProcess, IndexError):
+            self.process.children()[-1].kill()
+        if self.wait(lambda: len(self.resumed_from()) > begun):
+            self.find_processes()
+
+    def resumed_from(self) -> list[str]:
+        """Where its ranks began, for each start of theirs: an update, or "" for the beginning."""
+        begun = r"^resuming .*\bupdate (\d+)|^WARNING: --from_resume 1, but"
+        return re.findall(begun, self.log.read_text("utf-8", "replace"), re.M)
 
     def close(self) -> None:
         """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own sessions,
@@ -250,13 +269,18 @@ class Launch:
 
     def result(self, killed: bool) -> str:
         """A description of this launch. FAIL if it ended in another way, or did not resume from the checkpoint."""
-        resumed = re.findall(r"^resuming .*\bupdate (\d+)", self.log.read_text("utf-8", "replace"), re.M)
+        resumed = self.resumed_from()[:1]
         status = self.process.returncode
-        right = status == 0 if not killed else status == -signal.SIGKILL if self.way in ("all", "launcher") else status
+        if not killed:
+            right = status == 0
+        else:
+            right = status == -signal.SIGKILL if self.way in ("all", "launcher", "rank") else status != 0
         if not right:
             sys.exit(f"FAIL: a launch ended by itself with status {self.process.returncode}; {self.tail()}")
-        if self.training() and resumed != ([] if self.saved is None else [str(self.saved)]):
-            sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run resumed from {resumed}; {self.tail()}")
+        expected = "" if self.saved is None else str(self.saved)
+        if self.training() and (resumed or [""]) != [expected]:
+            begin = resumed or ["the start"]
+            sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run resumed from {begin}; {self.tail()}")
         where = f"at update {self.run.last_update()}" if self.training() else "before training"
         origin = "from the start" if self.saved is None else f"resumed from update {self.saved}"
         return f"{where} after {self.seconds:.1f} s, {origin}"

@@ -177,7 +177,7 @@ def test_kills_are_spread_over_the_run(count):
     ways = {kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records)}
     assert ways == {"all", "terminal", "pipe"}
     ways = {kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records, ranks=2)}
-    assert ways == {"all", "terminal", "pipe", "launcher"}
+    assert ways == {"all", "terminal", "pipe", "launcher", "rank"}
 
 
 # --- running and killing -------------------------------------------------------------------------------------------
