@@ -73,7 +73,12 @@ def test_loss_and_gradient_are_those_of_the_formula(tokens, loss_type, beta):
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     gradients = (torch.autograd.grad(each, log_probs)[0] for each in (loss, wanted))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    assert (found.kl > 0) == bool(beta) and found.clipped > 0
+    apart, ratio = reference - log_probs.detach(), (log_probs.detach() - old).exp()
+    weight = 1.0 if loss_type in TOKEN_LEVEL else 1 / of_token[1]  # shown as means of completions' means
+    assert found.kl.item() == pytest.approx(float((weight * ratio * (apart.exp() - apart - 1)).sum()) if beta else 0.0)
+    high = (ratio > 1 + EPSILON_HIGH) & (of_token[0] > 0)
+    low = (ratio < 1 - EPSILON) & (of_token[0] < 0) & (loss_type != "cispo")
+    assert found.clipped.item() == pytest.approx(float((weight * (high | low)).sum())) and high.any()
 
 
 def drawn_by_numpy() -> list[torch.Tensor]:
@@ -183,6 +188,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
 
 def test_advantages_are_zero_in_the_mean_and_where_all_rewards_are_equal():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    assert not group_advantages(torch.tensor([[0.1] * 3]).double()).any(), "the mean is not exact"
     plain, scaled = group_advantages(rewards, scale=False), group_advantages(rewards)
     assert plain[0].tolist() == [0.5, -0.5, -0.5, 0.5] and not plain[1].any() and not scaled[1].any()
     torch.testing.assert_close(scaled[0], plain[0] / (math.sqrt(1 / 3) + 1e-4))

@@ -91,6 +91,11 @@ def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets
     assert (first, second) == tuple(Sampling(1.0, seed=seed_of(1, 5, 0, 0, turn)) for turn in (0, 1))
 
 
+def test_the_noise_of_a_turn_depends_on_all_that_tells_it_from_others():
+    key = {"seed": 1, "update": 2, "sample_id": 3, "number": 4, "turn": 5}
+    assert len({seed_of(**key | {name: 9}) for name in key} | {seed_of(**key)}) == 6
+
+
 def test_a_turn_without_calls_ends_the_trajectory(tokenizer, prompts, written):
     asked = written("Hi", "Ho", CALL, "42")
     sampler = agent(tokenizer, prompts)
