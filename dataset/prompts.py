@@ -19,12 +19,12 @@ from torch.utils.data import Dataset
 from common.errors import UserError, say
 from common.launcher import launch
 from dataset.bad_records import judge_bad_records
-from dataset.chat_labels import ChatTemplate
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
 from dataset.token_cache import file_hash
 from dataset.tokenizing import TokenizerSpec
+from model.prompts import prompt_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class PromptDataset(Dataset):
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
             raise UserError("--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it")
-        self.template = ChatTemplate(spec.chat_template, spec.special_tokens | template)
+        self.variables = template
         hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
         described = json.dumps([hashes, tools, template], sort_keys=True)
         self.fingerprint = {"data": hashlib.sha256(described.encode()).hexdigest()[:16]}
@@ -111,8 +111,10 @@ class PromptDataset(Dataset):
     def _add(self, source: str, record: dict) -> None:
         chat, answer = to_prompt(record)
         tools = [*(chat.tools or []), *(self.tools or [])] or None
-        text = self.template.prompt(chat.messages, tools)
-        input_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            input_ids = prompt_tokens(self.tokenizer, chat.messages, tools, **self.variables)
+        except ValueError as error:
+            raise BadRecord(str(error)) from None
         if len(input_ids) > self.max_length:
             self.too_long += 1
             return

@@ -6,7 +6,6 @@ from typing import Any
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-ONE_CALL = re.compile(rf"\s*{CALL}(.*?){END_CALL}", re.DOTALL)
 REASONING = re.compile(rf"\s*{THINK}(.*?)(?:{END_THINK}\s*|\Z)", re.DOTALL)
 
 
@@ -17,6 +16,7 @@ def parse_call(body: str) -> dict[str, Any] | None:
         call = json.loads(body, parse_constant=_refuse)
         name, arguments = call["name"], call.get("arguments") or {}
         arguments = json.loads(arguments, parse_constant=_refuse) if isinstance(arguments, str) else arguments
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()  # 1e999, half a character: \ud83d
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
@@ -34,12 +34,12 @@ def answer_message(text: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if found := REASONING.match(text):
         message["reasoning_content"], text = found[1].strip("\n"), text[found.end() :]
-    calls = []
-
-    def take(found: re.Match) -> str:
-        call = parse_call(found[1])
-        calls.extend([{"type": "function", "function": call}] if call else [])
-        return "" if call else found[0]
-
-    message["content"] = ONE_CALL.sub(take, text).strip()
+    content, calls, at = [], [], 0
+    while (begin := text.find(CALL, at)) >= 0 and (end := text.find(END_CALL, begin)) >= 0:
+        call = parse_call(text[begin + len(CALL) : end])
+        following = end + len(END_CALL)
+        calls += [{"type": "function", "function": call}] if call else []
+        content.append(text[at:begin].rstrip() if call else text[at:following])
+        at = following
+    message["content"] = "".join([*content, text[at:]]).strip()
     return message | ({"tool_calls": calls} if calls else {})

@@ -33,7 +33,8 @@ def prompt_pieces(
 ) -> list[Piece]:
     """A conversation as its chat template writes it, up to where the assistant's next turn begins.
 
-    opening: how that turn begins. variables: of the template, such as `enable_thinking`.
+    opening: how that turn begins, such as the call of a chosen tool. variables: of the template, such as
+    `enable_thinking`.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it refuses the conversation.
@@ -56,7 +57,7 @@ def prompt_pieces(
         text = tokenizer.apply_chat_template(hide(messages), **options, **variables)
     except Exception as error:  # a template is a program: it may raise anything
         raise ValueError(f"the chat template refuses this conversation: {reason(error)}") from error
-    parts = re.split(f"{mark}([0-9]+)x", str(text) + opening)  # text, number of a hidden one, text, ...
+    parts = re.split(f"{mark}([0-9]+)x", str(text) + hide(opening))  # text, number of a hidden one, text, ...
     return [Piece(hidden[int(part)], True) if i % 2 else Piece(part, False) for i, part in enumerate(parts)]
 
 
@@ -74,6 +75,7 @@ def prompt_tokens(
     return encode_pieces(tokenizer, prompt_pieces(tokenizer, messages, tools, **variables))
 
 
+@lru_cache(maxsize=8)
 def special_texts(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
     """What finds the text of any special token."""
     added = _backends(tokenizer)[0].get_added_tokens_decoder().values()

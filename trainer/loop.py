@@ -51,8 +51,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
     state.iters = iters
     meter.restart()
     while step < iters and not state.finished:
-        window = meter.fetch(batches, min(args.accumulation_steps, iters - step))  # the update's micro-batches
-        window = state.hooks.prepare(state, window)
+        fetched = meter.fetch(batches, min(args.accumulation_steps, iters - step))  # the update's micro-batches
+        window = state.hooks.prepare(state, fetched)
         sizes = [state.size(batch) for batch in window]
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
         if stop_requested:
@@ -61,7 +61,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.hooks.batch_start(state)
         losses, grad_norm = train_update(state, window, targets, tokens)
         meter.count(sizes, state.device)
-        before, step = step, step + len(window)
+        before, step = step, step + len(fetched)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
 
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)

@@ -34,6 +34,8 @@ from trainer.components.reinforcement import (
     build_sampler,
     open_prompts,
     prompt_loader,
+    reward_model_fingerprint,
+    rollout_code,
     samples_per_epoch,
 )
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
@@ -106,7 +108,8 @@ def main() -> None:
     lm_config = start_model_config(tokenizer, args)
     checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
-    run = run_fingerprint(args, model_fingerprint(lm_config), prompts.fingerprint, samples_per_epoch(prompts, args))
+    data = prompts.fingerprint | reward_model_fingerprint(args, checkpoint)
+    run = run_fingerprint(args, model_fingerprint(lm_config), data, samples_per_epoch(prompts, args))
     run = check_resume(args, run, checkpoint)  # refuses the checkpoint of another run
 
     # 5. SwanLab (wandb, as in MiniMind).
@@ -124,7 +127,7 @@ def main() -> None:
     state.eval_loader = eval_loader(held_out, args.batch_size, collate_prompts) if held_out else None
     state.bad_updates = BadUpdates(args.max_bad_updates, prompts.source)
     state.peak_flops = peak_rate(autocast, device)  # for the MFU
-    state.code = code_hashes([__file__])  # resuming with other code is a warning
+    state.code = code_hashes([__file__, *rollout_code(args)])  # resuming with other code is a warning
     if checkpoint:
         state.restore(checkpoint)
     state.metrics = open_metrics(state, resumed=checkpoint is not None)

@@ -74,6 +74,14 @@ def test_the_message_of_an_answer(text, expected):
     assert answer_message(text) == {"role": "assistant", **expected}
 
 
+@pytest.mark.parametrize(
+    "marks", ["<tool_call>", " ", "<tool_call>{</tool_call>", "<think>", '<tool_call>{"name": "f"']
+)
+def test_parsing_takes_time_in_proportion_to_the_text(marks):
+    """A search that begins anew at each mark would take an hour here."""
+    assert answer_message(marks * 100_000)["role"] == "assistant"
+
+
 def test_calls_are_found_and_render_to_what_was_said():
     said = 'Let me see.\n<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>'
     said += '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'

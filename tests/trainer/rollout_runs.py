@@ -1,8 +1,12 @@
 """Small runs of the stages that learn from rewards, for tests, and what must be equal when two runs are the same."""
 
+import signal
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import write_jsonl
+from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
 from trainer.components.metrics import read_metrics
 
@@ -49,3 +53,30 @@ def assert_same_run(one: Path, other: Path, name: str, fields: tuple[str, ...] =
     for part in ("model", "optimizer", "update"):
         assert_same_tensors(a[part], b[part])
     assert figures(one, name, fields) == figures(other, name, fields)
+
+
+def assert_close_figures(one: Path, other: Path, name: str, fields: tuple[str, ...] = SAMPLED) -> None:
+    """The metrics of two runs are equal up to rounding."""
+    first, second = figures(one, name, fields), figures(other, name, fields)
+    assert len(first) == len(second) > 0
+    for a, b in zip(first, second, strict=True):
+        for field, x, y in zip(fields, a, b, strict=True):
+            assert x == (y if field == "samples" or x is None else pytest.approx(y, rel=1e-4, abs=1e-6)), field
+
+
+def assert_grouping_changes_nothing(stage, prompts, folder, name, before, after, fields=SAMPLED, **settings) -> None:
+    """A run that is stopped between two updates of a rollout and goes on with another (--batch_size,
+    --accumulation_steps, processes) is the same up to rounding as one that is not stopped."""
+    settings |= {"num_iterations": 2, "eval_interval": 0, "save_interval": 1000}
+
+    def again(grouping, place, **more) -> list[str]:
+        grouping = dict(zip(("batch_size", "accumulation_steps"), grouping, strict=False))
+        return rollout_flags(prompts, folder / place, **settings | grouping | more)
+
+    run(stage, again((4, 1), "whole"))
+    at = Faults(signals={3 * before[1]: signal.SIGTERM})  # in the third update: it is made, and saved
+    run(stage, again(before, "other"), at, ranks=before[2], status=128 + signal.SIGTERM)
+    assert saved_state(folder / "other", name)["update"] == 3
+    run(stage, again(after, "other", from_resume=1), ranks=after[2])
+    assert_close_figures(folder / "whole", folder / "other", name, fields)
+    assert saved_state(folder / "other", name)["update"] == 12

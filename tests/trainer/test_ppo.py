@@ -7,7 +7,16 @@ import torch
 
 from common.errors import UserError
 from tests.stage_process import Faults, run
-from tests.trainer.rollout_runs import IN_A_ROLLOUT, SAMPLED, assert_same_run, figures, rollout_flags, write_prompts
+from tests.trainer.rollout_runs import (
+    IN_A_ROLLOUT,
+    SAMPLED,
+    assert_close_figures,
+    assert_grouping_changes_nothing,
+    assert_same_run,
+    figures,
+    rollout_flags,
+    write_prompts,
+)
 from tests.trainer.stage_flags import saved_state
 from trainer import train_ppo
 from trainer.components.metrics import read_metrics
@@ -43,11 +52,13 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
     for ranks, batch, steps in ((1, 8, 1), (2, 2, 2)):
         own = {"batch_size": batch, "accumulation_steps": steps, "beta": 0.05, "num_iterations": 2, "eval_interval": 0}
         run("ppo", rollout_flags(prompts, tmp_path / f"{ranks}", **own), ranks=ranks)
-    first, other = (figures(tmp_path / name, NAME, SHOWN) for name in "12")
-    assert len(first) == len(other) == 6
-    for one, two in zip(first, other, strict=True):
-        for name, a, b in zip(SHOWN, one, two, strict=True):
-            assert a == (b if name == "samples" or a is None else pytest.approx(b, rel=1e-4, abs=1e-6)), name
+    assert len(figures(tmp_path / "1", NAME)) == 6
+    assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, SHOWN)
+
+
+def test_resumed_in_a_rollout_with_another_grouping(prompts, tmp_path):
+    settings = {"early_stop_kl": 2e-3, "beta": 0.1, "critic_learning_rate": 2e-2}
+    assert_grouping_changes_nothing("ppo", prompts, tmp_path, NAME, (4, 1, 1), (2, 2, 1), SHOWN, **settings)
 
 
 def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):

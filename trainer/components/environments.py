@@ -15,6 +15,8 @@ from common.errors import UserError
 from common.plugins import import_named
 from dataset.demo_corpus import ATTRIBUTES, make_people
 from dataset.demo_sums import CALCULATE
+from dataset.json_records import BadRecord, check_value, kind_of
+from dataset.messages import parse_message
 
 Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
 
@@ -41,6 +43,26 @@ def tool_schema(tool: str, description: str, /, **parameters: str) -> dict:
 def tool_message(content: Any) -> dict:
     """The message with a tool's reply."""
     return {"role": "tool", "content": content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)}
+
+
+def checked_replies(replies: Any) -> list[dict]:
+    """Copies of the messages that an environment's `reply` gave, in the form that chat templates take.
+
+    Raises:
+        ValueError: they are no messages of others than the assistant, or no text that can be written.
+    """
+    if not isinstance(replies, (list, tuple)):
+        raise ValueError(f"reply(calls) gave {kind_of(replies)} instead of a list of messages")
+    messages = []
+    for number, reply in enumerate(replies, 1):
+        try:
+            check_value(reply)
+            messages.append(parse_message(reply, f"message {number} of its reply").message)
+        except (BadRecord, TypeError) as error:
+            raise ValueError(str(error)) from None
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"message {number} of its reply has the role assistant, which is the model's; use tool")
+    return messages
 
 
 # --- calculator ------------------------------------------------------------------------------------------------------
@@ -70,7 +92,10 @@ def calculate(expression: str) -> str:
         raise ValueError("not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    try:
+        return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    except OverflowError:
+        raise ValueError("the number is too large") from None
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -19,7 +19,7 @@ from trainer.components.language_model import Batch, target_log_probs, target_lo
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import policy_loss
-from trainer.components.rollouts import Rollouts
+from trainer.components.rollouts import Rollouts, moved_to
 from trainer.components.state import TrainState
 from trainer.components.state_files import Writer
 from trainer.components.trajectories import Trajectory
@@ -134,6 +134,7 @@ class ValuedRollouts(Rollouts):
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
+            batch = moved_to(state.device, batch)
             with state.autocast:
                 log_probs, _ = target_log_probs(model.actor, batch, self.args.temperature)
             sums += torch.tensor([float(policy_divergence(log_probs, batch["old_log_probs"])), len(log_probs)])

@@ -1,16 +1,20 @@
 """What the stages of reinforcement learning share: their flags, prompts and loaders, and the frozen reference."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from common.settings import StageArgs, setting
+from common.plugins import source_files
+from common.settings import ROOT, StageArgs, setting
 from dataset.prompts import PromptDataset, collate_prompts
 from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
+from trainer.components.resume import weights_fingerprint
+from trainer.components.rewards import reward_parts
 from trainer.components.sampler import epoch_order, ordered_loader
 from trainer.components.trajectories import Sampler
 
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EPSILON = 0.2
+CODE = tuple(
+    f"trainer/components/{name}.py"
+    for name in ("rollouts", "trajectories", "rewards", "environments", "policy_loss", "ppo")
+)
+CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/prompts.py")
 
 
 @dataclass(kw_only=True)
@@ -117,3 +126,19 @@ def prompt_loader(prompts: PromptDataset, args: RolloutArgs, epoch: int, skip_ba
     updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
     order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
     return ordered_loader(prompts, order, args.batch_size, skip_batches, args.num_workers, collate_prompts)
+
+
+def reward_model_fingerprint(args: RolloutArgs, checkpoint: dict[str, Any] | None) -> dict[str, str]:
+    """The part of the run fingerprint that describes --reward_model; empty also where the checkpoint (None: a new run)
+    of an early version does not hold it."""
+    is_early = checkpoint is not None and "reward_model_sha256" not in checkpoint.get("run", {})
+    if args.reward_model is None or is_early:
+        return {}
+    return weights_fingerprint("reward_model", Path(args.reward_model), args.cache_dir)
+
+
+def rollout_code(args: Any) -> list[Path]:
+    """The files whose change is a warning on resume, beside those of every stage: the code of rollouts, and the modules
+    of the rewards and of the environment that the settings name."""
+    names = [part.partition("=")[0] for part in reward_parts(args.reward)] + [getattr(args, "environment", "")]
+    return [ROOT / path for path in CODE] + [path for name in names if ":" in name for path in source_files(name)]

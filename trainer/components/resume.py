@@ -201,10 +201,13 @@ SHARED_CODE += (
 
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
-    """SHA-256 of the stage script, the loop and the model, by file name relative to the repository."""
+    """SHA-256 of the stage's own files, the loop and the model, by file name, relative to the repository if in it."""
     paths = [Path(path).resolve() for path in stage_files] + [ROOT / path for path in SHARED_CODE]
-    names = [str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name for path in paths]
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in zip(names, paths, strict=True)}
+    contents: dict[str, bytes] = {}
+    for path in dict.fromkeys(paths):
+        name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+        contents[name] = contents.get(name, b"") + path.read_bytes()  # files of one name in several folders
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def warn_of_other_code(checkpoint: dict[str, Any], code: dict[str, str]) -> None:

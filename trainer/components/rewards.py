@@ -4,23 +4,28 @@
 optional weight: `--reward exact_answer,my_rewards:politeness=0.5`. A completion's reward is the weighted sum.
 
 prompt: the messages before the completion. completion: the text, without special tokens. record: what the data file
-says about the prompt; `record["answer"]` is its reference answer, if it has one.
+says about the prompt; `record["answer"]` is its reference answer, if it has one. Both are copies.
 """
 
 import math
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from decimal import Decimal, InvalidOperation
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from common.errors import UserError, reason
+from common.errors import Interrupted, UserError, reason
 from common.plugins import import_named
 
+LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
+OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
 RewardFn = Callable[[list[dict], str, dict], float]
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*)", re.DOTALL)
@@ -29,7 +34,7 @@ THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*
 class Reward(NamedTuple):
     """One of the rewards of a run."""
 
-    name: str
+    name: str  # of no other one
     function: RewardFn
     weight: float
 
@@ -106,14 +111,27 @@ def load_rewards(spec: str, model: str | None = None, device: torch.device | Non
     """The rewards that `--reward` names, and the one of a `--reward_model` on a device.
 
     Raises:
-        UserError: an unknown name, a module or folder that cannot be loaded, a weight that is no number.
+        UserError: an unknown name, one given twice, a module or folder that cannot be loaded, a weight that is no
+            number.
     """
-    rewards = [_reward_named(part.strip()) for part in spec.split(",") if part.strip()]
+    rewards = [_reward_named(part) for part in reward_parts(spec)]
     if model is not None:
         rewards.append(Reward("model", reward_model(model, device or torch.device("cpu")), 1.0))
     if not rewards:
         raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
-    return rewards
+    if twice := [name for name, count in Counter(each.name for each in rewards).items() if count > 1]:
+        raise UserError(f"--reward names {twice[0]} twice; name it once, with the sum of the weights")
+    short = [each.name.rpartition(":")[2] for each in rewards]
+    taken = Counter([*short, *OTHER_FIGURES])
+    return [
+        each._replace(name=name if taken[name] == 1 else each.name.replace(":", "."))
+        for each, name in zip(rewards, short, strict=True)
+    ]
+
+
+def reward_parts(spec: str) -> list[str]:
+    """The parts `NAME` or `NAME=WEIGHT` of `--reward`."""
+    return [part.strip() for part in spec.split(",") if part.strip()]
 
 
 def _reward_named(part: str) -> Reward:
@@ -131,23 +149,32 @@ def _reward_named(part: str) -> Reward:
     found = import_named("--reward", name)
     if not callable(found):
         raise UserError(f"--reward {name} is not a function")
-    return Reward(name.partition(":")[2], found, factor)
+    return Reward(name, found, factor)
 
 
 def reward_model(folder: str, device: torch.device) -> RewardFn:
     """The score of a sequence classifier with one output, for the conversation as its own chat template renders it.
 
     Raises:
-        UserError: the folder holds no such model. Code in it is not run.
+        UserError: the folder holds no such model, or one without its head. Code in it is not run.
     """
+    if not Path(folder).is_dir():
+        raise UserError(f"--reward_model {folder}: no such folder")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
         options = {"local_files_only": True, "trust_remote_code": False}
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).eval().to(device)
+        options |= {"num_labels": 1, "output_loading_info": True}
+        model, loading = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+        model = model.eval().to(device)
     except Exception as error:  # transformers raises errors of any type for untrusted files
         raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"--reward_model {folder} holds no sequence classifier: its weights lack {', '.join(missing[:3])}, which "
+            "would be random numbers; give a model that was trained to score answers"
+        )
 
     def score(prompt: list[dict], completion: str, record: dict) -> float:
         messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -169,34 +196,62 @@ def compute(
         UserError: a reward raises, takes too long or is not a finite number; the line names the record.
     """
     values = {}
-    for name, function, _ in rewards:
-        try:
-            with time_limit(limit):
-                values[name] = float(function(prompt, completion, record))
-        except TimeoutError:
+    for name, function, weight in rewards:
+        with user_code(f"reward {name}", where, limit):
+            value = float(function(deepcopy(prompt), completion, deepcopy(record)))
+        if not abs(value) * max(1.0, abs(weight)) <= LARGEST:  # NaN is not either
             raise UserError(
-                f"{where}: reward {name} took longer than --reward_timeout {limit:g} s; the last checkpoint is intact"
-            ) from None
-        except Exception as error:  # a user's function can raise anything
-            told = f"{type(error).__name__}: {reason(error)}"
-            raise UserError(f"{where}: reward {name} failed ({told}); the last checkpoint is intact") from error
-        if not math.isfinite(values[name]):
-            raise UserError(f"{where}: reward {name} is {values[name]}, not a finite number; make it one")
+                f"{where}: reward {name} is {value:g} (its weight: {weight:g}), not a finite number of at most "
+                f"{LARGEST:g}; make it one"
+            )
+        values[name] = value
     return values
+
+
+class OutOfTime(BaseException):
+    """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch it."""
+
+
+@contextmanager
+def user_code(what: str, where: str, limit: float) -> Iterator[None]:
+    """Run a user's code in the block: whatever it raises, also `SystemExit`, becomes one line.
+
+    what: which code. where: FILE:LINE of the record. limit: seconds that it may take.
+    """
+    try:
+        with time_limit(limit):
+            yield
+    except Interrupted:
+        raise
+    except OutOfTime:
+        raise UserError(
+            f"{where}: {what} took longer than --reward_timeout {limit:g} s; the last checkpoint is intact"
+        ) from None
+    except BaseException as error:
+        raised = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"{where}: {what} failed ({raised}); the last checkpoint is intact") from error
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds. For the main thread of a process that has no other alarm;
-    code that never returns to Python is not interrupted."""
+    """Raise OutOfTime if the block takes more than so many seconds, even if the block catches what interrupts it. For
+    the main thread of a process that has no other alarm; code that never returns to Python is not interrupted."""
+    is_over = False
 
     def over(number: int, frame: object) -> None:
-        raise TimeoutError
+        nonlocal is_over
+        is_over = True
+        raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
+    except BaseException:
+        if not is_over:
+            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if is_over:
+        raise OutOfTime

@@ -10,6 +10,7 @@ softmax(logits / temperature), which is also what is trained.
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
 from dataset.lm_dataset import collate_flat
 from dataset.prompts import Prompt
-from trainer.components.distributed import Logger, gather, reduce_sum, this_rank, world_size
+from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, world_size
 from trainer.components.language_model import flat_size, target_log_probs
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
@@ -65,10 +65,12 @@ class Rollouts(Hooks):
     ):
         self.args, self.lm_config, self.sampler, self.rewards = args, lm_config, sampler, rewards
         self.reference = reference
-        self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of this rank
-        self.fresh: defaultdict[str, float] = defaultdict(float)  # of the rollout whose update is still to come
+        self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of all ranks
+        self.fresh: defaultdict[str, float] = defaultdict(float)  # of this rank's rollout whose update is still to come
         self.samples: list[dict] = []  # of the last rollout
-        self.kept: list[list[Batch]] | None = None  # micro-batches of the last rollout, by rank; of several iterations
+        self.kept: list[
+            list[Batch]
+        ] = []  # with several iterations: the last rollout's batches of all ranks, on the CPU
 
     # ---- the loop's hooks
 
@@ -78,7 +80,7 @@ class Rollouts(Hooks):
             return self._nothing(window)
         several = self.args.num_iterations > 1
         if several and state.update % self.args.num_iterations:
-            return self._kept_here()
+            return self._cut_again(window)
         self.sampler.between = lambda: _stop_if_asked(state)
         model = unwrap(state.model)
         model.eval()
@@ -91,24 +93,28 @@ class Rollouts(Hooks):
         model.train()
         found = self._complete(found)
         if several:
-            everyone = gather(found)
-            self.kept = None if None in everyone else everyone
+            everyone = gather(found and [moved_to(torch.device("cpu"), batch) for batch in found])
+            self.kept = [] if None in everyone else everyone
         return found if found is not None else self._nothing(window)
 
     def batch_start(self, state: TrainState) -> None:
-        """The update will be made: its rollout counts. Of one that a signal stops nothing is kept."""
-        for name, value in self.fresh.items():
+        """The update will be made: its rollout counts, on all ranks. Of one that a signal stops nothing is kept."""
+        names = self._names()
+        host = torch.tensor([self.fresh[name] for name in names], dtype=torch.float64)
+        for name, value in zip(names, reduce_sum(host).tolist(), strict=True):
             self.totals[name] += value
         self.fresh.clear()
 
     def figures(self, state: TrainState) -> dict[str, Any]:
         """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last rollout."""
-        names = [*self.counts, *(f"reward_{reward.name}" for reward in self.rewards)]
-        host = torch.tensor([self.totals[name] for name in names], dtype=torch.float64)
+        means = self._means({name: self.totals[name] for name in self._names()})
         self.totals.clear()
         for sample in self.samples:
             Logger(f"  reward {sample['reward']:.3f}: {sample['prompt']!r} -> {sample['completion']!r}")
-        return self._means(dict(zip(names, reduce_sum(host).tolist(), strict=True))) | {"samples": self.samples}
+        return means | {"samples": self.samples}
+
+    def _names(self) -> list[str]:
+        return [*self.counts, *(f"reward_{reward.name}" for reward in self.rewards)]
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
         """What is shown of the account; None where there was no rollout since the last record."""
@@ -128,24 +134,32 @@ class Rollouts(Hooks):
 
     def state_dict(self) -> dict[str, Any]:
         """The account since the last record, and a rollout that is used again."""
-        kept = self.kept and [[_without_arrays(batch) for batch in window] for window in self.kept]
+        kept = [[_without_arrays(batch) for batch in window] for window in self.kept]
         return {"totals": dict(self.totals), "kept": kept, "samples": self.samples}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self.totals, self.samples, kept = defaultdict(float, saved["totals"]), saved["samples"], saved["kept"]
-        self.kept = kept and [[_with_arrays(batch) for batch in window] for window in kept]
+        self.totals, self.samples = defaultdict(float, saved["totals"]), saved["samples"]
+        self.kept = [[_with_arrays(batch) for batch in window] for window in saved["kept"] or []]
 
     # ---- a rollout
 
-    def _kept_here(self) -> list[Batch]:
-        if self.kept is None or len(self.kept) != world_size():
-            ranks = len(self.kept) if self.kept else 0
-            raise UserError(
-                f"the checkpoint holds a rollout of {ranks} ranks in the middle of its --num_iterations; resume with "
-                "as many processes"
-            )
-        return self.kept[this_rank()]
+    def _cut_again(self, window: list[Batch]) -> list[Batch]:
+        """The kept completions to the prompts of these micro-batches: those of the rollout, or, after a resume with
+        another --batch_size or number of ranks, others of the same prompts."""
+        kept = [batch for batches in self.kept for batch in batches]
+        samples: defaultdict[int, list[dict]] = defaultdict(list)  # by prompt
+        for batch in kept:
+            for sample in _samples_of(batch):
+                samples[sample["sample_id"]].append(sample)
+        counted = sum(batch["counted"] for batch in kept) if is_main_process() else 0
+        cut = []
+        for batch in window:
+            own = [sample for prompt in batch["prompts"] for sample in samples[prompt.sample_id]]
+            of_target = {name: [kept[0][name][:0], *(sample[name] for sample in own)] for name in _of_target(kept[0])}
+            flat = collate_flat([[sample] for sample in own]) | {name: torch.cat(of_target[name]) for name in of_target}
+            cut.append(flat | {"counted": 0 if cut else counted})  # only its sum over the update matters
+        return cut
 
     def _roll_out(self, state: TrainState, prompts: list[Prompt]) -> Batch:
         """The flat batch of the trajectories of these prompts."""
@@ -242,8 +256,7 @@ class Rollouts(Hooks):
         sampled = torch.tensor([each.sampled for each in written], dtype=torch.int64)
         batch["lengths"] = sampled.repeat_interleave(sampled).float()
         batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.of_target}
-        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-        return batch | {"counted": counted}
+        return moved_to(device, batch) | {"counted": counted}
 
     def _nothing(self, window: list[Batch]) -> list[Batch]:
         """As many batches without trajectories."""
@@ -268,6 +281,31 @@ class Rollouts(Hooks):
         total = sum(self._weighted(part) for part in parts)
         found = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+
+def moved_to(device: torch.device | None, batch: Batch) -> Batch:
+    """The batch with its tensors on a device (None: where they are)."""
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+def _of_target(batch: Batch) -> list[str]:
+    """The fields of a rollout's flat batch that hold one value for each target."""
+    of_flat = collate_flat([]).keys()
+    return [name for name, value in batch.items() if isinstance(value, Tensor) and name not in of_flat]
+
+
+def _samples_of(batch: Batch) -> Iterator[dict[str, Any]]:
+    """The samples of a rollout's flat batch on the CPU, as `collate_flat` takes them, each with the values of its
+    targets."""
+    is_target = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
+    is_target[batch["target_index"] + 1] = True
+    names, at, edges = _of_target(batch), 0, batch["host_cu_seqlens"].tolist()
+    for sample_id, begin, end in zip(batch["sample_ids"].tolist(), edges, edges[1:], strict=False):
+        loss_mask = is_target[begin:end].numpy()
+        sample = {"input_ids": batch["input_ids"][begin:end].numpy(), "loss_mask": loss_mask, "sample_id": sample_id}
+        following = at + int(loss_mask.sum())
+        yield sample | {"target_bytes": 0} | {name: batch[name][at:following] for name in names}
+        at = following
 
 
 def _without_arrays(batch: Batch) -> Batch:

@@ -4,22 +4,23 @@ After each turn of an agent its calls are answered by the environment, and the r
 they are in the context and never targets. The tokens of a turn stay as they were sampled.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.errors import UserError, reason
-from dataset.chat_labels import ChatTemplate
+from common.errors import UserError
 from dataset.prompts import Prompt
 from model.answers import answer_message
 from model.generation import generate
+from model.prompts import Piece, encode_pieces, prompt_pieces
 from model.sampling import Sampling
-from trainer.components.environments import Call, Environment
-from trainer.components.rewards import time_limit
+from trainer.components.environments import Call, Environment, checked_replies
+from trainer.components.rewards import user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,8 +81,6 @@ class Sampler:
     limit: float = 10.0
 
     def __post_init__(self) -> None:
-        template, special = self.tokenizer.chat_template, dict(self.tokenizer.special_tokens_map)
-        self.template = ChatTemplate(template, special)  # type: ignore[arg-type]
         self.end_id = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
 
     def act_in(self, environment: type[Environment], max_turns: int, max_total_len: int, limit: float) -> None:
@@ -103,20 +102,12 @@ class Sampler:
         tokens = list(prompt.input_ids)
         begun = Trajectory(prompt, number, tokens, [False] * len(tokens))
         if self.environment is not None:
-            with self._told(prompt):
-                begun.environment = self.environment(prompt.record)
+            with self._user_code(prompt):
+                begun.environment = self.environment(deepcopy(prompt.record))
         return begun
 
-    @contextmanager
-    def _told(self, prompt: Prompt) -> Iterator[None]:
-        """Whatever goes wrong in an environment is one line that names the record."""
-        try:
-            with time_limit(self.limit):
-                yield
-        except Exception as error:  # a user's environment can raise anything
-            told = f"took longer than {self.limit:g} s" if isinstance(error, TimeoutError) else reason(error)
-            where = self.source(prompt.sample_id)
-            raise UserError(f"{where}: the environment failed ({told}); the last checkpoint is intact") from error
+    def _user_code(self, prompt: Prompt) -> AbstractContextManager[None]:
+        return user_code("the environment", self.source(prompt.sample_id), self.limit)
 
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
         """One turn of each; those that still have equal tokens share one reading of them."""
@@ -151,8 +142,8 @@ class Sampler:
         if is_last:
             each.is_cut = True
             return False
-        with self._told(each.prompt):
-            replies = each.environment.reply(calls)
+        with self._user_code(each.prompt):
+            replies = checked_replies(each.environment.reply(deepcopy(calls)))
         tokens = self._between_turns(each, replies)
         if len(each.tokens) + len(tokens) >= self.max_total_len:
             each.is_cut = True
@@ -165,11 +156,14 @@ class Sampler:
     def _between_turns(self, each: Trajectory, replies: list[dict]) -> list[int]:
         """The tokens from behind a turn's end token to where the next turn begins."""
         start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        before = self.template.text(start).rstrip()  # up to the end token
-        after = self.template.prompt([*start, *replies])
-        if not after.startswith(before):
+        before = str(self.tokenizer.apply_chat_template(start, tokenize=False)).rstrip()  # up to the end token
+        try:
+            first, *others = prompt_pieces(self.tokenizer, [*start, *replies])
+        except ValueError as error:
+            raise UserError(f"{self.source(each.prompt.sample_id)}: {error}") from error
+        if not first.text.startswith(before):
             raise UserError("the chat template rewrites earlier turns when tools reply, so an agent cannot go on")
-        return self.tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        return encode_pieces(self.tokenizer, [Piece(first.text[len(before) :], False), *others])
 
 
 def calls_of(text: str) -> list[Call]:

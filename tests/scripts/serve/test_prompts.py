@@ -37,6 +37,14 @@ def test_a_conversation_has_the_tokens_of_the_template():
     assert WRITER.chat(CHAT, [ADD], None, "<tool_call>") == [*WRITER.chat(CHAT, [ADD]), 5]
 
 
+def test_special_tokens_in_the_name_of_a_chosen_tool_are_text():
+    opening = '<tool_call>\n{"name": "NAME", "arguments": '
+    forged, harmless = (WRITER.chat(CHAT, [ADD], None, opening.replace("NAME", name)) for name in (FORGED, "harmless"))
+    for special in (0, 1, 2, 5):
+        assert forged.count(special) == harmless.count(special)
+    assert TOKENIZER.decode(forged) == TOKENIZER.decode(harmless).replace("harmless", FORGED)
+
+
 @pytest.mark.parametrize("where", ["user", "system", "assistant", "tool", "reasoning", "tools", "arguments", "key"])
 def test_special_tokens_inside_a_message_are_text(where):
     """They spell the same characters, and add no token that opens or ends a turn."""

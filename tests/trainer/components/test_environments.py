@@ -49,6 +49,8 @@ def test_expressions(expression, value):
         "9" * 201,
         "[1]",
         "True",
+        "9e300*9e300/7",
+        "1e999",
     ],
 )
 def test_anything_else_is_refused(expression):

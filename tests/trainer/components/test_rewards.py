@@ -1,10 +1,18 @@
 """Shipped rewards on examples, rewards of a user's own, and their mistakes as one line."""
 
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
+import trainer.components.rewards
 from common.errors import UserError
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT
+from trainer.components.reinforcement import reward_model_fingerprint, rollout_code
+from trainer.components.resume import code_hashes
 from trainer.components.rewards import SHIPPED, Reward, compute, load_rewards
 
 EXAMPLES = [
@@ -53,6 +61,36 @@ def test_several_rewards_with_weights(tmp_path, monkeypatch):
     assert compute(rewards, [], "42 please", {"answer": 42}, "a:1", 1) == {"exact_answer": 0.0, "politeness": 1.0}
 
 
+def test_rewards_of_the_same_name_count_each_for_itself(tmp_path, monkeypatch):
+    """Also one that is called like a figure of all rewards, or like the reward model's."""
+    for module, value in (("ra", 1), ("rb", 2)):
+        function = f"def NAME(prompt, completion, record): return {value}\n"
+        source = "".join(function.replace("NAME", name) for name in ("score", "std", "model"))
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trainer.components.rewards, "reward_model", lambda *_: lambda *_: 7.0)
+    rewards = load_rewards("ra:score=10,rb:score,rb:std,ra:model", "folder")
+    values = compute(rewards, [], "", {}, "a:1", 1)
+    assert values == {"ra.score": 1.0, "rb.score": 2.0, "rb.std": 2.0, "ra.model": 1.0, "model": 7.0}
+    assert [reward.name for reward in load_rewards("ra:score=10,length")] == ["score", "length"]
+
+
+def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
+    (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 1\nclass World: tools = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    load_rewards("rc:score=2")
+    args = SimpleNamespace(reward="length,rc:score=2", reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    before, code = reward_model_fingerprint(args, None), code_hashes([__file__, *rollout_code(args)])
+    assert {"rc.py", "trainer/components/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
+    assert reward_model_fingerprint(args, {"run": before}) == before
+    assert reward_model_fingerprint(args, {"run": {}}) == {}, "a checkpoint of an early version does not say"
+    args.environment = "rc:World"
+    (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 2\n")
+    after = code_hashes([__file__, *rollout_code(args)])
+    assert [name for name in code if code[name] != after[name]] == ["rc.py"]
+    assert reward_model_fingerprint(args, {"run": before}) != before
+
+
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
@@ -63,6 +101,7 @@ def test_several_rewards_with_weights(tmp_path, monkeypatch):
         ("math:pi", "--reward math:pi is not a function"),
         ("exact_answer=heavy", "the weight 'heavy' must be a finite number"),
         ("exact_answer=nan", "the weight 'nan' must be a finite number"),
+        ("length, length=2", "--reward names length twice; name it once, with the sum of the weights"),
     ],
 )
 def test_a_mistake_is_one_line(spec, line):
@@ -70,9 +109,30 @@ def test_a_mistake_is_one_line(spec, line):
         load_rewards(spec)
 
 
+def test_a_module_that_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"--reward leaves:f cannot be imported: the module calls sys.exit\(0\)"):
+        load_rewards("leaves:f")
+
+
 def test_a_folder_without_a_classifier(tmp_path):
     with pytest.raises(UserError, match=f"--reward_model {tmp_path} holds no sequence classifier"):
         load_rewards("length", str(tmp_path))
+
+
+def test_a_causal_language_model_is_no_reward_model(tmp_path):
+    """Its head would be random. A classifier scores."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Qwen3Config(vocab_size=6400, head_dim=16, num_key_value_heads=1, num_labels=1, pad_token_id=0, **shape)
+    for name, kind in (("lm", Qwen3ForCausalLM), ("classifier", Qwen3ForSequenceClassification)):
+        kind(config).save_pretrained(tmp_path / name)
+        load_tokenizer(ROOT / "model").save_pretrained(tmp_path / name)
+    with pytest.raises(UserError, match=r"lm holds no sequence classifier: its weights lack score.weight"):
+        load_rewards("length", str(tmp_path / "lm"))
+    _, scored = load_rewards("length", str(tmp_path / "classifier"))
+    prompt = [{"role": "user", "content": "1+1?"}]
+    assert compute([scored], prompt, "2", {}, "a:1", 60).keys() == {"model"}
 
 
 def divide(prompt, completion, record):
@@ -84,16 +144,55 @@ def hang(prompt, completion, record):
         time.sleep(0.01)
 
 
+def hang_and_catch(prompt, completion, record):
+    try:
+        hang(prompt, completion, record)
+    except Exception:
+        return 0.5
+
+
+def hang_and_catch_everything(prompt, completion, record):
+    try:
+        hang(prompt, completion, record)
+    except:  # noqa: E722
+        return 0.5
+
+
+def leave(prompt, completion, record):
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("function", "line"),
     [
         (divide, "rl.jsonl:7: reward mine failed .ZeroDivisionError: division by zero.; the last checkpoint is intact"),
         (SHIPPED["exact_answer"], "rl.jsonl:7: reward mine failed .KeyError: .*no reference answer"),
         (hang, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
-        (lambda *_: float("nan"), "rl.jsonl:7: reward mine is nan, not a finite number"),
+        (hang_and_catch, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
+        (hang_and_catch_everything, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
+        (leave, "rl.jsonl:7: reward mine failed .SystemExit: 0.; the last checkpoint is intact"),
+        (lambda *_: float("nan"), "rl.jsonl:7: reward mine is nan .*, not a finite number"),
+        (lambda *_: 1e308, "rl.jsonl:7: reward mine is 1e.308 .*, not a finite number of at most 1e.15"),
         (lambda *_: "high", "rl.jsonl:7: reward mine failed .ValueError"),
     ],
 )
 def test_a_reward_that_fails_names_the_record(function, line):
     with pytest.raises(UserError, match=line):
         compute([Reward("mine", function, 1.0)], [], "text", {}, "rl.jsonl:7", 0.05)
+
+
+def test_a_reward_with_a_weight_that_makes_it_too_large():
+    with pytest.raises(UserError, match=r"reward mine is -2 \(its weight: 1e\+15\), not a finite number of at most"):
+        compute([Reward("mine", lambda *_: -2, 1e15)], [], "text", {}, "rl.jsonl:7", 1)
+
+
+def test_a_reward_changes_nothing_for_the_next_one():
+    def rewrites(prompt, completion, record):
+        record["answer"]["value"] += 1
+        prompt[0]["content"] += "!"
+        return record["answer"]["value"] + len(prompt[0]["content"])
+
+    prompt, record = [{"role": "user", "content": "?"}], {"answer": {"value": 1}}
+    rewards = [Reward("one", rewrites, 1.0), Reward("two", rewrites, 1.0)]
+    for _ in range(2):
+        assert compute(rewards, prompt, "text", record, "a:1", 1) == {"one": 4.0, "two": 4.0}
