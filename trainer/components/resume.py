@@ -210,7 +210,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
             run = run | {name: saved[name] for name in names if name in saved}
     hint = "" if run["global_batch"] == saved["global_batch"] else _global_batch_hint(args, saved)
     if run["from_weight_sha256"] != saved["from_weight_sha256"] and run["from_weight"] == saved["from_weight"]:
-        hint += f". {start} is not what the run started from: put that back"
+        hint += f". {start} is not the file that the run started from: put that one back"
         hint += "" if is_path(args.from_weight) else ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
     return run

@@ -48,7 +48,7 @@ def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
     """Move the checkpoints, metrics and best weights of an earlier run of this name into a folder `earlier_<n>` beside
     them, and keep its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old
-    one's files. Start weights stay where they are.
+    one's files. Weights that the new run starts from stay where they are, too.
 
     Raises:
         UserError: the disk is full ...
@@ -57,35 +57,35 @@ def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
     old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if is_state(run, path.name)]
     metrics, start = metrics_path(out, run), start_path(out, args.from_weight, lm_config)
-    outdated = [metrics, out / f"{best}.pth", *(out / best).glob("adapter_*")]
-    outdated = [path for path in outdated if path.is_file() and not same_file(start, path)]
-    weights = [path for path in (out / f"{run}.pth", *(out / run).glob("adapter_*")) if path.is_file()]
-    old_files = [path for path in (*outdated, *weights) if path.stat().st_size and not _is_kept(path, out)]
-    if not old_states and not old_files and not outdated:
-        return
+    old_best = [out / f"{best}.pth", *(out / best).glob("adapter_*")]
+    weights = [out / f"{run}.pth", *(out / run).glob("adapter_*"), *old_best]
+    old_files = [path for path in weights if path.is_file() and not _is_kept(path, out)]
+    if old_states or old_files:  # else it ended before it saved anything
+        old_files += [metrics] if metrics.is_file() else []
     taken = [re.fullmatch(r"earlier_(\d+)", path.name) for folder in (states, out) for path in folder.glob("earlier_*")]
     name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
+    places = [folder / name for folder, files in ((states, old_states), (out, old_files)) if files]
     try:
+        for place in places:
+            place.mkdir(exist_ok=True)
         for path in old_files:  # a second name: other ranks may still read weights
             kept = out / name / path.relative_to(out)
-            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.parent.mkdir(exist_ok=True)
             link(path, kept)
             sync_folder(kept.parent)
-        if old_files:
-            sync_folder(out / name)
-        if old_states:
-            (states / name).mkdir(exist_ok=True)
+        for place in places:
+            sync_folder(place)
         for path in old_states:  # after all else is kept: a run killed here finds the rest and sets it aside again
             os.replace(path, states / name / path.name)
-        for path in outdated:
-            path.unlink(missing_ok=True)
-        for folder in {states, out, *([states / name] if old_states else [])}:
+        for path in (metrics, *old_best):
+            if not same_file(start, path):
+                path.unlink(missing_ok=True)
+        for folder in filter(Path.is_dir, {states, out, *places}):
             sync_folder(folder)
     except OSError as error:
-        raise write_error(states / name, error) from error
-    places = [str(folder / name) for folder, files in ((states, old_states), (out, old_files)) if files]
+        raise write_error(out / name, error) from error
     if places:
-        text = f"a run named {run} was here; its files are kept in {' and '.join(dict.fromkeys(places))}"
+        text = f"a run named {run} was here; its files are kept in {' and '.join(map(str, dict.fromkeys(places)))}"
         Logger(text + " (--from_resume 1 would have continued it)" * bool(old_states))
 
 
