@@ -7,6 +7,7 @@ A stage script subclasses `StageArgs` for its own defaults; a field that it adds
 """
 
 import argparse
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -148,11 +149,20 @@ class StageArgs(
     section: ClassVar[str] = "this stage"
     aliases: ClassVar[dict[str, str]] = {}  # other names of flags on the command line
 
+    def frozen_weights(self) -> dict[str, Path]:
+        """Flag -> path of weights that a resumed run reads again: those of a frozen model beside the trained one."""
+        return {}
+
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
         name, wrong = self.save_weight, []
-        if Path(name).name != name:
+        if Path(name).name != name or name.startswith("."):
             wrong.append(f"--save_weight {name!r} must be a plain name; the folder is --save_dir")
+        if name == "none" or name.endswith((".pth", "_best")):
+            wrong.append(f"--save_weight {name}: none, X.pth and X_best mean something else elsewhere; give another")
+        for flag, text in (("save_weight", name), ("from_weight", self.from_weight)):
+            if "\0" in text or "\n" in text or any(len(os.fsencode(part)) > 200 for part in Path(text).parts):
+                wrong.append(f"--{flag} is no name of a file: it is too long, or has a line break; give another")
         experts, per_token = self.num_experts, self.num_experts_per_tok
         if not self.use_moe and (experts, per_token) != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
             wrong.append(

@@ -116,7 +116,7 @@ def main() -> None:
     wandb = start_tracker(args, run, checkpoint)
 
     # 6. Model, wrapped in DDP, and optimizer; with --beta also the reference.
-    model, reference = policy_and_reference(args, lm_config, device, resumed=checkpoint is not None)
+    model, reference = policy_and_reference(args, lm_config, device, run, resumed=checkpoint is not None)
     model = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing, autocast)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 

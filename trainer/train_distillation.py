@@ -103,6 +103,9 @@ class Args(StageArgs):
         """The file or folder of the teacher."""
         return teacher_path(self.from_teacher_weight, self.save_dir, **self.teacher_shape())
 
+    def frozen_weights(self) -> dict[str, Path]:
+        return {"from_teacher_weight": self.teacher()}
+
 
 def loss_fn(teacher, model, batch, args):
     """Sums: the losses of the targets, the load-balancing losses of the tokens, and the figures SHOWN."""

@@ -49,7 +49,7 @@ from trainer.components.resume import (
     model_fingerprint,
     run_fingerprint,
 )
-from trainer.components.run_files import run_name
+from trainer.components.run_files import run_name, start_path
 from trainer.components.saving import complete_files, open_metrics, save_final_weights
 from trainer.components.signals import StopRequest
 from trainer.components.state import TrainState
@@ -86,6 +86,9 @@ class Args(StageArgs):
     beta: float = setting(0.15, "how closely the model stays with the reference (of ipo: its tau)", gt=0)
     loss_type: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "loss of a pair: DPO's, IPO's or SLiC's")
     rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0)
+
+    def frozen_weights(self) -> dict[str, Path]:
+        return {"from_weight": start_path(self.save_dir, self.from_weight, self)}
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()

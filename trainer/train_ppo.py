@@ -126,7 +126,7 @@ def main() -> None:
     wandb = start_tracker(args, run, checkpoint)
 
     # 6. Policy and critic, wrapped in DDP, and one optimizer with two rates; with --beta also the reference.
-    policy, reference = policy_and_reference(args, lm_config, device, resumed=checkpoint is not None)
+    policy, reference = policy_and_reference(args, lm_config, device, run, resumed=checkpoint is not None)
     model = wrap_model(ActorCritic(policy), device, activation_checkpointing=args.activation_checkpointing)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

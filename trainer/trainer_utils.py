@@ -1,5 +1,6 @@
 """The helpers that MiniMind users know, under MiniMind's names; most are implemented in components/."""
 
+import copy
 import math
 import random
 from dataclasses import replace
@@ -25,6 +26,7 @@ from trainer.components.language_model import (
     target_log_probs,
     target_logits,
 )
+from trainer.components.resume import Fingerprint, check_start_weights
 from trainer.components.run_files import is_path, weight_path
 from trainer.components.sampler import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
 from trainer.components.trained_weights import read_model, start_config, tokenizer_folder
@@ -138,10 +140,15 @@ def init_model(
 
 
 def policy_and_reference(
-    args: Any, lm_config: "MiniMindConfig", device: torch.device, resumed: bool
+    args: Any, lm_config: "MiniMindConfig", device: torch.device, run: Fingerprint, resumed: bool
 ) -> "tuple[MiniMindForCausalLM, nn.Module | None]":
-    """The model, from its weights unless a checkpoint replaces them, and with --beta the start weights, frozen."""
-    where = {"tokenizer_path": args.tokenizer_path, "save_dir": args.save_dir}
-    model, _ = init_model(lm_config, "none" if resumed else args.from_weight, **where)
-    reference = frozen_model(init_model(lm_config, args.from_weight, **where)[0], device) if args.beta else None
-    return model, reference
+    """The model, from its weights unless a checkpoint replaces them, and with --beta the start weights, frozen.
+
+    Raises:
+        UserError: the start weights are needed, and no longer those that the run began with.
+    """
+    if args.beta:
+        check_start_weights(args, run)
+    start = args.from_weight if args.beta or not resumed else "none"
+    model, _ = init_model(lm_config, start, args.tokenizer_path, args.save_dir)
+    return model, frozen_model(copy.deepcopy(model), device) if args.beta else None

@@ -344,6 +344,15 @@ def test_all_contradictions_are_told_at_once():
         parse_args(StageArgs, "", fine.split())
 
 
+@pytest.mark.parametrize("name", ["none", "full_sft_best", "x.pth", "..", ".", ".hid", "a/b", "a/", "x" * 201, "a\nb"])
+def test_a_name_that_means_something_else_is_one_line(name):
+    assert "--save_weight" in told(StageArgs, "--save_weight", name)
+    for fine in ("nones", "best", "_best_of", "x.pth2", "中文", "a b", "x" * 200):
+        assert parse_args(StageArgs, None, ["--save_weight", fine]).save_weight == fine
+    if len(name) > 200:
+        assert "--from_weight" in told(StageArgs, "--from_weight", f"folder/{name}")
+
+
 def test_an_unknown_flag_is_one_line():
     assert told(StageArgs, "--epoch", "2") == "unrecognized arguments: --epoch 2; see --help"  # no abbreviations
     assert told(StageArgs, "--use_moe", "1", "extra") == "unrecognized arguments: extra; see --help"

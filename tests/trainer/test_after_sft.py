@@ -111,9 +111,12 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
 
 
 def test_an_overwritten_reference_is_not_missed(corpus, start, tmp_path):
-    """A second round over the same name: what the reference said is in the token cache; without it, it is refused."""
+    """A second round over the same name is refused. In one of an early version, what the reference said is in the token
+    cache; without it the run is refused as well."""
     own = argv(corpus, start, tmp_path, "dpo", save_weight="full_sft", cache_dir=tmp_path / "cache", batch_size=4)
-    run("dpo", own, Faults(signals={6: signal.SIGTERM}), status=143)
+    assert "the run writes over these weights, and needs them again" in run("dpo", own, status=2).error_lines[-1]
+    early = "import trainer.components.resume as r; r.check_not_overwritten = lambda args: None"
+    run("dpo", own, Faults(script=early, signals={6: signal.SIGTERM}), status=143)
     assert len(list(tmp_path.glob("cache/*/reference_*_float32.npy"))) == 2  # of the training and the held-out pairs
     assert "computing the reference" not in run("dpo", [*own, "--from_resume", "1"]).out
     for path in tmp_path.glob("cache/*/reference_*"):

@@ -42,6 +42,31 @@ ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has
 }
 
 
+def is_hugging_face(path: Path) -> bool:
+    """Whether it is a Hugging Face folder."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a folder that the model is read from: its config, and the files of its tensors.
+
+    Raises:
+        UserError: there are none, or some are missing.
+    """
+    index = folder / f"{WEIGHTS_FILE}.index.json"
+    names = [WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PICKLED_WEIGHTS]
+    if names[0] == PICKLED_WEIGHTS and index.is_file():
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            names = [index.name, *sorted({Path(name).name for name in content["weight_map"].values()})]
+        except UNREADABLE as error:
+            raise UserError(f"{index}: not a readable index ({reason(error)})") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        what = f"{missing[0]} is missing" if len(names) > 1 else f"it holds no weights ({WEIGHTS_FILE})"
+        raise UserError(f"{folder}: {what}")
+    return [folder / name for name in (CONFIG_FILE, *names)]
+
+
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a folder under MiniMind's names, and the fields of its config that they do not tell.
 
@@ -101,15 +126,11 @@ def read_config(folder: Path) -> "PretrainedConfig":
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    index = folder / f"{WEIGHTS_FILE}.index.json"
+    files = model_files(folder)
     try:
-        if (folder / WEIGHTS_FILE).is_file():
-            return load_file(folder / WEIGHTS_FILE)
-        if index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return {key: value for name in sorted(names) for key, value in load_file(folder / Path(name).name).items()}
-        if (folder / PICKLED_WEIGHTS).is_file():
-            return read_file(folder / PICKLED_WEIGHTS)
+        if files[-1].name == PICKLED_WEIGHTS:
+            return read_file(files[-1])
+        shards = [path for path in files if path.suffix == ".safetensors"]
+        return {key: value for path in shards for key, value in load_file(path).items()}
     except (SafetensorError, *UNREADABLE) as error:
         raise UserError(f"{folder}: its weights are not readable ({reason(error)})") from error
-    raise UserError(f"{folder}: it holds no weights ({WEIGHTS_FILE})")

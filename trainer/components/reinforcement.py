@@ -15,6 +15,7 @@ from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
 from trainer.components.resume import weights_fingerprint
 from trainer.components.rewards import reward_parts
+from trainer.components.run_files import start_path
 from trainer.components.sampler import epoch_order, ordered_loader
 from trainer.components.trajectories import Sampler
 
@@ -44,6 +45,9 @@ class RolloutArgs(StageArgs):
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # what holds the updates after a rollout's first one back
+
+    def frozen_weights(self) -> dict[str, Path]:
+        return {"from_weight": start_path(self.save_dir, self.from_weight, self)} if self.beta else {}
 
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""

@@ -4,20 +4,42 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
+from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.run_files import NAMED_SHAPE, resume_states, start_path
+from trainer.components.hugging_face import is_hugging_face, model_files
+from trainer.components.run_files import (
+    NAMED_SHAPE,
+    entries,
+    is_path,
+    is_state,
+    resume_states,
+    run_name,
+    same_file,
+    start_path,
+    weight_path,
+)
+from trainer.components.state_files import FORMAT
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
 Fingerprint = dict[str, Any]
+COMPARED = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_decay", "grad_clip", "max_seq_len")
+COMPARED += ("packing", "seed")  # settings of every run
+NAMES_OF = {  # hash of weights -> the flags that only say where they lie
+    "from_weight_sha256": ("from_weight",),
+    "teacher_sha256": ("from_teacher_weight", "teacher_hidden_size", "teacher_num_layers", "teacher_use_moe"),
+}
 A = TypeVar("A", bound=StageArgs)
 
 
@@ -33,10 +55,21 @@ def data_fingerprint(cache: TokenCache) -> Fingerprint:
     return {"data": hashlib.sha256(content.encode()).hexdigest()[:16], "tokenizer": cache.meta["tokenizer"][:16]}
 
 
+def held_out_fingerprint(loader: Any) -> str | None:
+    """Identifies the held-out data of a loader; None where there are none, or nothing is known of them."""
+    dataset = getattr(loader, "dataset", None)
+    if cache := getattr(dataset, "cache", None):
+        return data_fingerprint(cache)["data"]
+    return getattr(dataset, "fingerprint", {}).get("data")
+
+
 def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
-    """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a file, or all
-    files of a folder."""
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a file, all
+    files of a sharded checkpoint, or config and tensors of a Hugging Face folder."""
+    if is_hugging_face(path):  # beside a model may lie anything, also what a run writes
+        files = model_files(path)
+    else:
+        files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     hashes = [file_hash(str(each), Path(cache_dir)) for each in files]
     whole = hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
     return {f"{name}_sha256": whole}
@@ -47,8 +80,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
     model, data: `model_fingerprint`, `data_fingerprint`. samples: items of an epoch.
     """
-    names = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_decay", "grad_clip", "max_seq_len")
-    run = {key: getattr(args, key) for key in (*names, "packing", "seed")} | model | own_flags(args)
+    run = {key: getattr(args, key) for key in COMPARED} | model | own_flags(args)
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run |= {"samples": samples} | data
     start = start_path(args.save_dir, args.from_weight, args)
@@ -59,11 +91,68 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
 
 def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
-    """Refuse weights under the name of --from_weight that are not those which the run began with."""
+    """Refuse weights under the name of --from_weight that are not those which the run began with: for a model that is
+    read again when the run is resumed.
+
+    run: the fingerprint that `check_resume` returned.
+    """
     start = start_path(args.save_dir, args.from_weight, args)
-    found = weights_fingerprint("from_weight", start, args.cache_dir) if start.exists() else {}
-    if found and found["from_weight_sha256"] != run["from_weight_sha256"]:
-        raise UserError(f"weights {start} are no longer those that the run began with; put them back to go on")
+    named = args.from_weight != "none" and start.exists()
+    now = weights_fingerprint("from_weight", start, args.cache_dir) if named else {}
+    if named and now["from_weight_sha256"] != run["from_weight_sha256"]:
+        raise UserError(
+            f"weights {start} are no longer those that the run began with, and it needs them again; put them back, or "
+            "start anew from other weights with another --save_weight"
+        )
+
+
+def check_not_overwritten(args: StageArgs) -> None:
+    """Refuse a new run that would write over weights which it reads again when it is resumed (`args.frozen_weights`),
+    or that starts from a checkpoint of its own name, which it sets aside.
+
+    Raises:
+        UserError: with the flag and the path.
+    """
+    start = {"from_weight": start_path(args.save_dir, args.from_weight, args)}
+    frozen = args.frozen_weights()
+    for flag, path in (start | frozen).items():
+        if _is_own_state(args, path):
+            raise UserError(
+                f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a new run of "
+                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+            )
+        if flag in frozen and _is_own_weights(args, path):
+            raise UserError(
+                f"--{flag} {path}: the run writes over these weights, and needs them again when it is resumed; give "
+                "another --save_weight"
+            )
+
+
+def _is_own_weights(args: StageArgs, path: Path) -> bool:
+    """Whether a run with these settings writes over this file."""
+    names = (args.save_weight, f"{args.save_weight}_best")
+    return any(same_file(path, weight_path(args.save_dir, name, args)) for name in names)
+
+
+def _is_own_state(args: StageArgs, path: Path) -> bool:
+    """Whether this is the place of a checkpoint that a run with these settings writes or sets aside."""
+    folder, run = Path(args.checkpoint_dir).resolve(), run_name(args.save_weight, args)
+    return any(entry.parent == folder and is_state(run, entry.name) for entry in entries(path))
+
+
+def check_not_too_old(checkpoint: dict[str, Any], saved: Fingerprint, run: Fingerprint) -> None:
+    """Refuse the checkpoint of an early version, which lacks what is compared today or hashed it in another way.
+
+    saved, run: the fingerprints of the checkpoint and of the run.
+    """
+    lacking = [name for name in COMPARED if name not in saved]
+    hashed = [name for name in ("data", "tokenizer") if FORMAT not in checkpoint and run.get(name) != saved.get(name)]
+    if lacking or hashed:
+        why = f"did not note {', '.join(lacking)}" if lacking else f"hashed {' and '.join(hashed)} in another way"
+        raise UserError(
+            f"--from_resume 1: the checkpoint was written by an earlier version, which {why}; finish the run with that "
+            "version, or start anew with --from_resume 0"
+        )
 
 
 def total_updates(run: Fingerprint) -> int:
@@ -92,7 +181,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     """The fingerprint of the run, once it is clear that the checkpoint (None: a new run) belongs to it.
 
     It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone, or is one that this
-    run writes itself (a second round of SFT from `full_sft`): what they were is what counts.
+    run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The same weights may lie
+    elsewhere than before.
 
     Raises:
         UserError: the checkpoint belongs to another run, or the ranks do not all see the same.
@@ -103,19 +193,25 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
             _refuse_other_experts(args)
             where = f"{args.checkpoint_dir} holds no checkpoint of this run"
             Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
+        check_not_overwritten(args)
         return run
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
-    own = (args.save_weight, f"{args.save_weight}_best")
-    if run["from_weight_sha256"] is None or args.from_weight in own:  # the checkpoint holds what became of the weights
-        run = run | {"from_weight_sha256": saved.get("from_weight_sha256")}
-    hint = "" if run["global_batch"] == saved.get("global_batch") else _global_batch_hint(args, saved)
-    if run["from_weight_sha256"] != saved.get("from_weight_sha256") and run["from_weight"] == saved.get("from_weight"):
-        start = start_path(args.save_dir, args.from_weight, args)
-        hint += f". {start} is not the file that the run started from: put that one back, or move this away"
+    check_not_too_old(checkpoint, saved, run)
+    start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
+    is_own = _is_own_weights(args, start) or _is_own_state(args, start)
+    if same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
+        run = run | {"from_weight_sha256": saved["from_weight_sha256"]}  # it holds what became of the weights
+    for digest, names in NAMES_OF.items():
+        if run.get(digest) is not None and run[digest] == saved.get(digest):
+            run = run | {name: saved[name] for name in names if name in saved}
+    hint = "" if run["global_batch"] == saved["global_batch"] else _global_batch_hint(args, saved)
+    if run["from_weight_sha256"] != saved["from_weight_sha256"] and run["from_weight"] == saved["from_weight"]:
+        hint += f". {start} is not the file that the run started from: put that one back"
+        hint += "" if is_path(args.from_weight) else ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
     return run
 
@@ -218,11 +314,28 @@ def warn_of_other_code(checkpoint: dict[str, Any], code: dict[str, str]) -> None
         warn(f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code")
 
 
-def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool) -> None:
-    """Warn if `--deterministic` was set otherwise before: the same run, but no longer the same bits."""
-    saved = checkpoint.get("deterministic", deterministic)  # early versions' checkpoints do not say
-    if saved != deterministic:
-        warn(
-            f"--deterministic was {int(saved)} until the checkpoint and is {int(deterministic)} now: on a GPU the run "
-            "will not end with the bits of one that was not stopped"
-        )
+def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
+    """What the bits of a run depend on besides its settings and code. On a CPU the number of threads decides how sums
+    are cut, and the instruction set which kernels are taken."""
+    found = {"device": device.type, "dtype": str(autocast_dtype(autocast, device)), "torch": str(torch.__version__)}
+    if device.type != "cpu":
+        return found
+    units = {"bfloat16": native_bfloat16(device), "AMX": has_matrix_unit()}
+    names = (torch.backends.cpu.get_cpu_capability(), *(name for name, there in units.items() if there))
+    return found | {"threads": torch.get_num_threads(), "instructions": " ".join(names)}
+
+
+def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool, now: dict[str, Any]) -> None:
+    """Warn if the run goes on with other kernels: the same run, but no longer bit for bit that of one that was not
+    stopped. With another number of ranks it is not, whatever else changed.
+
+    now: what `computing` returns.
+    """
+    if checkpoint["world_size"] != world_size():
+        return
+    now = now | {"--deterministic": int(deterministic)}
+    before = {"--deterministic": int(checkpoint.get("deterministic", deterministic))} | checkpoint.get("computing", {})
+    changed = [f"{key} was {before[key]} and is {now.get(key)}" for key in now if now[key] != before.get(key, now[key])]
+    if changed:
+        text = "from here on the run equals one that was not stopped to rounding only, not bit for bit"
+        warn(f"{', '.join(changed)}: {text}")

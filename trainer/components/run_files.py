@@ -74,6 +74,27 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
     return {path: shape for path in paths if (shape := shape_in_name(path))}
 
 
+def is_state(run: str, name: str) -> bool:
+    """Whether this is the name of a state (a file or a folder) of the run with this `run_name`."""
+    return re.fullmatch(re.escape(run) + r"_(resume|resume_previous|best_resume|update_\d+)(\.pth)?", name) is not None
+
+
+def entries(path: Path) -> list[Path]:
+    """The entry of a folder that a path names, and those to which links lead from there: whoever replaces one of them
+    changes what the path leads to."""
+    found: list[Path] = []
+    while path not in found:
+        found.append(path := path.parent.resolve() / path.name)
+        path = path.parent / path.readlink() if path.is_symlink() else path
+        path = path.parent.resolve() / path.name
+    return found
+
+
+def same_file(path: Path, written: Path) -> bool:
+    """Whether writing (and renaming to) `written` changes what `path` leads to; a hard link stays what it was."""
+    return entries(written)[0] in entries(path)
+
+
 def metrics_path(save_dir: str | Path, run: str) -> Path:
     """The file of the log records of a run of this `run_name`."""
     return Path(save_dir) / f"{run}_metrics.jsonl"

@@ -16,7 +16,16 @@ from trainer.components.checkpoint import lm_checkpoint, save_weights
 from trainer.components.distributed import Logger, is_main_process, meet, stop_watching
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import is_sharded, unwrap
-from trainer.components.run_files import NamedShape, metrics_path, resume_path, run_name, weight_path
+from trainer.components.run_files import (
+    NamedShape,
+    is_state,
+    metrics_path,
+    resume_path,
+    run_name,
+    same_file,
+    start_path,
+    weight_path,
+)
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 from trainer.components.state_files import state_paths
@@ -37,41 +46,53 @@ def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:
 
 
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
-    """Move the checkpoints and metrics of an earlier run of this name into a folder `earlier_<n>` beside them, and keep
-    its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files.
+    """Move the checkpoints, metrics and best weights of an earlier run of this name into a folder `earlier_<n>` beside
+    them, and keep its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old
+    one's files. Weights that the new run starts from stay where they are, too.
 
     Raises:
         UserError: the disk is full ...
     """
     run, best = (run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
-    kinds = ("resume", "update", "best_resume")
-    old_states = [path for kind in kinds for path in states.glob(f"{glob.escape(run)}_{kind}*")]
-    metrics = metrics_path(out, run)
-    if not old_states:
-        return
+    old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if is_state(run, path.name)]
+    metrics, start = metrics_path(out, run), start_path(out, args.from_weight, lm_config)
+    old_best = [out / f"{best}.pth", *(out / best).glob("adapter_*")]
+    weights = [out / f"{run}.pth", *(out / run).glob("adapter_*"), *old_best]
+    old_files = [path for path in weights if path.is_file() and not _is_kept(path, out)]
+    if old_states or old_files:  # else it ended before it saved anything
+        old_files += [metrics] if metrics.is_file() else []
     taken = [re.fullmatch(r"earlier_(\d+)", path.name) for folder in (states, out) for path in folder.glob("earlier_*")]
     name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
-    adapters = [path for each in (run, best) for path in (out / each).glob("adapter_*")]
+    places = [folder / name for folder, files in ((states, old_states), (out, old_files)) if files]
     try:
-        for path in (metrics, out / f"{run}.pth", out / f"{best}.pth", *adapters):  # other ranks may still read weights
-            if path.exists():
-                kept = out / name / path.relative_to(out)
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                link(path, kept)
-                sync_folder(kept.parent)
-        if (out / name).exists():
-            sync_folder(out / name)
-        (states / name).mkdir(exist_ok=True)
+        for place in places:
+            place.mkdir(exist_ok=True)
+        for path in old_files:  # a second name: other ranks may still read weights
+            kept = out / name / path.relative_to(out)
+            kept.parent.mkdir(exist_ok=True)
+            link(path, kept)
+            sync_folder(kept.parent)
+        for place in places:
+            sync_folder(place)
         for path in old_states:  # after all else is kept: a run killed here finds the rest and sets it aside again
             os.replace(path, states / name / path.name)
-        metrics.unlink(missing_ok=True)
-        for folder in {states, out, states / name}:
+        for path in (metrics, *old_best):
+            if not same_file(start, path):
+                path.unlink(missing_ok=True)
+        for folder in filter(Path.is_dir, {states, out, *places}):
             sync_folder(folder)
     except OSError as error:
-        raise write_error(states / name, error) from error
-    places = " and ".join(dict.fromkeys(str(folder / name) for folder in (states, out)))
-    Logger(f"a run named {run} was here; its files are kept in {places} (--from_resume 1 would have continued it)")
+        raise write_error(out / name, error) from error
+    if places:
+        text = f"a run named {run} was here; its files are kept in {' and '.join(map(str, dict.fromkeys(places)))}"
+        Logger(text + " (--from_resume 1 would have continued it)" * bool(old_states))
+
+
+def _is_kept(path: Path, out: Path) -> bool:
+    """Whether this very file of `out` is in one of the folders `earlier_<n>`."""
+    same_name = out.glob(f"earlier_*/{glob.escape(str(path.relative_to(out)))}")
+    return any(os.path.samefile(path, kept) for kept in same_name)
 
 
 def save_checkpoint(state: TrainState, wandb=None) -> None:

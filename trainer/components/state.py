@@ -21,7 +21,14 @@ from trainer.components.language_model import Batch, flat_size, held_out_loss
 from trainer.components.meter import Meter, Size
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import unwrap
-from trainer.components.resume import Fingerprint, total_updates, warn_of_other_code, warn_of_other_kernels
+from trainer.components.resume import (
+    Fingerprint,
+    computing,
+    held_out_fingerprint,
+    total_updates,
+    warn_of_other_code,
+    warn_of_other_kernels,
+)
 from trainer.components.run_files import NamedShape
 from trainer.components.signals import StopRequest
 from trainer.components.state_files import Writer
@@ -33,7 +40,7 @@ LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[T
 EvalFn = Callable[[nn.Module, Batch], dict[str, Tensor]]
 SaveFn = Callable[[nn.Module, Path, Writer], Path]  # (model, path of its .pth, writer) -> what was written
 Schedule = Callable[[int, int, StageArgs], float | None]
-SAVED = ("update", "tokens", "seconds", "best_eval", "record", "records", "save_due")
+SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "records", "save_due")
 
 
 class Hooks:
@@ -120,6 +127,7 @@ class TrainState:
     tokens: int = 0
     seconds: float = 0.0  # of the whole run: training, evaluating and saving
     best_eval: float = float("inf")  # of the monitored metric; negated where more is better
+    eval_data: str | None = None  # identifies the held-out data that it is of
     record: dict[str, Any] | None = None  # of the last update, until it is reported
     records: int | None = 0  # reported so far; None: an early version's checkpoint does not say
     save_due: bool = False  # a save postponed while updates are skipped
@@ -176,15 +184,25 @@ class TrainState:
         """What a checkpoint saves besides weights and optimizer."""
         parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks, "code": self.code}
         parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "monitor": self.monitor}
-        parts |= {"deterministic": self.args.deterministic}
+        parts |= {"deterministic": self.args.deterministic, "computing": computing(self.device, self.autocast)}
+        self.eval_data = held_out_fingerprint(self.eval_loader) or self.eval_data
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress."""
+        """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress.
+
+        Raises:
+            UserError: it is of another kind of model, such as that of another stage.
+        """
         from trainer.components.sharded import with_tensors
 
+        if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
+            raise UserError(
+                f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "
+                "give another --save_weight, or --from_resume 0"
+            )
         warn_of_other_code(checkpoint, self.code)
-        warn_of_other_kernels(checkpoint, self.args.deterministic)
+        warn_of_other_kernels(checkpoint, self.args.deterministic, computing(self.device, self.autocast))
         saved = with_tensors(checkpoint, unwrap(self.model))
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -197,6 +215,10 @@ class TrainState:
             setattr(self, key, saved.get(key))
         if saved.get("monitor", self.monitor) != self.monitor:
             warn(f"the best weights are now judged by {self.monitor[0]}, which was {saved['monitor'][0]}: none yet")
+            self.best_eval = math.inf
+        held_out = held_out_fingerprint(self.eval_loader)
+        if None not in (held_out, self.eval_data) and held_out != self.eval_data:
+            warn("the held-out data are not those of before: the best weights are looked for anew")
             self.best_eval = math.inf
         sums = saved.get("loss_sum", [0.0, 0.0])
         self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)

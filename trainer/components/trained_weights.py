@@ -19,7 +19,7 @@ from dataset.token_cache import load_tokenizer
 from trainer.components.checkpoint import STATE_KEYS, fill, missing_weights, read_state, read_weights
 from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
-from trainer.components.hugging_face import CONFIG_FILE, TOKENIZER_FILE, read_folder
+from trainer.components.hugging_face import CONFIG_FILE, TOKENIZER_FILE, is_hugging_face, read_folder
 from trainer.components.language_model import SHAPE, check_vocabulary, config_of_weights, describe_size, special_tokens
 from trainer.components.lora import merge_adapter
 from trainer.components.run_files import NAMED_SHAPE, shape_in_name, weight_files
@@ -124,11 +124,6 @@ def load_trained(
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """`load_path` of the weights of this name in `save_dir`."""
     return load_path(find_weights(save_dir, weight, **asked), tokenizer_path, device, **asked)
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Whether it is a Hugging Face folder."""
-    return (path / CONFIG_FILE).is_file()
 
 
 def tokenizer_folder(path: Path) -> Path:

@@ -54,6 +54,7 @@ class Callback:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
 
 
+EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -62,10 +63,14 @@ class CallbackError(RuntimeError):
 
 
 class CallbackList:
-    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called."""
+    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called.
+
+    epochs: for each callback the last epoch for which each of EPOCH_HOOKS was called; a checkpoint saves it.
+    """
 
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks: dict[str, Callback] = {}
+        self.epochs: dict[str, dict[str, int]] = {}
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(f"{callback!r} is not a callback, an instance of a subclass of Callback")
@@ -80,6 +85,11 @@ class CallbackList:
         """Call a method of each callback. In `on_exception` a failure is only a warning, because the other callbacks
         still have to close their files; elsewhere it raises CallbackError."""
         for key, callback in self.callbacks.items():
+            if name in EPOCH_HOOKS:
+                last = self.epochs.setdefault(key, {})
+                if args[0] <= last.get(name, -1):
+                    continue  # before the resume
+                last[name] = args[0]
             try:
                 _call(key, callback, name, engine, *args)
             except (CallbackError, UserError) as error:

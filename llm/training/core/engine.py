@@ -153,9 +153,9 @@ class TrainingEngine(Hooks):
 
     def _run_epoch(self, epoch: int) -> None:
         state = self.state
-        if state.finished:
-            return
         start = state.step if epoch == state.epoch else 0
+        if state.finished and start == 0:
+            return
         self.dispatch("on_epoch_start", epoch)
         train_epoch(state, epoch, self.data.train_dataloader(epoch, start), state.iters, start)
         self.dispatch("on_epoch_end", epoch)
@@ -200,8 +200,10 @@ class TrainingEngine(Hooks):
         self.dispatch("on_validation_end", metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"callbacks": self.callbacks.state_dict(), "checkpoints": self.checkpoint_manager.state_dict()}
+        callbacks = {"callbacks": self.callbacks.state_dict(), "epochs": self.callbacks.epochs}
+        return callbacks | {"checkpoints": self.checkpoint_manager.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.callbacks.load_state_dict(saved.get("callbacks"))
+        self.callbacks.epochs = saved.get("epochs", {})
         self.checkpoint_manager.load_state_dict(saved.get("checkpoints", {}))

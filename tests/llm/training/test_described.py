@@ -547,3 +547,75 @@ def test_help_names_the_tasks_and_how_to_see_the_curves(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert all(name in text.partition("--task TEXT what to train:")[2][:80] for name in AVAILABLE_TASKS)
     assert "tensorboard --logdir FOLDER" in text
+
+
+# --- epochs over resumes
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Calls(Callback):
+    """Keeps its calls over resumes, saves in one of them, and is killed in one."""
+
+    def __init__(self, kill=None, save=None):
+        self.calls, self.kill, self.save = [], kill, save
+
+    def note(self, engine, *call):
+        self.calls.append(list(call))
+        if call == self.save:
+            engine.checkpoint_manager.save_checkpoint(engine.state)
+        if call == self.kill:
+            raise Killed
+
+    def on_epoch_start(self, engine, epoch):
+        self.note(engine, "start", epoch)
+
+    def on_epoch_end(self, engine, epoch):
+        self.note(engine, "end", epoch)
+
+    def on_batch_end(self, engine, update, record):
+        self.note(engine, "update", update)
+
+    def on_validation_end(self, engine, metrics):
+        if self.kill == ("validation", engine.state.update):
+            raise Killed
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+class OtherCalls(Calls):
+    """A second one, which is called after the first."""
+
+
+KILLS = [
+    ("start", 0),
+    ("update", 1),
+    ("validation", 2),
+    ("update", 2),
+    ("end", 0),
+    ("start", 1),
+    ("update", 3),
+    ("end", 1),
+]
+
+
+@pytest.mark.parametrize("save", [None, ("end", 0), ("start", 1)])
+@pytest.mark.parametrize("kill", KILLS)
+def test_each_epoch_begins_and_ends_once_wherever_a_run_is_killed(tmp_path, kill, save):
+    """As seen from the state that is saved: two epochs of two updates, a checkpoint and a validation at their ends."""
+    settings = {"epochs": 2, "num_samples": 40, "batch_size": 16, "validation_share": 0.2}
+    wanted = [["start", 0], ["update", 1], ["update", 2], ["end", 0]]
+    wanted += [["start", 1], ["update", 3], ["update", 4], ["end", 1]]
+    with pytest.raises(Killed):
+        made(RegressionTask, tmp_path, [Calls(save=save), OtherCalls(kill)], **settings).run()
+    again = [Calls(), OtherCalls()]
+    made(RegressionTask, tmp_path, again, **settings, from_resume=1).run()
+    assert [each.calls for each in again] == [wanted, wanted]
+    made(RegressionTask, tmp_path, again, **settings, from_resume=1).run()  # nothing left to train
+    assert [each.calls for each in again] == [wanted, wanted]

@@ -6,20 +6,35 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
-from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
-from trainer import train_full_sft
+from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
+from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
+from trainer.components.checkpoint import save_weights
 from trainer.components.metrics import read_metrics
-from trainer.components.resume import check_resume, check_same_run, model_fingerprint, run_fingerprint, total_updates
-from trainer.trainer_utils import load_tokenizer, model_config
+from trainer.components.resume import (
+    check_resume,
+    check_same_run,
+    computing,
+    model_fingerprint,
+    run_fingerprint,
+    total_updates,
+    warn_of_other_kernels,
+)
+from trainer.components.run_files import start_path
+from trainer.components.state import TrainState
+from trainer.components.state_files import FORMAT
+from trainer.trainer_utils import init_model, load_tokenizer, model_config, policy_and_reference
 
 
 def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
@@ -220,6 +235,170 @@ def test_start_weights_that_were_replaced(tmp_path):
     assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
 
 
+STARTS = {  # how a run of the name w names its start: name, path, through links, its checkpoints
+    "name": "w",
+    "best": "w_best",
+    "path": "out/w_512.pth",
+    "roundabout": "out/../out/w_512.pth",
+    "link": "link.pth",
+    "link to a link": "again.pth",
+    "linked folder": "elsewhere/w_512.pth",
+    "state": "checkpoints/w_512_resume.pth",
+    "previous": "checkpoints/w_512_resume_previous.pth",
+    "sharded": "checkpoints/w_512_resume",
+    "numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth",
+    "best state": "checkpoints/w_512_best_resume.pth",
+    "other": "other",
+    "hard link": "hard.pth",
+}
+IS_STATE = {"state", "previous", "sharded", "numbered", "best state"}
+
+
+@pytest.fixture
+def own_files(tmp_path, monkeypatch):
+    """Files of a run of the name w, and links to its weights; the current folder is where they are."""
+    for name in ("out", "checkpoints/w_512_resume"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("w_512", "w_best_512", "other_512"):
+        (tmp_path / f"out/{name}.pth").write_text(name)
+    for name in ("resume", "resume_previous", "update_00000002", "best_resume"):
+        (tmp_path / f"checkpoints/w_512_{name}.pth").write_text(name)
+    (tmp_path / "checkpoints/w_512_resume/state.pth").write_text("shards")
+    (tmp_path / "link.pth").symlink_to("out/w_512.pth")
+    (tmp_path / "again.pth").symlink_to(tmp_path / "link.pth")
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "out", target_is_directory=True)
+    os.link(tmp_path / "out/w_512.pth", tmp_path / "hard.pth")
+    monkeypatch.chdir(tmp_path)
+    return {"save_weight": "w", "save_dir": str(tmp_path / "out"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("needs", ["nothing", "reference", "kl", "no kl", "teacher"])
+def test_weights_that_a_run_needs_again_are_not_written_over(own_files, start, needs):
+    """It is refused at its start, not at the resume, when it is too late."""
+    flag = "from_teacher_weight" if needs == "teacher" else "from_weight"
+    stage = {"reference": train_dpo, "kl": train_grpo, "no kl": train_grpo, "teacher": train_distillation}
+    more = {"kl": {"beta": 0.1}}.get(needs, {})
+    args = stage.get(needs, train_full_sft).Args(**own_files, **{flag: STARTS[start]}, **more)
+    needed = needs not in ("nothing", "no kl")
+    if (start in IS_STATE and flag == "from_weight") or (needed and start not in ("other", "hard link")):
+        with pytest.raises(UserError, match=rf"--{flag} .*give another --save_weight") as error:
+            check_resume(args, {}, None)
+        assert ("which a new run of this name sets aside" in str(error.value)) == (start in IS_STATE)
+    else:
+        assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
+
+
+@pytest.mark.parametrize("start", [name for name in STARTS if name not in ("other", "hard link", "sharded")])
+def test_a_run_goes_on_whose_start_weights_it_has_written_over(own_files, tmp_path, start):
+    """Whatever way it names them; and if it names them in another way, too."""
+    args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight=STARTS[start], from_resume=True)
+    saved = run_fingerprint(args, {}, {}, 9)
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    path = start_path(args.save_dir, args.from_weight, args)
+    path.resolve().write_text("after update 1")
+    assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
+    absolute = replace(args, from_weight=str(path.absolute()))
+    again = check_resume(absolute, run_fingerprint(absolute, {}, {}, 9), checkpoint)
+    assert again["from_weight_sha256"] == saved["from_weight_sha256"]
+    with pytest.raises(UserError, match=r"another run \(from_weight: .* -> other"):
+        other = replace(args, from_weight="other")
+        check_resume(other, run_fingerprint(other, {}, {}, 9), checkpoint)
+
+
+def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
+    """They are the same if their content is; so is a teacher, whose shape was told by its name."""
+    args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
+    saved = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 0}
+    os.rename("out/other_512.pth", "moved.pth")
+    args = replace(args, from_weight="moved.pth")
+    run = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 768}
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    assert check_resume(args, run, checkpoint) == saved
+    with pytest.raises(UserError, match=r"\(teacher_sha256: a -> b; teacher_hidden_size: 0 -> 768\)"):
+        check_resume(args, run | {"teacher_sha256": "b"}, checkpoint)
+
+
+def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
+    """And not what became of these weights: such a run of an early version is refused."""
+    settings = own_files | {"hidden_size": 32, "num_hidden_layers": 1, "cache_dir": str(tmp_path), "beta": 0.1}
+    args = train_grpo.Args(**settings, from_weight="w")
+    config, cpu = model_config(load_tokenizer(ROOT / "model"), args), torch.device("cpu")
+    save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
+    run = run_fingerprint(args, {}, {}, 9)
+    model, reference = policy_and_reference(args, config, cpu, run, resumed=False)
+    _, again = policy_and_reference(args, config, cpu, run, resumed=True)
+    for other in (model, again):
+        assert_same_tensors(dict(reference.state_dict()), dict(other.state_dict()))
+    assert reference is not model and not any(p.requires_grad for p in reference.parameters())
+    save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
+    with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
+        policy_and_reference(args, config, cpu, run, resumed=True)
+    random = replace(args, from_weight="none")
+    model, reference = policy_and_reference(random, config, cpu, run_fingerprint(random, {}, {}, 9), resumed=False)
+    assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
+
+
+def test_the_checkpoint_of_an_early_version_says_so():
+    args = StageArgs(from_weight="none", from_resume=True)
+    run = run_fingerprint(args, {"num_experts": 4}, {"data": "b", "tokenizer": "c"}, 9)
+    checkpoint = {"run": run, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    older = {key: value for key, value in run.items() if key not in ("optimizer", "num_experts")}
+    told = (
+        "written by an earlier version, which {}; finish the run with that version, or start anew with --from_resume 0"
+    )
+    with pytest.raises(UserError, match=told.format("did not note optimizer")):
+        check_resume(args, run, checkpoint | {"run": older})
+    old = checkpoint | {"run": run | {"data": "a", "tokenizer": "a"}}
+    with pytest.raises(UserError, match=told.format("hashed data and tokenizer in another way")):
+        check_resume(args, run, old)
+    with pytest.raises(UserError, match=r"another run \(data: a -> b; tokenizer: a -> c\)"):
+        check_resume(args, run, old | {FORMAT: 2})
+
+
+def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
+    """The run then equals one that was not stopped to rounding only; with other ranks it does so anyway."""
+    cpu = torch.device("cpu")
+    before = computing(cpu, nullcontext())
+    assert before["threads"] == torch.get_num_threads() and before["dtype"] == "torch.float32"
+    assert torch.backends.cpu.get_cpu_capability() in before["instructions"]
+    assert not {"threads", "instructions"} & computing(torch.device("cuda"), nullcontext()).keys()
+    checkpoint = {"world_size": 1, "computing": before, "deterministic": False}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
+    now = computing(cpu, torch.autocast("cpu", torch.bfloat16))
+    warn_of_other_kernels(checkpoint, False, now)
+    line = capsys.readouterr().err
+    assert f"threads was {before['threads']} and is 99" in line and "and is Z80" in line and "torch.bfloat16" in line
+    assert line.startswith("warning: ") and "to rounding only, not bit for bit" in line and "--det" not in line
+    warn_of_other_kernels(checkpoint, False, before)
+    warn_of_other_kernels(checkpoint | {"world_size": 2}, False, now)
+    warn_of_other_kernels({"world_size": 1}, False, now)  # an early version's, which does not say
+    assert not capsys.readouterr().err
+    warn_of_other_kernels(checkpoint, True, before)
+    assert "--deterministic was 0 and is 1" in capsys.readouterr().err
+
+
+def test_other_held_out_data_have_a_best_of_their_own(corpus, tmp_path):
+    settings = {"num_hidden_layers": 1, "epochs": 1, "learning_rate": 1e-9, "eval_interval": 2}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(signals={5: signal.SIGTERM}), status=143)
+    path, state = tmp_path / "checkpoints/pretrain_32_resume.pth", saved_state(tmp_path)
+    torch.save({key: value for key, value in state.items() if key != FORMAT} | {"best_eval": 0.1}, path)
+    other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the river walks"}])
+    resumed = [*flags(corpus, tmp_path, "pretrain", **settings, from_resume=1), "--eval_data_path", other]
+    told = "the held-out data are not those of before: the best weights are looked for anew"
+    assert told in run("pretrain", resumed).err
+    last = saved_state(tmp_path)
+    assert last["eval_data"] != state["eval_data"] and 1 < last["best_eval"] < 20
+
+
+def test_the_checkpoint_of_another_stage_is_one_line():
+    """One of the same data and settings, as of SFT for LoRA."""
+    state = SimpleNamespace(model=torch.nn.Linear(2, 2), code={}, args=StageArgs())
+    with pytest.raises(UserError, match=r"of another stage or model .*; give another --save_weight"):
+        TrainState.restore(state, {"model": {"weight": torch.zeros(2, 2), "lora": torch.zeros(2)}})
+
+
 def test_a_flag_that_is_added_to_a_stage_does_not_end_its_runs():
     """With its default the run goes on; with another value it is another run."""
 
@@ -373,8 +552,6 @@ def test_bfloat16_resumes_exactly_and_float32_may_follow(corpus, tmp_path):
 
 
 def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
-    import torch
-
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     torch.save({"weights": torch.ones(3)}, folder / "pretrain_32_resume.pth")

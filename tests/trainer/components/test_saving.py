@@ -30,7 +30,7 @@ class Killed(BaseException):
     """Stands for kill -9."""
 
 
-@pytest.mark.parametrize("step", range(16))
+@pytest.mark.parametrize("step", range(18))
 def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
     """The metrics, too, which the new run would write over: after a second start each file is in some `earlier_<n>`."""
     args = earlier_run(tmp_path)
@@ -75,3 +75,51 @@ def test_no_room_for_a_copy_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"earlier_1 cannot be written \(No space left on device\)"):
         set_earlier_run_aside(args, args)
     assert len(list((tmp_path / "checkpoints").glob("*.pth"))) == len(STATES)
+
+
+def everything(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("checkpoint_dir", ["emptied", "another"])
+def test_an_earlier_run_is_kept_wherever_its_checkpoints_lie(tmp_path, checkpoint_dir):
+    """The best weights move away: beside a run that evaluates nothing they would look like its own."""
+    args = earlier_run(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints") if checkpoint_dir == "emptied" else None
+    args.checkpoint_dir = str(tmp_path / checkpoint_dir)
+    for _ in range(2):  # the second run was killed before it saved anything
+        set_earlier_run_aside(args, args)
+        kept = {"w_512.pth": "w_512.pth"} | {f"earlier_1/{name}": name for name in OUT}
+        assert everything(tmp_path / "out") == kept
+        assert checkpoint_dir == "emptied" or len(everything(tmp_path / "checkpoints")) == len(STATES)
+        MetricsLog(tmp_path / "out/w_512_metrics.jsonl", 10).close()
+
+
+@pytest.mark.parametrize("start", ["w_best", "path", "link"])
+def test_best_weights_from_which_a_run_starts_stay(tmp_path, start):
+    args = earlier_run(tmp_path)
+    (tmp_path / "link.pth").symlink_to(tmp_path / "out/w_best_512.pth")
+    paths = {"path": str(tmp_path / "out/../out/w_best_512.pth"), "link": str(tmp_path / "link.pth")}
+    args.from_weight = paths.get(start, start)
+    set_earlier_run_aside(args, args)
+    assert (tmp_path / "out/w_best_512.pth").exists() and (tmp_path / "out/earlier_1/w_best_512.pth").exists()
+
+
+def test_the_states_of_a_run_with_a_longer_name_stay(tmp_path):
+    args = earlier_run(tmp_path)
+    others = [tmp_path / "checkpoints" / f"w_512_{name}_512_resume.pth" for name in ("resume", "update", "updates")]
+    for path in others:
+        path.touch()
+    set_earlier_run_aside(args, args)
+    assert sorted((tmp_path / "checkpoints").glob("*.pth")) == others
+
+
+def test_an_earlier_adapter_is_kept(tmp_path):
+    args = earlier_run(tmp_path)
+    for folder in ("w_512", "w_best_512"):
+        (tmp_path / "out" / folder).mkdir()
+        (tmp_path / "out" / folder / "adapter_model.safetensors").write_text(folder)
+    set_earlier_run_aside(args, args)
+    names = [f"{folder}/adapter_model.safetensors" for folder in ("w_512", "w_best_512")]
+    assert [(tmp_path / "out" / name).exists() for name in names] == [True, False]
+    assert all((tmp_path / "out/earlier_1" / name).exists() for name in names)

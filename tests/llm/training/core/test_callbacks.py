@@ -73,6 +73,7 @@ class FakeEngine:
             self.resumed_update = saved["update"] - saved["pending"]
             optimizer.load_state_dict(saved["optimizer"])
             self._callbacks.load_state_dict(saved["callbacks"])
+            self._callbacks.epochs = saved["epochs"]
 
     def stop(self, reason):
         self._reason = reason
@@ -126,6 +127,7 @@ class FakeEngine:
 
     def _save(self, pending):
         states = {"update": self.state.update, "pending": pending, "callbacks": self._callbacks.state_dict()}
+        states["epochs"] = self._callbacks.epochs
         states["optimizer"] = self.state.optimizer.state_dict()
         file = io.BytesIO()
         torch.save(states, file)
