@@ -10,6 +10,8 @@ and a half-built cache is never used.
     <cache_dir>/<key>/  tokens.npy [N], offsets.npy [S+1], loss_mask.npy [N] (SFT, DPO), target_bytes.npy [S],
                         num_targets.npy [S], sources.npy [S, 2] (file, line), row_samples.npy [S],
                         row_offsets.npy [R+1] (see dataset/packing.py), meta.json, bad_records.txt (if any)
+
+meta.json has the SHA-256 of each file. A file changed since is found when the cache is opened, which builds it again.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import numpy as np
 
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write, sync_folder, write_json
-from common.errors import UserError, reason, say
+from common.errors import UserError, reason, say, warn
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig, StageArgs, add_flags, settings_of
@@ -171,6 +173,8 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
             raise UserError(failure.read_text(encoding="utf-8", errors="surrogateescape"))
         if is_held:
             _remove_leftovers(folder)
+        if folder.exists():
+            warn(f"the token cache {folder} is damaged or was changed; it is built again")
         building = folder.with_suffix(f".tmp-{HOST}-{uuid.uuid4().hex[:8]}")
         try:
             building.mkdir()
@@ -222,7 +226,8 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes})
+    digests = {name: _sha256(folder / name) for name in sizes}
+    write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes, "sha256": digests})
     sync_folder(folder)
     seconds = time.monotonic() - begin
     say(describe_files(list(stamps)))
@@ -235,11 +240,19 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether all files have the sizes recorded in meta.json, which is written last."""
+    """Whether all files are those that meta.json, which is written last, describes. Their contents are read only if
+    their times have changed since they were last read (`file_hash`). Caches of early versions have no digests."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing or damaged
+        same_size = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
+        digests = meta.get("sha256", {}) if same_size else {}
+        same = same_size and all(file_hash(str(folder / name), folder.parent) == digests[name] for name in digests)
+        return same and len(TokenCache(folder, [])) > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, UserError, MemoryError):
+        raise
+    except Exception:  # of many types, for a damaged meta.json or .npy header
         return False
 
 
@@ -251,18 +264,17 @@ def file_hash(path: str, cache_dir: Path) -> str:
     known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
     with contextlib.suppress(OSError):  # a read-only folder, a full disk: then the hash is not remembered
         known.parent.mkdir(parents=True, exist_ok=True)
+    if digest := _remembered_hash(known, _stamp(path)):
+        return digest
     with locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
         stamp = _stamp(path)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            entry = json.loads(known.read_text(encoding="utf-8"))
-            if entry["stamp"] == stamp:
-                return entry["sha256"]
+        if digest := _remembered_hash(known, stamp):
+            return digest
         begin = time.time()
         if stamp[0] > 2e9:
             say(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to compute its hash")
         try:
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = _sha256(path)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its permissions") from error
         # A file modified just now may change again within the same time stamp, so its hash is not stored.
@@ -271,6 +283,19 @@ def file_hash(path: str, cache_dir: Path) -> str:
             with contextlib.suppress(UserError):
                 atomic_write(known, lambda file: file.write(entry.encode()))
         return digest
+
+
+def _remembered_hash(known: Path, stamp: list[int]) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        entry = json.loads(known.read_text(encoding="utf-8"))
+        if entry["stamp"] == stamp:
+            return entry["sha256"]
+    return ""
+
+
+def _sha256(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: str | Path) -> list[int]:

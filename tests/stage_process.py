@@ -176,13 +176,15 @@ class StageProcess:
         return [line for line in self.err.splitlines() if line.strip()]
 
 
-def start_ranks(count: int, stage: str, argv: list, faults: dict[int, Faults] | None = None) -> list[StageProcess]:
+def start_ranks(
+    count: int, stage: str, argv: list, faults: dict[int, Faults] | None = None, **env: str
+) -> list[StageProcess]:
     """Several ranks as torchrun would start them; `faults` by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    env |= {"LOCAL_WORLD_SIZE": str(count)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    env = place | {"LOCAL_WORLD_SIZE": str(count)} | env
     ranks = range(count)
     return [StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks]
 

@@ -376,8 +376,8 @@ def test_two_processes_at_once_on_a_file_system_without_locks(write, cache_dir):
     assert len(list(cache_dir.glob("*/meta.json"))) == 1 and not list(cache_dir.glob("*.tmp*"))
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "meta"])
-def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir):
+@pytest.mark.parametrize("damage", ["truncate", "remove", "meta", "in place", "header", "header of an early cache"])
+def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir, capsys):
     path = write("a.jsonl", TEXTS)
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
     before = contents(cache)
@@ -385,9 +385,43 @@ def test_a_damaged_cache_is_built_again(damage, write, tokenizer, cache_dir):
         os.truncate(cache.path / "tokens.npy", 1000)
     elif damage == "remove":
         (cache.path / "offsets.npy").unlink()
-    else:
+    elif damage == "meta":
         (cache.path / "meta.json").write_text('{"sizes": {"tok')
+    else:
+        as_built_by_early_versions(cache) if "early" in damage else None
+        file, times = cache.path / "tokens.npy", (cache.path / "tokens.npy").stat()
+        with open(file, "r+b") as changed:
+            changed.seek(1000 if damage == "in place" else 20)
+            changed.write(b"\xff" * 8)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    capsys.readouterr()
     assert contents(build_token_cache("pretrain", path, tokenizer, 64, cache_dir)) == before
+    assert f"warning: the token cache {cache.path} is damaged or was changed" in capsys.readouterr().err
+
+
+def as_built_by_early_versions(cache):
+    """Without digests."""
+    meta = {key: value for key, value in cache.meta.items() if key != "sha256"}
+    (cache.path / "meta.json").write_text(json.dumps(meta))
+
+
+def test_an_early_cache_is_used_and_an_unchanged_one_read_once(write, tokenizer, cache_dir, monkeypatch, settle):
+    path, read = write("a.jsonl", TEXTS), []
+    sha256 = token_cache._sha256
+    monkeypatch.setattr(token_cache, "_sha256", lambda file: read.append(Path(file).name) or sha256(file))
+    settle(path)
+    cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    for file in cache.path.glob("*"):
+        settle(file)
+    names = [name for name in cache.meta["sizes"]]
+    for expected in (names, []):  # opened for the first time since it was built, and again
+        read.clear()
+        again = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+        assert sorted(read) == sorted(expected)
+    as_built_by_early_versions(again)
+    written = (cache.path / "tokens.npy").stat()
+    build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    assert read == [] and (cache.path / "tokens.npy").stat() == written
 
 
 @pytest.mark.parametrize("content", ["", "null", "5", "[]", '["sizes"]', "{}", '{"sizes": 1}', '{"sizes": []}', "\0\0"])

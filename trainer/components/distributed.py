@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -21,6 +22,7 @@ from common.launcher import launch
 from common.machine import available_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
+MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
 NCCL_MARGIN = timedelta(minutes=1)  # by which a PeerWatch notices silence before torch's watchdog aborts the process
 CLEANUP_PATIENCE, LOST_RANK_DELAY = 5.0, 3.0  # seconds
 # The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
@@ -158,9 +160,9 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default
         torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
     try:
-        store = _interruptible(lambda: _meet(place.rank, place.world_size))
         timeout = timedelta(seconds=rank_timeout)
         backend, limit = ("cpu:gloo,cuda:nccl", timeout + NCCL_MARGIN) if on_gpu else ("gloo", timeout)
+        store = _interruptible(lambda: _meet(place.rank, place.world_size, limit))
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
         if on_gpu:
             _watches.append(PeerWatch(timeout))
@@ -173,12 +175,37 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     return local_rank
 
 
-def _meet(rank: int, ranks: int) -> dist.Store:
-    """Wait for all ranks; returns the store over which they found each other."""
+def _meet(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
+    """Wait for all ranks; returns a store in which no earlier processes of the run have left keys. `timeout`: of what
+    is waited for there later on.
+
+    torchrun's store outlives the processes that `--max-restarts` replaces, and TORCHELASTIC_RESTART_COUNT can differ
+    between machines. So rank 0 counts the attempts, and the others register for the latest one under a random name,
+    until rank 0 has listed that name: then both are alive, and all have the same attempt.
+    """
     store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=RENDEZVOUS_TIMEOUT))
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
-    return store
+    if rank == 0:
+        attempt = store.add("attempts", 1)
+        registered = [f"{attempt}/{other}" for other in range(1, ranks)]
+        store.wait(registered, RENDEZVOUS_TIMEOUT)
+        store.set(f"{attempt}/names", " ".join(store.get(key).decode() for key in registered))
+    else:
+        attempt = _listed_attempt(store, rank)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(str(attempt), store)
+
+
+def _listed_attempt(store: dist.Store, rank: int) -> int:
+    name, attempt, begin = uuid.uuid4().hex, 0, time.monotonic()
+    while not (store.check([f"{attempt}/names"]) and name in store.get(f"{attempt}/names").decode()):
+        if time.monotonic() - begin > RENDEZVOUS_TIMEOUT.total_seconds():
+            raise dist.DistStoreError("rank 0 is missing")
+        time.sleep(MEETING_INTERVAL)
+        latest = store.add("attempts", 0)
+        if latest > attempt:
+            attempt = latest
+            store.set(f"{attempt}/{rank}", name)
+    return attempt
 
 
 def _interruptible(work: Callable[[], T]) -> T:

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from common.errors import Interrupted, UserError
-from tests.stage_process import context
+from tests.stage_process import Faults, context, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.components import distributed
 from trainer.components.distributed import (
     PeerWatch,
@@ -85,6 +87,46 @@ def test_ranks_that_leave_together_or_by_a_signal_say_nothing_of_it(ended):
     for ending, status in (("together", 0), ("signal", 128 + signal.SIGTERM)):
         for code, text in ended[ending]:
             assert code == status and "another rank" not in text and "Traceback" not in text, (ending, text)
+
+
+def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path):
+    """With one store, torchrun's, for all attempts: a rank killed before the first checkpoint, then one after it."""
+    settings = {"from_weight": "none", "epochs": 1, "batch_size": 4}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    argv = flags(corpus, tmp_path / "again", "pretrain", **settings, from_resume=1)
+    for victim, micro_batch in ((1, 2), (0, 6)):
+        ranks = start_ranks(2, "pretrain", argv, {victim: Faults(signals={micro_batch: signal.SIGKILL})}, **env)
+        assert ranks[victim].wait() == -signal.SIGKILL, ranks[victim].err
+        ranks[1 - victim].send(signal.SIGKILL)  # as torchrun does, sooner or later
+        ranks[1 - victim].wait()
+    late = {1: Faults(script="import time; time.sleep(3)")}  # rank 0 must not take what is in the store for rank 1
+    ranks = start_ranks(2, "pretrain", argv, late, **env)
+    assert [rank.wait() for rank in ranks] == [0, 0] and "resuming pretrain at epoch 1" in ranks[0].out
+    assert_same_run(tmp_path / "whole", tmp_path / "again", "pretrain_32")
+
+
+def test_ranks_meet_whatever_earlier_processes_left_in_the_store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
+
+    def meet(rank):
+        return processes.submit(distributed._meet, rank, 3, timedelta(seconds=20))
+
+    with ThreadPoolExecutor(6) as processes:
+        early = meet(1)  # before rank 0
+        given_up = meet(0)  # replaced while it waits for rank 2
+        while not store.check(["1/1"]):
+            time.sleep(0.01)
+        for again in range(2):
+            ranks = [meet(0), meet(1) if again else early, meet(2)]
+            stores = [rank.result(20) for rank in ranks]
+            assert not any(each.check(["key"]) for each in stores)
+            stores[0].set("key", str(again))
+            assert [each.get("key") for each in stores] == [str(again).encode()] * 3
+        store.set("1/2", "")  # an end for the rank 0 that was replaced
+        given_up.result(20)
 
 
 @pytest.fixture
