@@ -37,7 +37,9 @@ const TEXT = {
     runs: "Runs", runsFilter: "Filter runs", xAxis: "Horizontal axis", update: "Updates", tokens: "Tokens", seconds: "Time",
     logScale: "Log scale", smoothing: "Smoothing", following: "Live", noRuns: "No training runs yet",
     noRunsMore: "They appear here as soon as a training writes its first log line into the folder of this server.",
-    noneChosen: "Choose one or more runs", running: "running", finished: "finished", stoppedRun: "ended early", left: "{time} left",
+    noneChosen: "Choose one or more runs", readingRuns: "Reading the runs …",
+    skipped: "{n} updates skipped (not finite)", notFinite: "{n} records without a finite loss",
+    diverged: "Diverged: the loss is not finite", running: "running", finished: "finished", stoppedRun: "ended early", left: "{time} left",
     updates: "{n} updates", unit_s: "s", unit_min: "min", unit_h: "h", loss: "Loss", eval_loss: "Held-out loss", learning_rate: "Learning rate", grad_norm: "Gradient norm",
     reward: "Reward", eval_reward: "Held-out reward", kl: "KL from the reference", entropy: "Entropy per token", completion_length: "Tokens of a completion",
     tokens_per_second: "Tokens per second", expert_load: "Experts’ load", more: "More curves", table: "Latest values",
@@ -80,7 +82,9 @@ const TEXT = {
     runs: "训练", runsFilter: "筛选训练", xAxis: "横轴", update: "更新次数", tokens: "token 数", seconds: "时间",
     logScale: "对数坐标", smoothing: "平滑", following: "实时", noRuns: "还没有训练",
     noRunsMore: "训练向本服务器的文件夹写入第一行日志后，就会出现在这里。",
-    noneChosen: "请选择一个或多个训练", running: "进行中", finished: "已完成", stoppedRun: "提前结束", left: "还剩 {time}",
+    noneChosen: "请选择一个或多个训练", readingRuns: "正在读取训练记录……",
+    skipped: "跳过了 {n} 次更新（非有限值）", notFinite: "{n} 条记录的损失不是有限值",
+    diverged: "已发散：损失不是有限值", running: "进行中", finished: "已完成", stoppedRun: "提前结束", left: "还剩 {time}",
     updates: "更新 {n} 次", unit_s: "秒", unit_min: "分", unit_h: "小时", loss: "损失", eval_loss: "验证损失", learning_rate: "学习率", grad_norm: "梯度范数",
     reward: "奖励", eval_reward: "验证奖励", kl: "与参考模型的 KL", entropy: "每个 token 的熵", completion_length: "回答的 token 数",
     tokens_per_second: "每秒 token 数", expert_load: "专家负载", more: "更多曲线", table: "最新数值",
@@ -93,11 +97,11 @@ let language = "en";
 
 /** The text of a key, with {name} filled in; an unknown key is shown as it is. */
 export function t(key, values = {}) {
-  const text = TEXT[language][key] ?? key;
+  const text = knows(key) ? TEXT[language][key] : key;
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }
 
-export const knows = (key) => key in TEXT.en;
+export const knows = (key) => Object.hasOwn(TEXT.en, key);
 export const currentLanguage = () => language;
 
 /** Choose the language and put it into the elements that name a text; listeners of `language` draw the rest again. */
