@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason, say, warn
-from trainer.components.trained_weights import add_trained_model_flags, load_model, model_path
+from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from scripts.serve.served import Settings
 
-FLAGS = ("slots", "context", "max_new_tokens", "max_queue")
+FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,6 +44,7 @@ def parse_args() -> argparse.Namespace:
     flag("--context", type=int, default=2048, help="longest prompt with its answer, in tokens")
     flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
     flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
+    flag("--max_models", type=int, default=4, help="models of --save_dir loaded at once; 1: only the one given")
     args = parser.parse_args()
     for name in FLAGS:
         if getattr(args, name) < 1:
@@ -120,7 +121,11 @@ def main() -> None:
         raise UserError(f"--context {args.context} is more than this model's {longest} positions; give a smaller one")
     limits = {name: getattr(args, name) for name in FLAGS}
     limits |= {"api_key": args.api_key, "local_only": is_local(host) and not args.api_key}
-    settings = Settings(args.model_name or path.stem, save_dir=args.save_dir, **limits)
+
+    def load(other: Path) -> tuple[Any, Any]:
+        return load_path(other, args.tokenizer_path, model.device)
+
+    settings = Settings(args.model_name or path.stem, save_dir=args.save_dir, path=path, load=load, **limits)
     app = create_app(model, tokenizer, settings)
     listener.listen()  # a client that comes at once waits
     say(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from model.answers import CALL
+from scripts.serve.models import Models
 from scripts.serve.prompts import BadPrompt, TooLong
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
@@ -128,26 +129,27 @@ async def _hung_up(request: Request) -> None:
 def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     """The application that serves a model; its thread ends with the application."""
     served = ServedModel(model, tokenizer, settings)
+    models = Models(served, settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(served.scheduler.close)
+        await asyncio.to_thread(models.close)
 
     checks = [Depends(check_host)] if settings.local_only else []
     app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan, dependencies=checks)
-    app.state.served = served
+    app.state.served, app.state.models = served, models
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)
     app.add_exception_handler(Exception, _tell_failure)
     key = Depends(KeyCheck(settings.api_key))
-    app.include_router(openai_routes(served), dependencies=[key])
+    app.include_router(openai_routes(models), dependencies=[key])
     app.include_router(runs_router(settings.save_dir), dependencies=[key])
     app.include_router(page_router())
 
     @app.get("/health")
     async def health() -> Response:
-        state = served.health()
+        state = models.health()
         return JSONResponse({"status": "ok" if state["alive"] else "failed"} | state, 200 if state["alive"] else 503)
 
     return app
@@ -180,54 +182,46 @@ class KeyCheck:
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
 
-def openai_routes(served: ServedModel) -> APIRouter:
+def openai_routes(offered: Models) -> APIRouter:
     """The routes of OpenAI's API under /v1."""
     routes = APIRouter(prefix="/v1")
 
-    def check_model(name: str | None) -> None:
-        if name not in (None, served.name):
-            message = f"The model '{name}' does not exist; this server has '{served.name}'."
-            raise ApiError(message, status=404, param="model", code="model_not_found")
-
     @routes.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [served.card()]}
+        return {"object": "list", "data": await offered.cards()}
 
     @routes.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return served.card()
+        return await offered.card(name)
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read_body(request)
         asked = parse(ChatRequest, body)
-        check_model(asked.model)
         opening = opening_of(asked)
         thinking = False if opening else asked.chat_template_kwargs.enable_thinking
         tools = asked.tools if asked.tool_names else []
-        write = served.prompts.chat
-        prompt = await written(write, asked.messages, tools, thinking, opening, size=len(body), param="messages")
-        answers = Answers(served, [prompt], asked)
-        return await respond(
-            request, answers, ChatReply(served.name, asked, len(prompt), bool(thinking), opening), asked
-        )
+        async with offered.use(asked.model) as served:
+            write = served.prompts.chat
+            prompt = await written(write, asked.messages, tools, thinking, opening, size=len(body), param="messages")
+            reply = ChatReply(served.name, asked, len(prompt), bool(thinking), opening)
+            return await respond(request, Answers(served, [prompt], asked), reply, asked)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
         body = await read_body(request)
         asked = parse(CompletionRequest, body)
-        check_model(asked.model)
         if len(asked.prompts) * asked.n > MAX_ANSWERS:
             raise ApiError(f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value")
-        write = served.prompts
-        prompts = [
-            await written(write.text if isinstance(one, str) else write.tokens, one, size=len(body), param="prompt")
-            for one in asked.prompts
-        ]
-        answers = Answers(served, prompts, asked)
-        reply = TextReply(served.name, answers.open, sum(map(len, prompts)))
-        return await respond(request, answers, reply, asked)
+        async with offered.use(asked.model) as served:
+            write = served.prompts
+            prompts = [
+                await written(write.text if isinstance(one, str) else write.tokens, one, size=len(body), param="prompt")
+                for one in asked.prompts
+            ]
+            answers = Answers(served, prompts, asked)
+            reply = TextReply(served.name, answers.open, sum(map(len, prompts)))
+            return await respond(request, answers, reply, asked)
 
     return routes
 

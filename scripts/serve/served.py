@@ -27,14 +27,18 @@ class Settings:
     max_queue: int = 256  # requests that may wait
     api_key: str | None = None
     local_only: bool = False  # answer only requests to this machine's own names
-    save_dir: str | Path = ROOT / "out"  # whose training curves are shown
+    save_dir: str | Path = ROOT / "out"  # whose training curves are shown, and whose models can be asked for
+    path: Path | None = None  # of the model that is loaded from the start
+    load: Callable[[Path], tuple[Any, Any]] | None = None  # model and tokenizer of a weights file; None: no other model
+    max_models: int = 4  # loaded at once
 
 
 class ServedModel:
-    """A model that answers requests under a name."""
+    """A model that answers requests under a name; by default that of the settings."""
 
-    def __init__(self, model: Any, tokenizer: Any, settings: Settings):
-        self.name, self.settings, self.created = settings.name, settings, int(time.time())
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings, name: str | None = None):
+        self.name, self.settings, self.created = name or settings.name, settings, int(time.time())
+        self.users = 0  # requests that are on their way to its scheduler
         self.prompts = PromptWriter(tokenizer, settings.context)
         self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
@@ -45,10 +49,15 @@ class ServedModel:
         return card | {"max_model_len": self.settings.context}
 
     def health(self) -> dict[str, Any]:
-        """How busy it is."""
+        """How many answers are being written, and how many requests wait."""
         scheduler = self.scheduler
-        counts = {"writing": len(scheduler.writing), "waiting": len(scheduler.waiting), "slots": self.settings.slots}
+        counts = {"writing": len(scheduler.writing), "waiting": len(scheduler.waiting)}
         return {"alive": scheduler.thread.is_alive()} | counts
+
+    @property
+    def busy(self) -> bool:
+        """Whether it may not be dropped."""
+        return bool(self.users or self.scheduler.writing or self.scheduler.waiting)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:

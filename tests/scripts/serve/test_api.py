@@ -46,12 +46,12 @@ def serving(model: Any, tokenizer: Any, settings: Settings) -> Iterator[SimpleNa
         base_url=f"http://127.0.0.1:{port}/v1", api_key=settings.api_key or "none", max_retries=0, timeout=60
     )
     try:
-        yield SimpleNamespace(client=client, port=port, model=app.state.served)
+        yield SimpleNamespace(client=client, port=port, model=app.state.served, models=app.state.models)
     finally:
         client.close()
         server.should_exit = True
         thread.join(20)
-        assert not thread.is_alive() and not app.state.served.scheduler.thread.is_alive()
+        assert not thread.is_alive() and not app.state.models.health()["alive"]
 
 
 @pytest.fixture(scope="module")
