@@ -10,6 +10,7 @@ Shape legend: R rows (answers), V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)  # of a chat, on the terminal, the page and the server
+
+
+def default_sampling(model: Any) -> Sampling:
+    """How answers of a model are drawn unless asked otherwise: as its config says (`read_sampling` of
+    trainer/components/hugging_face.py), else DEFAULTS."""
+    return getattr(model.config, "sampling", DEFAULTS)
 
 
 def uniform_noise(seed: int, number: int, size: int) -> Tensor:

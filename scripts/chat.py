@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dataset.fields import objects_of
 from dataset.json_records import BadRecord
 from dataset.token_text import printable
 from model.answers import answer_message
+from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation, generate
 from scripts.terminal import Screen, Stop, line_editing
 from trainer.components.trained_weights import add_trained_model_flags, load_model
@@ -50,16 +52,18 @@ def parse_args() -> argparse.Namespace:
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
-    flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: always the likeliest token")
-    flag("--top_p", type=float, default=0.9, help="sample from the smallest set of tokens with this probability")
-    flag("--top_k", type=int, default=50, help="sample from so many of the likeliest tokens; 0: from all")
+    default = "(default: the model's generation_config.json, else {})"
+    drawn = {name: default.format(getattr(DEFAULTS, name)) for name in ("temperature", "top_p", "top_k")}
+    flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")
+    flag("--top_p", type=float, help=f"sample from the smallest set of tokens with this probability {drawn['top_p']}")
+    flag("--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}")
     flag("--repetition_penalty", type=float, default=1.0, help="above 1: tokens that were there are less likely")
     flag("--seed", type=int, default=42, help="random seed of the sampling")
     args = parser.parse_args()
     limits = {
-        "--temperature must not be negative": args.temperature >= 0,
-        "--top_p must be above 0 and at most 1": 0 < args.top_p <= 1,
-        "--top_k must not be negative": args.top_k >= 0,
+        "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
+        "--top_p must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
+        "--top_k must not be negative": args.top_k is None or args.top_k >= 0,
         "--repetition_penalty must be above 0": args.repetition_penalty > 0,
         "--max_new_tokens must be at least 1": args.max_new_tokens >= 1,
         "--max_seq_len must be at least 16": args.max_seq_len is None or args.max_seq_len >= 16,
@@ -94,6 +98,9 @@ class Chat:
         self.tools = read_tools(args.tools) if args.tools else None
         with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
             self.model, self.tokenizer = load_model(args)
+        given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.sampling = replace(default_sampling(self.model), **given)
         self.args, self.is_terminal = args, is_terminal
         self.screen = Screen(self.tokenizer, is_terminal)
         self.start(args.system)
@@ -128,10 +135,10 @@ class Chat:
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
         """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
-        args, stop = self.args, Stop()
-        options: dict[str, Any] = {"do_sample": args.temperature > 0, "repetition_penalty": args.repetition_penalty}
-        if args.temperature > 0:
-            options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        args, sampling, stop = self.args, self.sampling, Stop()
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": args.repetition_penalty}
+        if sampling.temperature > 0:
+            options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         if self.is_terminal:
             options["stopping_criteria"] = StoppingCriteriaList([stop])
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))

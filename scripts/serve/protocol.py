@@ -66,9 +66,9 @@ class Request(Lenient):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    temperature: float | None = Field(None, ge=0, le=2)  # None: the model's default
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
     n: int = Field(1, ge=1, le=128)
     seed: Seed | None = None
     stop: tuple[str, ...] = Field((), max_length=16)

@@ -122,7 +122,7 @@ class Curve:
         names = sorted(set[str]().union(*records) - LEFT_OUT)
         values = _table(records, names)  # [fields, records]
         kept = ~np.isnan(values).all(axis=1)
-        names, values = [name for name, keep in zip(names, kept, strict=True) if keep], values[kept]
+        names, values = [name for name, keep in zip(names, kept.tolist(), strict=True) if keep], values[kept]
         places = (self.records + np.arange(len(records))) // self.stride
         self.records += len(records)
         for name in names:
@@ -130,7 +130,7 @@ class Curve:
         missing = len(self.rows) - self.points.shape[1]
         self.points = np.concatenate((self.points, np.tile(NOTHING, (1, missing, POINTS))), axis=1)
         rows, starts = [self.rows[name] for name in names], np.flatnonzero(np.diff(places, prepend=-1))
-        at, there = np.ix_(rows, places[starts]), ~np.isnan(values)
+        at, there = np.ix_(np.array(rows), places[starts]), ~np.isnan(values)
         self.points[SUM][at] += np.add.reduceat(np.where(there, values, 0.0), starts, axis=1)
         self.points[COUNT][at] += np.add.reduceat(there, starts, axis=1, dtype=np.float64)
         low = np.minimum.reduceat(np.where(there, values, math.inf), starts, axis=1)

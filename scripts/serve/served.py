@@ -4,16 +4,18 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.settings import ROOT
 from model.generation import Decoder
-from model.sampling import Sampling
+from model.sampling import Sampling, default_sampling
 from scripts.serve.prompts import PromptWriter
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Job, Piece, QueueFull, Scheduler
+
+SAMPLED = ("temperature", "top_p", "top_k")  # fields of a request that have a default of the model
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ServedModel:
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, name: str | None = None):
         self.name, self.settings, self.created = name or settings.name, settings, int(time.time())
+        self.sampling = default_sampling(model)
         self.users = 0  # requests that are on their way to its scheduler
         self.prompts = PromptWriter(tokenizer, settings.context)
         self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
@@ -46,7 +49,8 @@ class ServedModel:
     def card(self) -> dict[str, Any]:
         """What /v1/models tells of it."""
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "minimind"}
-        return card | {"max_model_len": self.settings.context}
+        sampling = {name: getattr(self.sampling, name) for name in SAMPLED}
+        return card | {"max_model_len": self.settings.context, "sampling": sampling}
 
     def health(self) -> dict[str, Any]:
         """How many answers are being written, and how many requests wait."""
@@ -67,11 +71,14 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in found | {tokenizer.eos_token_id} if token is not None}
 
 
-def samplings_of(asked: ChatRequest | CompletionRequest) -> list[Sampling]:
-    """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on `n`."""
+def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> list[Sampling]:
+    """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on `n`.
+    default: of what the request leaves out."""
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
-    return [Sampling(asked.temperature, max(0, asked.top_k), asked.top_p, seed) for seed in seeds]
+    given = {name: getattr(asked, name) for name in SAMPLED if getattr(asked, name) is not None}
+    given |= {"top_k": max(0, given.get("top_k", default.top_k))}
+    return [replace(default, **given, seed=seed) for seed in seeds]
 
 
 class Answers:
@@ -91,7 +98,7 @@ class Answers:
         self.jobs = [
             Job(
                 prompt,
-                samplings_of(asked),
+                samplings_of(asked, served.sampling),
                 min(longest, served.settings.context - len(prompt)),
                 self._hears(asyncio.get_running_loop(), number * asked.n),
                 asked.stop,
