@@ -21,6 +21,7 @@ from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, par
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.runs import runs_router
 from scripts.serve.served import Answers, ServedModel, Settings
+from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 
 MAX_BODY = 8 << 20  # bytes of a request
@@ -145,6 +146,7 @@ def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     key = Depends(KeyCheck(settings.api_key))
     app.include_router(openai_routes(models), dependencies=[key])
     app.include_router(runs_router(settings.save_dir), dependencies=[key])
+    app.include_router(tools_router(read_body), dependencies=[key])
     app.include_router(page_router())
 
     @app.get("/health")

@@ -58,8 +58,8 @@ function updateAnswer({ element, foot, parts, message, act }, { writing, last })
   if (last && calls.length && !message.error) parts.rest.append(resultForm(calls, act));
   if (content) foot.append(copyButton(t("copy"), () => content));
   if (last) foot.append(iconButton("again", t("regenerate"), act.regenerate));
-  const { tokens, rate } = message;
-  const facts = [tokens && t("usage", { tokens }), rate && t("speed", { rate })];
+  const { tokens, rate, model } = message;
+  const facts = [tokens && t("usage", { tokens }), rate && t("speed", { rate }), model];
   foot.append(h("span", {}, facts.filter(Boolean).join(" · ")));
 }
 
