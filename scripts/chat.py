@@ -2,6 +2,7 @@
 
 python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1 --tools tools.json
+python scripts/chat.py --weight agent --tools calculator              the model's calls are executed
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
 """
 
@@ -28,6 +29,8 @@ from model.answers import answer_message
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation, generate
 from scripts.terminal import Screen, Stop, line_editing
+from scripts.toolbox import ROUNDS, Toolbox, names_of
+from trainer.components.environments import SHIPPED
 from trainer.components.trained_weights import add_trained_model_flags, load_model
 
 HELP = """/reset          start a new conversation
@@ -48,7 +51,8 @@ def parse_args() -> argparse.Namespace:
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
     flag("--system", default="", help="system prompt")
-    flag("--tools", metavar="FILE", help="JSON file with the schemas of tools that the model may call")
+    runnable = f"{', '.join(SHIPPED)} or module:Class, separated by commas"
+    flag("--tools", help=f"JSON file with schemas of tools whose results you type; or tools that run: {runnable}")
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
@@ -79,6 +83,7 @@ def read_tools(path: str) -> list[dict]:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
+    what = f"write a JSON list of function schemas, or name tools that run: {', '.join(SHIPPED)}"
     try:
         tools = objects_of(Path(path).read_text(encoding="utf-8"), "the file")
         named = [
@@ -87,7 +92,7 @@ def read_tools(path: str) -> list[dict]:
         if not tools or not all(named):
             raise ValueError("no schemas of functions with a name")
     except (OSError, ValueError, BadRecord) as error:
-        raise UserError(f"--tools {path}: {reason(error)}; write a JSON list of function schemas") from error
+        raise UserError(f"--tools {path}: {reason(error)}; {what}") from error
     return tools
 
 
@@ -95,7 +100,9 @@ class Chat:
     """A conversation with a model, and what the user may do with it."""
 
     def __init__(self, args: argparse.Namespace, is_terminal: bool):
-        self.tools = read_tools(args.tools) if args.tools else None
+        names = names_of(args.tools) if args.tools and not Path(args.tools).is_file() else []
+        self.toolbox = Toolbox(names) if names else None
+        self.tools = self.toolbox.tools if self.toolbox else read_tools(args.tools) if args.tools else None
         with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
             self.model, self.tokenizer = load_model(args)
         given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
@@ -113,22 +120,38 @@ class Chat:
         self.conversation = Conversation(self.tokenizer, limit, system, self.tools, thinking)
 
     def hear(self, message: dict) -> dict[str, Any]:
-        """Add a message of the user or of a tool, stream the answer and return it; `{}` if there was none.
+        """Add a message of the user or of a tool, stream the answer and return it; `{}` if there was none. Tools that
+        run are executed, and their results answered in turn.
 
         Raises:
             UserError: the message is too long, or the chat template refuses it; it is not added.
         """
-        self.conversation.messages.append(message)
+        answer = self._hear([message])
+        for _ in range(ROUNDS if self.toolbox else 0):
+            calls = [call["function"] for call in answer.get("tool_calls", ())]
+            if not calls:
+                return answer
+            replies = self.toolbox.reply(calls) if self.toolbox else []
+            for call, reply in zip(calls, replies, strict=True):
+                self.screen.note(f"result of {printable(call['name'])}: {printable(reply['content'])}")
+            answer = self._hear(replies)
+        if self.toolbox and answer.get("tool_calls"):
+            self.screen.note(f"stopped after {ROUNDS} rounds of calls")
+        return answer
+
+    def _hear(self, messages: list[dict]) -> dict[str, Any]:
+        """Add messages, stream the answer, add and return it; without an answer the messages are not added."""
+        self.conversation.messages += messages
         try:
             tokens, dropped = self.conversation.prompt(self.args.max_new_tokens)
             if dropped:
                 self.screen.note(f"the context is full: the oldest {dropped} messages were dropped")
             answer = self.answer(tokens)
         except BaseException:
-            self.conversation.messages.pop()
+            del self.conversation.messages[-len(messages) :]
             raise
         if not answer:
-            self.conversation.messages.pop()
+            del self.conversation.messages[-len(messages) :]
             return {}
         self.conversation.messages.append(answer)
         return answer
