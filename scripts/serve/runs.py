@@ -121,8 +121,8 @@ class Curve:
             self._halve()
         names = sorted(set[str]().union(*records) - LEFT_OUT)
         values = _table(records, names)  # [fields, records]
-        kept = ~np.isnan(values).all(axis=1)
-        names, values = [name for name, keep in zip(names, kept.tolist(), strict=True) if keep], values[kept]
+        kept = np.flatnonzero(~np.isnan(values).all(axis=1))
+        names, values = [names[row] for row in kept], values[kept]
         places = (self.records + np.arange(len(records))) // self.stride
         self.records += len(records)
         for name in names:

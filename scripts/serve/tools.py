@@ -48,8 +48,8 @@ def tools_router(read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
             raise HTTPException(400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}") from None
         except ValueError as error:
             raise HTTPException(413, str(error)) from None
-        calls = [parse_call(json.dumps(call.model_dump())) for call in asked.calls]
-        if None in calls:
+        calls = [call for each in asked.calls if (call := parse_call(json.dumps(each.model_dump())))]
+        if len(calls) < len(asked.calls):
             raise HTTPException(400, "the arguments of a call are no JSON object")
         replies = await asyncio.to_thread(toolbox.reply, calls)
         return {"results": [reply["content"] for reply in replies]}

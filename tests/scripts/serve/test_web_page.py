@@ -129,6 +129,18 @@ def test_markdown_becomes_elements(chat):
     assert {"noopener", "noreferrer"} <= {*link.get_attribute("rel").split()}
 
 
+FORMULAS = {  # likewise
+    "so $a^2 + b_i$.": "so [math:[mrow:[msup:[mi:a][mn:2]][mo:+][msub:[mi:b][mi:i]]]].",
+    r"\(\frac{1}{\sqrt{2\pi}}\)": "[math:[mfrac:[mn:1][msqrt:[mrow:[mn:2][mi:π]]]]]",
+    r"$$\sum_{i=1}^n \log p_i$$": "[math:[mrow:[munderover:[mo:∑][mrow:[mi:i][mo:=][mn:1]][mi:n]][mi:log]"
+    "[msub:[mi:p][mi:i]]]]",
+    r"$f'(x) \leq \left(\frac ab\right)^{10}$": "[math:[mrow:[msup:[mi:f][mo:′]][mo:(][mi:x][mo:)][mo:≤]"
+    "[msup:[mrow:[mo:(][mfrac:[mi:a][mi:b]][mo:)]][mn:10]]]]",
+    r"\[\mathbb{R} \to x^23\]": "[math:[mrow:[mi:ℝ][mo:→][msup:[mi:x][mn:2]][mn:3]]]",
+    "costs $5 and $6, or 7$ then": "costs $5 and $6, or 7$ then",
+    r"$\unknown{x}$ $x^$ $}$ $a_b_c$": r"$\unknown{x}$ $x^$ $}$ $a_b_c$",
+    r"$\constructor$ `$x$` \$x\$": r"$\constructor$ [CODE:$x$] $x$",
+}
 MARKDOWN = {  # as the text of the elements that come out
     "**加粗**。和*斜*": "[STRONG:加粗]。和[EM:斜]",
     "2 * 3 * 4 and snake_case_name": "2 * 3 * 4 and snake_case_name",
@@ -148,13 +160,15 @@ def test_inline_markdown(chat):
         const all = (nodes) => [...nodes].map(show).join('');
         const show = (node) => node.nodeType === 3 ? node.data : `[${node.tagName}:${all(node.childNodes)}]`;
         import('/page/markdown.js').then(({ inline }) => done(texts.map((text) => all(inline(text)))));"""
-    assert chat.driver.execute_async_script(script, [*MARKDOWN]) == [*MARKDOWN.values()]
+    wanted = MARKDOWN | FORMULAS
+    assert chat.driver.execute_async_script(script, [*wanted]) == [*wanted.values()]
 
 
 def test_no_text_is_too_much_for_the_markdown(chat):
     script = """
         const done = arguments[0];
-        const pieces = ['*', '**a ', '_a', '[', '![', '](', '`', '`` ` ', '> ', '- ', '|a', '|-', '#', '~~', 'http://',
+        const pieces = ['$', '$a_', '\\\\(', '\\\\(x ', '\\\\[x', '$$\\n', '$\\\\frac{', '$\\\\frac{1}{',
+          '*', '**a ', '_a', '[', '![', '](', '`', '`` ` ', '> ', '- ', '|a', '|-', '#', '~~', 'http://',
           '\\\\', '\\n', '1. ', '   '];
         import('/page/markdown.js').then(({ render }) => {
           for (const piece of pieces) {
