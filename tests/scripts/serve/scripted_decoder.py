@@ -23,7 +23,14 @@ class ScriptedDecoder:
     def free(self) -> int:
         return self.slots - len(self.rows)
 
-    def add(self, prompt: list[int], samplings: list[Sampling], max_new_tokens: int) -> list[Answer]:
+    def add(
+        self,
+        prompt: list[int],
+        samplings: list[Sampling],
+        max_new_tokens: int,
+        top: int | None = None,
+        echo: bool = False,
+    ) -> list[Answer]:
         text = self.tokenizer.decode(prompt)
         self.prompts.append(text)
         said = next((answer for key, answer in reversed(SAYS.items()) if key in text), "Well.")
@@ -38,9 +45,12 @@ class ScriptedDecoder:
     def clear(self) -> None:
         self.rows.clear()
 
-    def step(self) -> list[Answer]:
+    def prefill(self, only: list[Answer] | None = None) -> list[Answer]:
+        return []
+
+    def decode(self, only: list[Answer] | None = None) -> list[Answer]:
         time.sleep(PACE["seconds"])
-        advanced = list(self.rows)
+        advanced = [answer for answer in self.rows if only is None or answer in only]
         for answer in advanced:
             answer.tokens.append(self.rows[answer].pop(0))
             if answer.tokens[-1] == END:

@@ -97,7 +97,7 @@ def chat(server: SimpleNamespace, text: str, **fields: Any) -> Any:
 
 def post(server: SimpleNamespace, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path, body, {"Authorization": "Bearer key"})
+    connection.request("POST", path, body, {"Authorization": "Bearer key", "Content-Type": "application/json"})
     response = connection.getresponse()
     answer = json.loads(response.read())
     connection.close()
@@ -293,13 +293,26 @@ def test_reasoning_stands_beside_the_content(scripted):
         ({"n": 0}, 400, "n"),
         ({"n": 5}, 400, "n"),
         ({"seed": 2**70}, 400, "seed"),
-        ({"stop": [""]}, 400, "stop"),
+        ({"stop": [""]}, 400, "stop.0"),
+        ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"stop": ["a" * 257]}, 400, "stop.0"),
         ({"tools": [{"type": "function"}]}, 400, None),
         ({"tool_choice": "required"}, 400, None),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fire"}}}, 400, None),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"logprobs": True}, 400, None),
+        ({"top_logprobs": 3}, 400, None),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        ({"logit_bias": {"5": 1}}, 400, None),
+        ({"min_p": 0.1}, 400, None),
+        ({"repetition_penalty": 1.1}, 400, None),
+        ({"echo": True}, 400, None),
+        ({"unheard_of": {"of": 1}}, 400, None),
+        ({"metadata": [[]] * 50_000}, 400, None),
+        ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
+        ({"model": "x" * 257}, 400, "model"),
+        *(({name: 10**400}, 400, name) for name in ("max_tokens", "max_completion_tokens", "top_k", "n", "seed")),
+        *(({name: -(10**400)}, 400, name) for name in ("top_k", "seed")),
     ],
 )
 def test_what_the_client_does_wrong_is_told_in_openais_shape(scripted, fields, status, param):
@@ -324,9 +337,10 @@ def test_bodies_that_are_no_requests(scripted):
     assert post(scripted, b"{}", "/v1/nothing")[0] == 404
 
 
-def test_unknown_fields_and_nulls_mean_nothing(scripted):
-    body = {"messages": user("hello"), "unheard_of": {"of": 1}, "stop": None, "max_tokens": None, "tools": None}
+def test_fields_that_ask_for_nothing_are_allowed(scripted):
+    body = {"messages": user("hello"), "unheard_of": None, "stop": None, "max_tokens": None, "tools": None}
     body |= {"user": "me", "frequency_penalty": 0, "logit_bias": None, "logprobs": False, "stream": None}
+    body |= {"min_p": 0.0, "repetition_penalty": 1.0, "metadata": {"a": "b"}, "parallel_tool_calls": True, "best_of": 1}
     status, answer = post(scripted, json.dumps(body).encode())
     assert status == 200 and answer["choices"][0]["message"]["content"] == "Well."
 
@@ -368,6 +382,7 @@ def test_a_client_that_hangs_up_frees_its_place(scripted, stream):
     PACE["seconds"] = 0.02
     body = json.dumps({"messages": user("long"), "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}"
+    head += "\r\nContent-Type: application/json"
     sockets = [socket.create_connection(("127.0.0.1", scripted.port)) for _ in range(6)]
     for one in sockets:
         one.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -394,20 +409,40 @@ def test_a_full_queue_refuses_and_goes_on(scripted):
     assert 5 <= ends.count("refused") <= 8 and ends.count("stop") == 12 - ends.count("refused")
 
 
-def test_a_step_that_fails_ends_its_requests_and_nothing_else(scripted, monkeypatch, capfd):
-    decoder, step = scripted.model.decoder, scripted.model.decoder.step
-    failures = iter([RuntimeError("out of memory"), RuntimeError("again")])
+def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypatch, capfd):
+    """Also one whose text cannot be decoded, and one without memory. The others write on as if nothing had been."""
+    decoder, tokenizer = scripted.model.decoder, scripted.model.scheduler.tokenizer
+    decode, spell = decoder.decode, tokenizer.decode
+    SAYS["long"], PACE["seconds"] = "word " * 60, 0.01
+    SAYS["bad text"] = "Poison."
+    bad = {"too large": RuntimeError("not enough memory"), "wrong": ValueError("a row")}
 
-    def failing() -> Any:
-        for error in failures:
-            raise error
-        return step()
+    def failing(only: Any = None) -> Any:
+        asked = list(decoder.rows) if only is None else only
+        for text, error in bad.items():
+            if any(answer.sampling.seed == len(text) for answer in asked):
+                raise error
+        return decode(only)
 
-    monkeypatch.setattr(decoder, "step", failing)
-    with pytest.raises(openai.InternalServerError) as error:
-        chat(scripted, "hello")
-    assert error.value.type == "server_error" and "memory" not in str(error.value)
-    with pytest.raises(openai.APIError):
-        list(chat(scripted, "hello", stream=True))
+    def spelling(tokens: Any, **options: Any) -> str:
+        if "ois" in (text := spell(tokens, **options)):
+            raise RuntimeError("no such text")
+        return text
+
+    monkeypatch.setattr(decoder, "decode", failing)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(lambda: list(chat(scripted, "long", stream=True)))
+        wait_for(lambda: scripted.model.scheduler.writing)
+        for text, status in (("too large", 503), ("wrong", 500)):
+            with pytest.raises(openai.InternalServerError) as error:
+                chat(scripted, text, seed=len(text))
+            assert error.value.status_code == status and error.value.type == "server_error"
+        with pytest.raises(openai.APIError):
+            list(chat(scripted, "wrong", seed=5, stream=True))
+        monkeypatch.setattr(tokenizer, "decode", spelling)
+        with pytest.raises(openai.InternalServerError):
+            chat(scripted, "bad text")
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in long.result()) == "word " * 60
     assert chat(scripted, "hello").choices[0].message.content == "Well."
-    assert "warning: a step of the decoder failed and its requests with it: out of memory" in capfd.readouterr().err
+    assert "a request failed while its answer was written: not enough memory" in capfd.readouterr().err
+    assert decoder.free == 4
