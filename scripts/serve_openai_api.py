@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scripts.serve.served import Settings
 
 KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
-GRACE = 5.0  # seconds that a connection has for the rest of its request or answer when the server ends
+GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
 
