@@ -11,11 +11,13 @@ from typing import Any
 from common.settings import ROOT
 from model.generation import Decoder
 from model.sampling import Sampling, default_sampling
+from scripts.serve.logprobs import TokenTexts
 from scripts.serve.prompts import PromptWriter
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Job, Piece, QueueFull, Scheduler
 
 SAMPLED = ("temperature", "top_p", "top_k")  # fields of a request that have a default of the model
+MAX_LOGPROBS = 1 << 15  # of one request, the likeliest tokens included
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Settings:
     max_queue: int = 256  # requests that may wait
     api_key: str | None = None
     local_only: bool = False  # answer only requests to this machine's own names
+    origins: tuple[str, ...] = ()  # other web pages that may use the API; "*": all
     save_dir: str | Path = ROOT / "out"  # whose training curves are shown, and whose models can be asked for
     path: Path | None = None  # of the model that is loaded from the start
     load: Callable[[Path], tuple[Any, Any]] | None = None  # model and tokenizer of a weights file; None: no other model
@@ -42,7 +45,7 @@ class ServedModel:
         self.name, self.settings, self.created = name or settings.name, settings, int(time.time())
         self.sampling = default_sampling(model)
         self.users = 0  # requests that are on their way to its scheduler
-        self.prompts = PromptWriter(tokenizer, settings.context)
+        self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
         self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
 
@@ -89,12 +92,17 @@ class Answers:
     """
 
     def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
-        slots = served.settings.slots
+        slots, most = served.settings.slots, served.settings.max_new_tokens
         if asked.n > slots:
             raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
         self.served, self.pieces = served, asyncio.Queue[Piece]()
         self.open = len(prompts) * asked.n
-        longest = min(asked.limit or served.settings.max_new_tokens, served.settings.max_new_tokens)
+        longest = max(1, min(most if asked.limit is None else asked.limit, most))
+        if asked.top is not None:
+            tokens = longest * self.open + sum(map(len, prompts)) * asked.n * asked.echo
+            if tokens * (1 + asked.top) > MAX_LOGPROBS:
+                message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
+                raise ApiError(message, param="logprobs", code="invalid_value")
         self.jobs = [
             Job(
                 prompt,
@@ -103,6 +111,8 @@ class Answers:
                 self._hears(asyncio.get_running_loop(), number * asked.n),
                 asked.stop,
                 asked.stream,
+                asked.top,
+                asked.echo,
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -3,13 +3,13 @@ compute. GET /api/tools lists them, POST /api/tools runs calls."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError
 
 from model.answers import parse_call
+from scripts.serve.gate import Bodies
 from scripts.toolbox import Toolbox
 from trainer.components.environments import SHIPPED
 
@@ -29,9 +29,9 @@ class Calls(BaseModel):
     calls: Annotated[list[FunctionCall], Field(max_length=32)]
 
 
-def tools_router(read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
-    """The two routes. read_body: reads the body of a request."""
-    router, toolbox = APIRouter(prefix="/api"), Toolbox([*SHIPPED])
+def tools_router() -> APIRouter:
+    """The two routes."""
+    router, bodies, toolbox = APIRouter(prefix="/api"), Bodies(), Toolbox([*SHIPPED])
 
     @router.get("/tools")
     async def tools() -> dict[str, Any]:
@@ -39,7 +39,8 @@ def tools_router(read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
 
     @router.post("/tools")
     async def run(request: Request) -> dict[str, Any]:
-        body = await read_body(request)
+        body = await bodies.read(request)
+        bodies.held -= len(body)  # it is small, or refused right now
         try:
             if len(body) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")

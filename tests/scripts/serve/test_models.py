@@ -95,8 +95,8 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
     assert all(alone[name] == text for name, text in together)
     gate = threading.Event()
     second = loaded["pretrain_32"]
-    step = second.decoder.step
-    second.decoder.step = lambda *args: gate.wait(30) and step(*args)
+    prefill = second.decoder.prefill
+    second.decoder.prefill = lambda *args: gate.wait(30) and prefill(*args)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, server, "pretrain_32")
         wait_for(lambda: second.busy)
