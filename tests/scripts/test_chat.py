@@ -82,6 +82,17 @@ def test_one_prompt_is_repeatable(weights, call):
     assert penalized != first.stdout and "--top_k" in call(chat, "--help").stdout
 
 
+def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(chat, "generate", lambda *args, streamer, **options: asked.append(options) or [[2]])
+    call(chat, *weights, "--prompt", "x")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
+    call(chat, *weights, "--prompt", "x")
+    call(chat, *weights, "--prompt", "x", "--top_k", "0")
+    drawn = [[options[name] for name in ("temperature", "top_p", "top_k")] for options in asked]
+    assert drawn == [[0.7, 0.9, 50], [0.2, 0.9, 5], [0.2, 0.9, 0]]
+
+
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
     said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh."]
     text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/reset\n/new day\n/exit\nnever read\n"

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
-import { messageView, sends } from "./message.js";
+import { messageView, odds, sends } from "./message.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
@@ -216,6 +216,8 @@ async function receive(body, message, thread, job) {
     if (choice?.delta && take(message, choice.delta)) first ||= performance.now();
     if (choice?.finish_reason === "length") message.note = "cut";
     else if (choice?.finish_reason) delete message.note;
+    const likely = choice?.logprobs?.content ?? [];
+    if (likely.length) odds.set(message, [...(odds.get(message) ?? []), ...likely]);
     const tokens = chunk.usage?.completion_tokens;
     if (tokens) {
       message.tokens = tokens;

@@ -54,6 +54,8 @@ ATTACK = """<img src=x onerror="window.hacked = 1"> <script>window.hacked = 2</s
 | <script>window.hacked = 13</script> |
 """
 ANSWERS = {"markdown": MARKDOWN, "attack": ATTACK}
+LIKELY = [{"token": "You", "logprob": -0.01, "top_logprobs": [{"token": "You", "logprob": -0.01}]}]
+LIKELY += [{"token": " said", "logprob": -3.0, "top_logprobs": [{"token": "<b>", "logprob": -0.05}]}]
 CALLS = {"tool": ("weather", '{"city": "Reedmarsh"}'), "sum": ("calculate", '{"expression": "12 * 34"}')}
 CALLS["loop"] = CALLS["sum"]  # again and again
 
@@ -118,8 +120,8 @@ class ScriptedServer(Serving):
         """The chunks of an answer, a few characters each; to "who", the model's name."""
         base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
 
-        def chunk(delta: dict, finish: str | None = None) -> str:
-            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        def chunk(delta: dict, finish: str | None = None, **more: Any) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
             return f"data: {json.dumps({**base, 'choices': [choice]}, ensure_ascii=False)}\n\n"
 
         try:
@@ -139,6 +141,9 @@ class ScriptedServer(Serving):
                 yield chunk({}, "tool_calls")
             else:
                 text = model if said == "who" else ANSWERS.get(said, f"You said: {said}")
+                if said == "likely":
+                    yield chunk({"content": text}, logprobs={"content": LIKELY})
+                    text = ""
                 for start in range(0, len(text), 7):
                     yield chunk({"content": text[start : start + 7]})
                 if said == "break":

@@ -19,7 +19,9 @@ from fastapi.testclient import TestClient
 from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import Sampling
 from scripts.serve import gate, served
+from scripts.serve.protocol import ChatRequest, CompletionRequest, parse
 from scripts.serve.served import Settings
 from scripts.serve_openai_api import create_app
 from tests.conftest import ROOT
@@ -110,6 +112,16 @@ def wait_for(condition: Any) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it does not happen")
+
+
+def test_what_a_request_leaves_out_is_the_models_default(real):
+    default = Sampling(temperature=0.3, top_k=7, top_p=0.8)
+    message = '"messages": [{"role": "user", "content": "x"}]'
+    asked = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
+    assert served.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
+    asked = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
+    assert served.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
+    assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------

@@ -371,6 +371,18 @@ def test_the_models_own_defaults_are_shown_and_left_to_the_server(chat, server):
     assert "temperature" not in server.asked[-1] and server.asked[-1]["model"] == "small"
 
 
+def test_the_probabilities_of_tokens_are_shown_when_asked_for(chat, server):
+    chat.ask("likely")
+    assert "logprobs" not in server.asked[-1]
+    chat.click("#new-chat")
+    chat.one("#open-settings").click()
+    chat.one("#set-odds").click()
+    chat.keys(Keys.ESCAPE)
+    assert chat.ask("likely") == "You said: likely" and server.asked[-1]["logprobs"] is True
+    spans = [(span.text, span.get_attribute("class"), span.get_attribute("title")) for span in chat.all(".odds span")]
+    assert spans == [("You", "shade0", '"You" 99.0 %'), (" said", "shade4", '" said" 5.0 %\n"<b>" 95.1 %')]
+
+
 def test_a_tool_that_is_switched_on_runs_at_the_server_for_some_rounds(chat, server):
     chat.say("sum")
     chat.wait(lambda: chat.all(".results textarea"))  # switched off: its result is asked for
