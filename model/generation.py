@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.sampling import Sampling, draw_tokens, token_logprobs
+from model.sampling import Sampling, TokenLogprob, draw_tokens, token_logprobs, top_logprobs
 
 
 @dataclass(eq=False)
@@ -32,6 +32,9 @@ class Answer:
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
+    top: int | None = None  # how many of the likeliest tokens `details` names beside each; None: it stays empty
+    details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
+    prompt_details: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens but the first, with echo
     finish: str | None = None
     slot: int = -1  # row of the cache; -1: the prompt is not read yet, or the answer has left
     cached: int = 0  # tokens whose keys and values are in the cache
@@ -43,6 +46,8 @@ class Prompt:
 
     tokens: list[int]
     answers: list[Answer]
+    echo: int | None = None  # as `Answer.top`, of the prompt's own tokens
+    details: list[TokenLogprob] = field(default_factory=list)
     slot: int = -1
     cached: int = 0
 
@@ -119,8 +124,17 @@ class Decoder:
         waiting = sum(len(row.answers) - 1 for row in self.rows if isinstance(row, Prompt))
         return self.slots - len(self.rows) - waiting
 
-    def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int) -> list[Answer]:
+    def add(
+        self,
+        prompt: Sequence[int],
+        samplings: Sequence[Sampling],
+        max_new_tokens: int,
+        top: int | None = None,
+        echo: bool = False,
+    ) -> list[Answer]:
         """Begin one answer for each sampling; the prompt is read once.
+
+        top: keep the log-probabilities of the tokens and of so many of the likeliest; echo: of the prompt's as well.
 
         Raises:
             ValueError: there is no room for so many answers, or prompt and answer are longer than the cache.
@@ -129,8 +143,10 @@ class Decoder:
             raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
             raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
-        answers = [Answer(sampling, max_new_tokens) for sampling in samplings]
-        self.rows.append(Prompt(list(prompt), list(answers), slot=len(self.rows)))
+        row = Prompt(list(prompt), [], top if echo else None, slot=len(self.rows))
+        answers = [Answer(one, max_new_tokens, top=top, prompt_details=row.details) for one in samplings]
+        row.answers = list(answers)
+        self.rows.append(row)
         return answers
 
     def remove(self, answer: Answer) -> None:
@@ -159,30 +175,45 @@ class Decoder:
 
         Returns the answers that got a token; those with a `finish` have left. Sync point on a GPU: the tokens are read.
         """
-        advanced: list[Answer] = []
-        if self.ready:
-            advanced += self._without_finished(self._decode())
-        if self.ready < len(self.rows):
-            advanced += self._without_finished(self._prefill())
-        return advanced
+        return [*self.decode(), *self.prefill()]
 
-    def _without_finished(self, advanced: list[Answer]) -> list[Answer]:
-        for answer in advanced:
-            if answer.finish:
-                self.remove(answer)
-        return advanced
+    # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried again with
+    # some of the rows.
 
-    def _prefill(self) -> list[Answer]:
-        """One forward over the next tokens of the first prompts; answers whose prompt is read get their first token."""
+    @torch.inference_mode()
+    def decode(self, only: Collection[Answer] | None = None) -> list[Answer]:
+        """Write one token of every answer that is under way, or of some of them; one forward over their last tokens."""
+        answers = [row for row in self.rows[: self.ready] if isinstance(row, Answer) and (only is None or row in only)]
+        if not answers:
+            return []
+        at = [answer.cached for answer in answers]
+        positions = torch.tensor(at, device=self.device)[:, None]  # [R, 1]
+        tokens = torch.tensor([answer.tokens[-1:] for answer in answers], device=self.device)
+        slots = torch.tensor([answer.slot for answer in answers], device=self.device)
+        rows = slice(self.ready) if len(answers) == self.ready else slots
+        hidden = self._hidden(tokens, positions, slots, rows, max(at) + 1)
+        drawn = self._draw(answers, self.model.lm_head(hidden[:, 0]).float())
+        for answer in answers:
+            answer.cached += 1
+        return self._write(answers, drawn)
+
+    @torch.inference_mode()
+    def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
+        """One forward over the next tokens of the first prompts, or of those of some answers; answers whose prompt is
+        read get their first token."""
         chosen: list[Prompt] = []
         width = 0  # of the padded batch
         for row in self.rows[self.ready :]:
             assert isinstance(row, Prompt)
+            if only is not None and not any(answer in only for answer in row.answers):
+                continue
             wide = max(width, min(len(row.tokens) - row.cached, self.prefill_tokens))
             if chosen and wide * (len(chosen) + 1) > self.prefill_tokens:
                 break
             chosen.append(row)
             width = wide
+        if not chosen:
+            return []
         chunks = [row.tokens[row.cached : row.cached + width] for row in chosen]
         tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.device)  # [P, T]
         slots = torch.tensor([row.slot for row in chosen], device=self.device)
@@ -190,18 +221,28 @@ class Decoder:
         # padding goes behind the chunk, where it is overwritten before it is seen, or to the last place
         positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
         end = min(self.length, max(row.cached for row in chosen) + width)
-        last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=self.device)
-        logits = self._logits(tokens, positions, slots, slots, end, last)
-        for row, chunk in zip(chosen, chunks, strict=True):
+        hidden = self._hidden(tokens, positions, slots, slots, end)
+        details = [self._of_prompt(row, hidden[i]) for i, row in enumerate(chosen)]
+        read = [i for i, (row, chunk) in enumerate(zip(chosen, chunks, strict=True)) if _left(row) == len(chunk)]
+        answers = [answer for i in read for answer in chosen[i].answers]
+        of_prompt = [i for i in read for _ in chosen[i].answers]
+        last = torch.tensor([len(chunks[i]) - 1 for i in of_prompt], dtype=torch.int64, device=self.device)
+        drawn = self._draw(answers, self.model.lm_head(hidden[of_prompt, last]).float()) if answers else []
+        for row, chunk, found in zip(chosen, chunks, details, strict=True):
             row.cached += len(chunk)
-        read = [i for i, row in enumerate(chosen) if row.cached == len(row.tokens)]
-        answers = [self._begin(chosen[i]) for i in read]
-        if read:
-            of_prompt = [i for i, group in zip(read, answers, strict=True) for _ in group]
-            self._draw(sum(answers, []), logits[of_prompt])
-        return sum(answers, [])
+            row.details += found
+        for i in read:
+            self._begin(chosen[i])
+        return self._write(answers, drawn)
 
-    def _begin(self, prompt: Prompt) -> list[Answer]:
+    def _of_prompt(self, row: Prompt, hidden: Tensor) -> list[TokenLogprob]:
+        """What a chunk's hidden states [T, C] say of the prompt's tokens behind each."""
+        following = row.tokens[row.cached + 1 : row.cached + 1 + len(hidden)]
+        if row.echo is None or not following:
+            return []
+        return top_logprobs(self.model.lm_head(hidden[: len(following)]), following, row.echo)
+
+    def _begin(self, prompt: Prompt) -> None:
         """Let the answers of a prompt take its place, and further places with a copy of its keys and values."""
         first, source = prompt.answers[0], prompt.slot
         self.rows[source], first.slot, first.cached = first, source, prompt.cached
@@ -212,44 +253,43 @@ class Decoder:
         for answer in prompt.answers:
             self._swap(answer.slot, self.ready)
             self.ready += 1
-        return prompt.answers
 
-    def _decode(self) -> list[Answer]:
-        """One forward over the last tokens of the answers that are being written."""
-        answers = [row for row in self.rows[: self.ready] if isinstance(row, Answer)]
-        at = [answer.cached for answer in answers]
-        positions = torch.tensor(at, device=self.device)[:, None]  # [R, 1]
-        tokens = torch.tensor([answer.tokens[-1:] for answer in answers], device=self.device)
-        slots = torch.arange(self.ready, device=self.device)
-        logits = self._logits(tokens, positions, slots, slice(self.ready), max(at) + 1, torch.zeros_like(slots))
-        for answer in answers:
-            answer.cached += 1
-        self._draw(answers, logits)
-        return answers
-
-    def _logits(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int, last: Tensor
-    ) -> Tensor:
-        """Logits [R, V] behind token number `last` [R] of tokens [R, T] in the rows of the cache."""
+    def _hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int) -> Tensor:
+        """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache."""
         cache = self.cache
         cache.rows, cache.index, cache.end = rows, (slots[:, None], positions), end
         seen = torch.arange(end, device=self.device) <= positions[..., None]  # [R, T, end]
-        hidden, _ = self.model.model(self.model.model.embed_tokens(tokens), positions, seen[:, None], cache)
-        return self.model.lm_head(hidden[torch.arange(len(last), device=self.device), last]).float()
+        return self.model.model(self.model.model.embed_tokens(tokens), positions, seen[:, None], cache)[0]
 
-    def _draw(self, answers: list[Answer], logits: Tensor) -> None:
-        """Give each answer its next token."""
-        chosen = draw_tokens(logits, [answer.sampling for answer in answers], [len(a.tokens) for a in answers])
-        if self.with_logprobs:
-            logprobs = token_logprobs(logits, chosen, [answer.sampling for answer in answers]).tolist()
-            for answer, logprob in zip(answers, logprobs, strict=True):
-                answer.logprobs.append(logprob)
-        for answer, token in zip(answers, chosen.tolist(), strict=True):
+    def _draw(self, answers: list[Answer], logits: Tensor) -> list[tuple[int, float, list[TokenLogprob]]]:
+        """The next token of each answer, with what is kept of its log-probabilities."""
+        samplings = [answer.sampling for answer in answers]
+        chosen = draw_tokens(logits, samplings, [len(answer.tokens) for answer in answers])
+        tokens = chosen.tolist()
+        with_logprobs = self.with_logprobs
+        logprobs = token_logprobs(logits, chosen, samplings).tolist() if with_logprobs else [0.0] * len(tokens)
+        details: list[list[TokenLogprob]] = [[] for _ in answers]
+        asked = [i for i, answer in enumerate(answers) if answer.top is not None]
+        if asked:
+            found = top_logprobs(logits[asked], [tokens[i] for i in asked], max(answers[i].top or 0 for i in asked))
+            for i, one in zip(asked, found, strict=True):
+                details[i] = [one._replace(top=one.top[: answers[i].top])]
+        return list(zip(tokens, logprobs, details, strict=True))
+
+    def _write(self, answers: list[Answer], drawn: list[tuple[int, float, list[TokenLogprob]]]) -> list[Answer]:
+        """Give each answer its next token, and let those leave that are finished."""
+        for answer, (token, logprob, details) in zip(answers, drawn, strict=True):
             answer.tokens.append(token)
+            answer.details += details
+            if self.with_logprobs:
+                answer.logprobs.append(logprob)
             if token in self.end_ids:
                 answer.finish = "stop"
             elif len(answer.tokens) == answer.max_new_tokens:
                 answer.finish = "length"
+            if answer.finish:
+                self.remove(answer)
+        return answers
 
     def _swap(self, one: int, other: int) -> None:
         if one == other:
@@ -269,6 +309,11 @@ class Decoder:
         self._swap(row.slot, len(self.rows) - 1)
         self.rows.pop()
         row.slot = -1
+
+
+def _left(prompt: Prompt) -> int:
+    """Tokens of a prompt that are still to be read."""
+    return len(prompt.tokens) - prompt.cached
 
 
 def generate(

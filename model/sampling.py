@@ -10,22 +10,33 @@ Shape legend: R rows (answers), V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+COLDEST = 1e-5  # a lower temperature takes the likeliest token: float32 has no room for logits divided by it
 NUCLEUS = 64  # candidates that `top_p` looks at first; sorting the vocabulary takes longer than a step
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of one answer are drawn: from the `top_k` likeliest (0: all), of these from the smallest set with
-    probability `top_p` (1: all). Temperature 0 takes the likeliest, always."""
+    probability `top_p` (1: all). A temperature below COLDEST, such as 0, takes the likeliest, always."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)  # of a chat, on the terminal, the page and the server
+
+
+def default_sampling(model: Any) -> Sampling:
+    """How answers of a model are drawn unless asked otherwise: as its config says (`read_sampling` of
+    trainer/components/hugging_face.py), else DEFAULTS."""
+    return getattr(model.config, "sampling", DEFAULTS)
 
 
 def uniform_noise(seed: int, number: int, size: int) -> Tensor:
@@ -43,7 +54,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 def draw_tokens(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> Tensor:
     """One token [R] from each row of logits [R, V]; numbers: of the tokens in their answers."""
-    sampled = [each.temperature > 0 for each in samplings]
+    sampled = [each.temperature >= COLDEST for each in samplings]
     chosen = logits.new_zeros(len(logits), dtype=torch.int64) if all(sampled) else logits.argmax(dim=-1)
     for plain in (True, False):
         rows = [
@@ -89,8 +100,25 @@ def token_logprobs(logits: Tensor, tokens: Tensor, samplings: Sequence[Sampling]
     """Log-probabilities [R] of tokens [R] under softmax(logits / temperature), with temperature 1 for greedy ones;
     top_k and top_p do not count."""
     temperature = _column(samplings, "temperature", logits)
-    scores = logits / torch.where(temperature > 0, temperature, 1.0)
+    scores = logits / torch.where(temperature >= COLDEST, temperature, 1.0)
     return scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(dim=-1)
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log-probability under softmax(logits), and the likeliest tokens with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def top_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """What logits [R, V] say of tokens [R] and of the `top` likeliest; temperature, top_k and top_p do not count."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = (found.tolist() for found in logprobs.topk(min(top, logprobs.shape[1]), dim=-1))
+    rows = zip(tokens, own, ids, values, strict=True)
+    return [TokenLogprob(token, logprob, list(zip(*best, strict=True))) for token, logprob, *best in rows]
 
 
 def _column(samplings: Sequence[Sampling], name: str, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1 --tools tools.json
+python scripts/chat.py --weight agent --tools calculator              the model's calls are executed
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
 """
 
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,11 @@ from dataset.fields import objects_of
 from dataset.json_records import BadRecord
 from dataset.token_text import printable
 from model.answers import answer_message
+from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation, generate
 from scripts.terminal import Screen, Stop, line_editing
+from scripts.toolbox import ROUNDS, Toolbox, names_of
+from trainer.components.environments import SHIPPED
 from trainer.components.trained_weights import add_trained_model_flags, load_model
 
 HELP = """/reset          start a new conversation
@@ -46,20 +51,23 @@ def parse_args() -> argparse.Namespace:
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
     flag("--system", default="", help="system prompt")
-    flag("--tools", metavar="FILE", help="JSON file with the schemas of tools that the model may call")
+    runnable = f"{', '.join(SHIPPED)} or module:Class, separated by commas"
+    flag("--tools", help=f"JSON file with schemas of tools whose results you type; or tools that run: {runnable}")
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
-    flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: always the likeliest token")
-    flag("--top_p", type=float, default=0.9, help="sample from the smallest set of tokens with this probability")
-    flag("--top_k", type=int, default=50, help="sample from so many of the likeliest tokens; 0: from all")
+    default = "(default: the model's generation_config.json, else {})"
+    drawn = {name: default.format(getattr(DEFAULTS, name)) for name in ("temperature", "top_p", "top_k")}
+    flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")
+    flag("--top_p", type=float, help=f"sample from the smallest set of tokens with this probability {drawn['top_p']}")
+    flag("--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}")
     flag("--repetition_penalty", type=float, default=1.0, help="above 1: tokens that were there are less likely")
     flag("--seed", type=int, default=42, help="random seed of the sampling")
     args = parser.parse_args()
     limits = {
-        "--temperature must not be negative": args.temperature >= 0,
-        "--top_p must be above 0 and at most 1": 0 < args.top_p <= 1,
-        "--top_k must not be negative": args.top_k >= 0,
+        "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
+        "--top_p must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
+        "--top_k must not be negative": args.top_k is None or args.top_k >= 0,
         "--repetition_penalty must be above 0": args.repetition_penalty > 0,
         "--max_new_tokens must be at least 1": args.max_new_tokens >= 1,
         "--max_seq_len must be at least 16": args.max_seq_len is None or args.max_seq_len >= 16,
@@ -75,6 +83,7 @@ def read_tools(path: str) -> list[dict]:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
+    what = f"write a JSON list of function schemas, or name tools that run: {', '.join(SHIPPED)}"
     try:
         tools = objects_of(Path(path).read_text(encoding="utf-8"), "the file")
         named = [
@@ -83,7 +92,7 @@ def read_tools(path: str) -> list[dict]:
         if not tools or not all(named):
             raise ValueError("no schemas of functions with a name")
     except (OSError, ValueError, BadRecord) as error:
-        raise UserError(f"--tools {path}: {reason(error)}; write a JSON list of function schemas") from error
+        raise UserError(f"--tools {path}: {reason(error)}; {what}") from error
     return tools
 
 
@@ -91,9 +100,14 @@ class Chat:
     """A conversation with a model, and what the user may do with it."""
 
     def __init__(self, args: argparse.Namespace, is_terminal: bool):
-        self.tools = read_tools(args.tools) if args.tools else None
+        names = names_of(args.tools) if args.tools and not Path(args.tools).is_file() else []
+        self.toolbox = Toolbox(names) if names else None
+        self.tools = self.toolbox.tools if self.toolbox else read_tools(args.tools) if args.tools else None
         with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
             self.model, self.tokenizer = load_model(args)
+        given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.sampling = replace(default_sampling(self.model), **given)
         self.args, self.is_terminal = args, is_terminal
         self.screen = Screen(self.tokenizer, is_terminal)
         self.start(args.system)
@@ -106,32 +120,48 @@ class Chat:
         self.conversation = Conversation(self.tokenizer, limit, system, self.tools, thinking)
 
     def hear(self, message: dict) -> dict[str, Any]:
-        """Add a message of the user or of a tool, stream the answer and return it; `{}` if there was none.
+        """Add a message of the user or of a tool, stream the answer and return it; `{}` if there was none. Tools that
+        run are executed, and their results answered in turn.
 
         Raises:
             UserError: the message is too long, or the chat template refuses it; it is not added.
         """
-        self.conversation.messages.append(message)
+        answer = self._hear([message])
+        for _ in range(ROUNDS if self.toolbox else 0):
+            calls = [call["function"] for call in answer.get("tool_calls", ())]
+            if not calls:
+                return answer
+            replies = self.toolbox.reply(calls) if self.toolbox else []
+            for call, reply in zip(calls, replies, strict=True):
+                self.screen.note(f"result of {printable(call['name'])}: {printable(reply['content'])}")
+            answer = self._hear(replies)
+        if self.toolbox and answer.get("tool_calls"):
+            self.screen.note(f"stopped after {ROUNDS} rounds of calls")
+        return answer
+
+    def _hear(self, messages: list[dict]) -> dict[str, Any]:
+        """Add messages, stream the answer, add and return it; without an answer the messages are not added."""
+        self.conversation.messages += messages
         try:
             tokens, dropped = self.conversation.prompt(self.args.max_new_tokens)
             if dropped:
                 self.screen.note(f"the context is full: the oldest {dropped} messages were dropped")
             answer = self.answer(tokens)
         except BaseException:
-            self.conversation.messages.pop()
+            del self.conversation.messages[-len(messages) :]
             raise
         if not answer:
-            self.conversation.messages.pop()
+            del self.conversation.messages[-len(messages) :]
             return {}
         self.conversation.messages.append(answer)
         return answer
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
         """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
-        args, stop = self.args, Stop()
-        options: dict[str, Any] = {"do_sample": args.temperature > 0, "repetition_penalty": args.repetition_penalty}
-        if args.temperature > 0:
-            options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        args, sampling, stop = self.args, self.sampling, Stop()
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": args.repetition_penalty}
+        if sampling.temperature > 0:
+            options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         if self.is_terminal:
             options["stopping_criteria"] = StoppingCriteriaList([stop])
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))

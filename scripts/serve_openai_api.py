@@ -11,9 +11,11 @@ import asyncio
 import importlib.util
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason, say, warn
-from trainer.components.trained_weights import add_trained_model_flags, load_model, model_path
+from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from scripts.serve.served import Settings
 
-FLAGS = ("slots", "context", "max_new_tokens", "max_queue")
+KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
+GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
+FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
 
 def parse_args() -> argparse.Namespace:
@@ -39,12 +43,18 @@ def parse_args() -> argparse.Namespace:
     flag("--model_name", help="its name for clients; by default that of the file or folder")
     flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every one of this machine")
     flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
-    flag("--api_key", help="answer only clients that send this key")
+    flag("--api_key", help=f"answer only clients that send this key; by default that in the environment as {KEY}")
+    flag("--allow_origin", nargs="+", default=[], help="other web pages that may use it, such as http://localhost:3000")
     flag("--slots", type=int, default=64, help="answers that are written at once")
     flag("--context", type=int, default=2048, help="longest prompt with its answer, in tokens")
     flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
     flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
+    flag("--max_models", type=int, default=4, help="models of --save_dir loaded at once; 1: only the one given")
     args = parser.parse_args()
+    args.api_key = args.api_key or os.environ.get(KEY) or None
+    for origin in args.allow_origin:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise UserError(f"--allow_origin {origin}: write an origin such as http://localhost:3000, or *")
     for name in FLAGS:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -86,6 +96,23 @@ def is_local(address: str) -> bool:
 def run(app: "FastAPI", listener: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, and then until every request is answered. A second signal ends it at once."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """A connection that brings no request within a minute is closed, also if it never brought one."""
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._wait_for_request()
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait_for_request()
+
+        def _wait_for_request(self) -> None:
+            if (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None:
+                later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+                self.timeout_keep_alive_task = later
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -94,8 +121,26 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
             self.should_exit = True  # first: the next signal may come while the line is written
             say("finishing what is being answered; once more to end at once")
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            hanging = asyncio.create_task(self.end_hanging())
+            await super().shutdown(sockets)
+            hanging.cancel()
+
+        async def end_hanging(self) -> None:
+            """End connections that last although nothing is being answered: clients that do not send the rest of their
+            request, or do not read their answer."""
+            idle_since = time.monotonic()
+            while True:
+                await asyncio.sleep(0.1)
+                if app.state.models.busy:
+                    idle_since = time.monotonic()
+                elif time.monotonic() - idle_since > GRACE:
+                    for connection in list(self.server_state.connections):
+                        connection.transport.abort()  # type: ignore[union-attr]
+
     # clients keep idle connections for some seconds; they must not find one closed when they use it again
-    server = Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60))
+    config = uvicorn.Config(app, http=Protocol, log_level="error", access_log=False, timeout_keep_alive=60)
+    server = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     asyncio.run(server.serve(sockets=[listener]))
@@ -120,7 +165,12 @@ def main() -> None:
         raise UserError(f"--context {args.context} is more than this model's {longest} positions; give a smaller one")
     limits = {name: getattr(args, name) for name in FLAGS}
     limits |= {"api_key": args.api_key, "local_only": is_local(host) and not args.api_key}
-    settings = Settings(args.model_name or path.stem, save_dir=args.save_dir, **limits)
+    limits |= {"origins": tuple(args.allow_origin)}
+
+    def load(other: Path) -> tuple[Any, Any]:
+        return load_path(other, args.tokenizer_path, model.device)
+
+    settings = Settings(args.model_name or path.stem, save_dir=args.save_dir, path=path, load=load, **limits)
     app = create_app(model, tokenizer, settings)
     listener.listen()  # a client that comes at once waits
     say(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")

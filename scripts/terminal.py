@@ -111,6 +111,7 @@ def line_editing() -> Iterator[None]:
     except (ImportError, RuntimeError):  # RuntimeError: there is no home
         yield
         return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off; pasted lines are one message
     readline.set_history_length(1000)
     with suppress(OSError):
         readline.read_history_file(path)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
@@ -105,8 +105,8 @@ class Client:
 
 
 @contextmanager
-def server(args: argparse.Namespace) -> Iterator[str]:
-    """The address of our server, in its own process.
+def server(args: argparse.Namespace, stderr: IO[str] | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
+    """The address of our server and its process, which is ended by SIGTERM. stderr: where it writes; None: as here.
 
     Raises:
         UserError: it does not start.
@@ -114,13 +114,15 @@ def server(args: argparse.Namespace) -> Iterator[str]:
     flags = [f"--{name}" for name in ("model", "weight", "save_dir", "tokenizer_path", "device") if getattr(args, name)]
     given = [word for flag in flags for word in (flag, str(getattr(args, flag[2:])))]
     command = [sys.executable, str(ROOT / "scripts/serve_openai_api.py"), "--port", "0", *given]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
     assert process.stdout is not None
     try:
         url = next((line.split()[3].rstrip(";") for line in process.stdout if line.startswith("serving ")), None)
         if url is None:
             raise UserError("the server does not start; see above")
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait(60)
@@ -141,7 +143,7 @@ def main() -> None:
     if min(*args.requests, args.tokens, args.words, args.repeat) < 1:
         raise UserError("--requests, --tokens, --words and --repeat must be at least 1")
     most = max(args.requests)
-    with server(args) as url:
+    with server(args) as (url, _):
         ours = Client(url, None, args.tokens, args.words)
         ways: dict[str, Callable[[], float]] = {"1": lambda: ours.rate(16, 1)}
         ways |= {str(n): lambda n=n: ours.rate(max(n, 16), n) for n in args.requests}

@@ -20,7 +20,8 @@ from transformers.integrations.gguf.reader import read_gguf_metadata
 from common.errors import UserError
 from common.optional import optional_package
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from scripts.convert.hugging_face import SAMPLING, own_tensors
+from model.sampling import Sampling, default_sampling
+from scripts.convert.hugging_face import own_tensors
 from scripts.train_tokenizer import PIECES
 
 ARCHITECTURES = ("qwen3", "qwen3moe")  # dense, MoE
@@ -45,6 +46,7 @@ def write_gguf(
     check_representable(config)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.use_moe])
     _add_shape(writer, config)
+    _add_sampling(writer, default_sampling(model))
     _add_tokenizer(writer, tokenizer, config.vocab_size)
     types = {torch.float32: gguf.LlamaFileType.ALL_F32, torch.float16: gguf.LlamaFileType.MOSTLY_F16}
     writer.add_file_type(types.get(dtype, gguf.LlamaFileType.MOSTLY_Q8_0))
@@ -120,8 +122,12 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_sampling_temp(SAMPLING["temperature"])
-    writer.add_sampling_top_p(SAMPLING["top_p"])
+
+
+def _add_sampling(writer: Any, sampling: Sampling) -> None:
+    writer.add_sampling_temp(sampling.temperature)
+    writer.add_sampling_top_p(sampling.top_p)
+    writer.add_sampling_top_k(sampling.top_k)
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

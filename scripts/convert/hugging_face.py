@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import default_sampling
 from trainer.components.hugging_face import CONFIG_FILE, IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE, WEIGHTS_FILE
 
-SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}  # as in chat; without do_sample servers do not sample
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -64,9 +64,18 @@ def write_folder(
     config.save_pretrained(folder)
     _add_earlier_names(folder / CONFIG_FILE, config)
     special = {name: getattr(config, name) for name in SPECIAL_TOKENS}
-    GenerationConfig(**SAMPLING, **special).save_pretrained(folder)
+    GenerationConfig(**sampling_fields(model), **special).save_pretrained(folder)
     _write_tokenizer(folder, tokenizer)
     return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def sampling_fields(model: MiniMindForCausalLM) -> dict[str, Any]:
+    """A model's sampling defaults as fields of a generation config. Without `do_sample` others do not sample."""
+    sampling = default_sampling(model)
+    if not sampling.temperature:
+        return {"do_sample": False}
+    fields = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    return {"do_sample": True} | fields
 
 
 def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:

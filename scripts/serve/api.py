@@ -3,52 +3,39 @@
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from ipaddress import ip_address
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from model.answers import CALL
+from scripts.serve.gate import SMALL_BODY, Bodies, Gate
+from scripts.serve.models import Models
 from scripts.serve.prompts import BadPrompt, TooLong
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.runs import runs_router
 from scripts.serve.served import Answers, ServedModel, Settings
+from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 
-MAX_BODY = 8 << 20  # bytes of a request
-SMALL_BODY = 1 << 16  # bytes up to which the event loop turns a request into tokens itself
-MAX_ANSWERS = 128  # of one request
+Beside = Callable[..., Awaitable[Any]]
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ApiError: it is too large.
-    """
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(f"The request is larger than {MAX_BODY >> 20} MB.", status=413, code="request_too_large")
-    return bytes(body)
-
-
-async def written(work: Callable[..., Any], *args: Any, size: int, param: str) -> list[int]:
-    """The tokens of a prompt as `work` writes it, which for a large one happens beside the event loop.
+def written(work: Callable[..., list[int]], *args: Any, param: str) -> list[int]:
+    """The tokens of a prompt as `work` writes it.
 
     Raises:
         ApiError: it cannot be answered.
     """
     try:
-        return await asyncio.to_thread(work, *args) if size > SMALL_BODY else work(*args)
+        return work(*args)
     except TooLong as error:
         raise ApiError(str(error), param=param, code="context_length_exceeded") from error
     except BadPrompt as error:
@@ -128,42 +115,35 @@ async def _hung_up(request: Request) -> None:
 def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     """The application that serves a model; its thread ends with the application."""
     served = ServedModel(model, tokenizer, settings)
+    models = Models(served, settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(served.scheduler.close)
+        await asyncio.to_thread(models.close)
 
-    checks = [Depends(check_host)] if settings.local_only else []
-    app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan, dependencies=checks)
-    app.state.served = served
+    app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan)
+    app.add_middleware(Gate, local_only=settings.local_only, origins=settings.origins)
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.state.served, app.state.models = served, models
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)
     app.add_exception_handler(Exception, _tell_failure)
     key = Depends(KeyCheck(settings.api_key))
-    app.include_router(openai_routes(served), dependencies=[key])
+    app.include_router(openai_routes(models), dependencies=[key])
     app.include_router(runs_router(settings.save_dir), dependencies=[key])
+    app.include_router(tools_router(), dependencies=[key])
     app.include_router(page_router())
 
     @app.get("/health")
     async def health() -> Response:
-        state = served.health()
+        state = models.health()
         return JSONResponse({"status": "ok" if state["alive"] else "failed"} | state, 200 if state["alive"] else 503)
 
     return app
-
-
-async def check_host(request: Request) -> None:
-    """Refuse requests for other hosts than this machine: a page from elsewhere whose name is made to point here (DNS
-    rebinding) would be taken for the server's own."""
-    name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    with suppress(ValueError):
-        if ip_address(name).is_loopback:
-            return
-    if name != "localhost" and not name.endswith(".localhost"):
-        raise ApiError(
-            f"This server answers at localhost only, not at '{name}'; start it with an --api_key.", status=403
-        )
 
 
 class KeyCheck:
@@ -180,54 +160,65 @@ class KeyCheck:
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
 
-def openai_routes(served: ServedModel) -> APIRouter:
+def openai_routes(offered: Models) -> APIRouter:
     """The routes of OpenAI's API under /v1."""
-    routes = APIRouter(prefix="/v1")
-
-    def check_model(name: str | None) -> None:
-        if name not in (None, served.name):
-            message = f"The model '{name}' does not exist; this server has '{served.name}'."
-            raise ApiError(message, status=404, param="model", code="model_not_found")
+    routes, bodies = APIRouter(prefix="/v1"), Bodies()
 
     @routes.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [served.card()]}
+        return {"object": "list", "data": await offered.cards()}
 
     @routes.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return served.card()
+        return await offered.card(name)
+
+    @asynccontextmanager
+    async def asked_for(kind: type[Body], request: Request) -> AsyncIterator[tuple[Body, Beside]]:
+        """A request, and how to do work whose time grows with its size; its body counts as held meanwhile."""
+        body = await bodies.read(request)
+
+        async def beside(work: Callable[..., Any], *args: Any) -> Any:
+            if len(body) <= SMALL_BODY:
+                return work(*args)
+            async with bodies.large:
+                return await asyncio.to_thread(work, *args)
+
+        try:
+            yield await beside(parse, kind, body), beside
+        finally:
+            bodies.held -= len(body)
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await read_body(request)
-        asked = parse(ChatRequest, body)
-        check_model(asked.model)
-        opening = opening_of(asked)
-        thinking = False if opening else asked.chat_template_kwargs.enable_thinking
-        tools = asked.tools if asked.tool_names else []
-        write = served.prompts.chat
-        prompt = await written(write, asked.messages, tools, thinking, opening, size=len(body), param="messages")
-        answers = Answers(served, [prompt], asked)
-        return await respond(
-            request, answers, ChatReply(served.name, asked, len(prompt), bool(thinking), opening), asked
-        )
+        async with AsyncExitStack() as stack:
+            async with asked_for(ChatRequest, request) as (asked, beside):
+                served = await stack.enter_async_context(offered.use(asked.model))
+                opening = opening_of(asked)
+                thinking = False if opening else asked.chat_template_kwargs.enable_thinking
+                tools = asked.tools if asked.tool_names else []
+                write = partial(written, served.prompts.chat, param="messages")
+                prompt = await beside(write, asked.messages, tools, thinking, opening)
+            asked.messages = []
+            reply = ChatReply(served, asked, len(prompt), bool(thinking), opening)
+            return await respond(request, Answers(served, [prompt], asked), reply, asked)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
-        body = await read_body(request)
-        asked = parse(CompletionRequest, body)
-        check_model(asked.model)
-        if len(asked.prompts) * asked.n > MAX_ANSWERS:
-            raise ApiError(f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value")
-        write = served.prompts
-        prompts = [
-            await written(write.text if isinstance(one, str) else write.tokens, one, size=len(body), param="prompt")
-            for one in asked.prompts
-        ]
-        answers = Answers(served, prompts, asked)
-        reply = TextReply(served.name, answers.open, sum(map(len, prompts)))
-        return await respond(request, answers, reply, asked)
+        async with AsyncExitStack() as stack:
+            async with asked_for(CompletionRequest, request) as (asked, beside):
+                if len(asked.prompts) * asked.n > MAX_ANSWERS:
+                    message = f"More than {MAX_ANSWERS} answers in one request."
+                    raise ApiError(message, param="prompt", code="invalid_value")
+                served = await stack.enter_async_context(offered.use(asked.model))
+                text, tokens = served.prompts.text, served.prompts.tokens
+                prompts = [
+                    await beside(partial(written, text if isinstance(one, str) else tokens, param="prompt"), one)
+                    for one in asked.prompts
+                ]
+            start_of = served.prompts.start_of
+            skipped = [len(start_of(one)) if isinstance(one, str) else 0 for one in asked.prompts]
+            reply = TextReply(served, asked, prompts, skipped)
+            return await respond(request, Answers(served, prompts, asked), reply, asked)
 
     return routes
 
@@ -241,13 +232,14 @@ def opening_of(asked: ChatRequest) -> str:
 
 async def _tell_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    later = {"Retry-After": "1"}
+    headers = {429: later, 503: later, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
 async def _tell_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    told = ApiError(f"{request.method} {request.scope['path'][:200]}: {error.detail}", status=error.status_code)
     return JSONResponse(told.body(), status_code=error.status_code, headers=error.headers)
 
 

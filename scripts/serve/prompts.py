@@ -4,6 +4,7 @@ In a conversation only the chat template writes special tokens (model/prompts.py
 taken as it stands, special tokens included.
 """
 
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 from common.errors import reason
 from dataset.json_records import BadRecord
 from dataset.messages import parse_message
-from model.prompts import encode_pieces, prompt_pieces, special_texts
+from model.prompts import Piece, encode_pieces, prompt_pieces, special_texts
 
 
 class BadPrompt(ValueError):
@@ -20,6 +21,15 @@ class BadPrompt(ValueError):
 
 class TooLong(BadPrompt):
     """A prompt that leaves no room for an answer."""
+
+
+def characters(value: Any) -> int:
+    """Characters of all texts in a JSON value, the names of fields included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(len, value)) + sum(map(characters, value.values()))
+    return sum(map(characters, value)) if isinstance(value, list) else 0
 
 
 class PromptWriter:
@@ -44,14 +54,20 @@ class PromptWriter:
         """
         if not self.tokenizer.chat_template:
             raise BadPrompt("this model has no chat template; use /v1/completions")
-        options = {} if thinking is None else {"enable_thinking": thinking}
+        options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        self._check_size(characters([messages, tools]))  # before the template is run
         try:
             turns = [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
-            pieces = prompt_pieces(self.tokenizer, turns, tools, opening, **options)
+            pieces = prompt_pieces(self.tokenizer, turns, tools, **options) + self._pieces(opening)
         except (BadRecord, ValueError, RecursionError) as error:
             raise BadPrompt(reason(error)) from error
         self._check_size(sum(len(piece.text) for piece in pieces))
         return self._checked(encode_pieces(self.tokenizer, pieces))
+
+    def _pieces(self, text: str) -> list[Piece]:
+        """A text in which the text of a special token stays text."""
+        places = [0, *(place for found in self.special.finditer(text) for place in found.span()), len(text)]
+        return [Piece(text[a:b], is_plain=bool(i % 2)) for i, (a, b) in enumerate(pairwise(places))]
 
     def text(self, text: str) -> list[int]:
         """The tokens of a text, with the token in front that documents begin with, unless it begins with a special one.
@@ -60,8 +76,11 @@ class PromptWriter:
             TooLong: it leaves no room for an answer.
         """
         self._check_size(len(text))
-        start = [] if self.special.match(text) else self.start
-        return self._checked(start + self.backend.encode(text, add_special_tokens=False).ids)
+        return self._checked(self.start_of(text) + self.backend.encode(text, add_special_tokens=False).ids)
+
+    def start_of(self, text: str) -> list[int]:
+        """The token that is put in front of a text."""
+        return [] if self.special.match(text) else self.start
 
     def tokens(self, tokens: list[int]) -> list[int]:
         """A prompt that is given as tokens.
@@ -69,9 +88,9 @@ class PromptWriter:
         Raises:
             BadPrompt: one of them is none, or there are too many or none at all.
         """
-        wrong = [token for token in tokens if not 0 <= token < self.size]
-        if wrong:
-            raise BadPrompt(f"{wrong[0]} is no token of this model, whose vocabulary has {self.size}")
+        wrong = next((number for number, token in enumerate(tokens) if not 0 <= token < self.size), None)
+        if wrong is not None:
+            raise BadPrompt(f"number {wrong} is no token of this model, whose vocabulary has {self.size}")
         return self._checked(tokens)
 
     def _check_size(self, characters: int) -> None:

@@ -1,21 +1,33 @@
-"""OpenAI's protocol: what a request may hold, and the form of errors. Unknown fields are ignored, null counts as not
-given, and what is known but cannot be done is refused rather than ignored."""
+"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given; what the server cannot
+do is refused rather than ignored.
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+A request comes from anybody, so its size is looked at before it is validated: pydantic builds an error for every wrong
+item of a list, a hundred times as large as the item.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
 
+MAX_ANSWERS = 128  # of one request
+MAX_LOGPROBS = 20  # likeliest tokens beside each
+MAX_BRACKETS = 1 << 17  # of a body, in its texts as well
+MAX_PARTS = 50_000  # objects, lists, names and values outside the prompts
+MAX_TOKENS = 1 << 18  # of one prompt
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-REFUSED = {  # known fields that are not supported -> the values that ask for nothing
-    "logprobs": (False, None),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
+Name = Annotated[str, Field(max_length=256)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+UNUSED = {  # fields that change no answer
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "prediction",
+}
+NEUTRAL = {  # unsupported fields -> the value that asks for nothing, where that is not null, false, 0 or empty
+    **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "length_penalty"), 1),
+    "parallel_tool_calls": True,
+    "skip_special_tokens": True,
 }
 
 
@@ -64,43 +76,41 @@ class TemplateSettings(Lenient):
 class Request(Lenient):
     """What both kinds of requests hold."""
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1)
-    n: int = Field(1, ge=1, le=128)
+    model: Name | None = None
+    max_tokens: Count | None = None
+    temperature: float | None = Field(None, ge=0, le=2)  # None: the model's default
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: Seed | None = None
-    stop: tuple[str, ...] = Field((), max_length=16)
+    stop: tuple[StopString, ...] = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _one_stop(cls, stop: Any) -> Any:
+    def _some_stops(cls, stop: Any) -> Any:
+        if isinstance(stop, list) and len(stop) > 16:
+            raise ValueError(f"at most 16 stop strings, not {len(stop)}")
         return [stop] if isinstance(stop, str) else stop
-
-    @field_validator("stop")
-    @classmethod
-    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError("a stop string must not be empty")
-        return stop
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        for name, nothing in REFUSED.items() if isinstance(data, dict) else ():
-            if data.get(name) is not None and data[name] not in nothing:
-                raise ValueError(f"'{name}' is not supported; leave it out")
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if name not in cls.model_fields and name not in UNUSED and value and value != NEUTRAL.get(name):
+                raise ValueError(f"'{name[:100]}' is not supported; leave it out")
         return data
 
 
 class ChatRequest(Request):
     """The body of /v1/chat/completions."""
 
+    echo: ClassVar[bool] = False
     messages: list[Any] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     response_format: dict[str, Any] = {"type": "text"}
@@ -119,10 +129,14 @@ class ChatRequest(Request):
             function = tool.get("function")
             if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
                 raise ValueError(f"tools.{number} has no function with a name")
+            if len(function["name"]) > 128:
+                raise ValueError(f"the name of tools.{number} has more than 128 characters")
         if isinstance(self.tool_choice, dict) and self.forced_tool not in self.tool_names:
             raise ValueError("tool_choice names a tool that is not among the tools")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice is 'required', but there are no tools")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
         return self
 
     @property
@@ -141,23 +155,61 @@ class ChatRequest(Request):
         """The longest answer, if the client sets one."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
+        return self.top_logprobs if self.logprobs else None
+
 
 class CompletionRequest(Request):
-    """The body of /v1/completions."""
+    """The body of /v1/completions. max_tokens 0, with `echo`, is for the log-probabilities of the prompt alone."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1)
+    prompt: Any
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("prompt")
+    @classmethod
+    def _texts_or_tokens(cls, prompt: Any) -> Any:
+        prompts = _several(prompt)
+        if len(prompts) > MAX_ANSWERS:
+            raise ValueError(f"more than {MAX_ANSWERS} prompts in one request")
+        if len({type(one) for one in prompts}) != 1 or not all(
+            isinstance(one, str) or _is_tokens(one) for one in prompts
+        ):
+            raise ValueError("must be a text, a list of token numbers, or a list of either")
+        return prompt
+
+    @model_validator(mode="after")
+    def _something_is_asked_for(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 asks for nothing without 'echo'")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as tokens."""
-        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-        return cast(list[str | list[int]], self.prompt if several else [self.prompt])
+        return _several(self.prompt)
 
     @property
     def limit(self) -> int | None:
         """The longest answer, if the client sets one."""
         return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
+        return self.logprobs
+
+
+def _several(prompt: Any) -> list[Any]:
+    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    return prompt if several else [prompt]
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and 0 < len(prompt) <= MAX_TOKENS and all(type(token) is int for token in prompt)
 
 
 Body = TypeVar("Body", bound=Request)
@@ -169,13 +221,37 @@ def parse(kind: type[Body], body: bytes) -> Body:
     Raises:
         ApiError: it is no JSON, or not such a request.
     """
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise ApiError("The request has too many parts.", code="invalid_value")
     try:
-        return kind.model_validate_json(body)
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"The body of the request is no JSON: {error}", code="invalid_value") from error
+    if not isinstance(data, dict):
+        raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
+    if not fits(data.values() if "prompt" not in data else [data[name] for name in data if name != "prompt"]):
+        raise ApiError("The request has too many parts.", code="invalid_value")
+    try:
+        return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-        if first["type"] == "json_invalid":
-            place, message = "", f"The body of the request is no JSON: {message.removeprefix('Invalid JSON: ')}"
         raise ApiError(f"{place}: {message}" if place else message, param=place or None, code=code) from error
+
+
+def fits(values: Iterable[Any]) -> bool:
+    """Whether JSON values have at most MAX_PARTS parts; looks at so many at most."""
+    count, stack = 0, [iter(values)]
+    while stack:
+        for value in stack[-1]:
+            count += 1
+            if count > MAX_PARTS:
+                return False
+            if isinstance(value, (list, dict)):
+                stack.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+        else:
+            stack.pop()
+    return True

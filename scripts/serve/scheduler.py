@@ -1,19 +1,20 @@
 """One thread that decodes the answers of all requests together, each request joining and leaving between two steps.
 
 A request is a `Job`. Its texts go to `Job.notify`, which is called in this thread and must not wait. A step that fails
-ends the jobs that are in it; the thread goes on.
+is repeated job by job: those that fail alone end with an error, the others and the thread go on.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.errors import reason, warn
 from model.generation import Answer, Decoder
-from model.sampling import Sampling
+from model.sampling import Sampling, TokenLogprob
 from scripts.serve.text import TextStream
+from trainer.components.failures import is_out_of_memory
 
 
 class QueueFull(Exception):
@@ -21,12 +22,14 @@ class QueueFull(Exception):
 
 
 class Piece(NamedTuple):
-    """News of one answer of a job. finish: "stop", "length" or, after a failed step, "error"."""
+    """News of one answer of a job. finish: "stop", "length" or, if it failed, "error", for lack of memory "memory"."""
 
     number: int  # of the answer in its job
     text: str
     tokens: int  # of the answer so far
     finish: str | None
+    logprobs: Sequence[TokenLogprob] = ()  # of the tokens that this text consists of
+    prompt: Sequence[TokenLogprob] = ()  # of the prompt's tokens but the first, with the answer's first piece
 
 
 @dataclass(eq=False)
@@ -39,6 +42,8 @@ class Job:
     notify: Callable[[Piece], None]
     stops: tuple[str, ...] = ()
     streams: bool = True  # whether it wants the text as it is written, or each answer as a whole
+    top: int | None = None  # as that of `Decoder.add`, and so is echo
+    echo: bool = False
     cancelled: bool = False
 
 
@@ -50,6 +55,8 @@ class Writing:
     number: int
     text: TextStream
     unsent: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # where the text of each token with unsent log-probabilities begins
+    is_new: bool = True
 
 
 class Scheduler:
@@ -93,13 +100,33 @@ class Scheduler:
 
     def _run(self) -> None:
         while self._admit():
+            for half in (self.decoder.decode, self.decoder.prefill):
+                self._advance(half)
+
+    def _advance(self, half: Callable[..., list[Answer]]) -> None:
+        """Half a step of the decoder for all answers, and if it fails, for those of each job alone."""
+        try:
+            advanced = half()
+        except Exception:
+            for job in {writing.job: None for writing in self.writing.values()}:
+                answers = [answer for answer, writing in self.writing.items() if writing.job is job]
+                try:
+                    advanced = half(answers)
+                except Exception as error:
+                    self._fail(answers, error)
+                    continue
+                self._tell_all(advanced)
+            if not self.writing:
+                self.decoder.clear()  # whatever was wrong with it
+            return
+        self._tell_all(advanced)
+
+    def _tell_all(self, advanced: list[Answer]) -> None:
+        for answer in advanced:
             try:
-                advanced = self.decoder.step()
-            except Exception as error:
-                self._fail(error)
-                continue
-            for answer in advanced:
                 self._tell(answer)
+            except Exception as error:  # its text cannot be decoded
+                self._fail([answer], error)
 
     def _admit(self) -> bool:
         """Begin what there is room for; waits while there is nothing to do. False when the scheduler is closed."""
@@ -123,8 +150,8 @@ class Scheduler:
         if job.cancelled:
             return
         try:
-            answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens)
-        except ValueError as error:  # whoever queued it has not looked
+            answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top, job.echo)
+        except Exception as error:  # whoever queued it has not looked
             warn(f"a request was not answered: {reason(error)}")
             for number in range(len(job.samplings)):
                 self._notify(job, Piece(number, "", 0, "error"))
@@ -136,18 +163,30 @@ class Scheduler:
         """Send the text of the answer's last token, if it is time to."""
         writing = self.writing[answer]
         job, text = writing.job, writing.text
+        if answer.details:
+            writing.starts.append(text.decoded)
         if answer.finish != "stop":  # then the last token is an end token
             writing.unsent.append(text.push(answer.tokens[-1]))
         finish = "stop" if text.stopped else answer.finish
         if finish and not text.stopped:
             writing.unsent.append(text.end())
             finish = "stop" if text.stopped else finish
-        if finish:
-            self._leave(answer)
         new = "".join(writing.unsent) if job.streams or finish else ""
         if new or finish:
             writing.unsent = []
-            self._notify(job, Piece(writing.number, new, len(answer.tokens), finish))
+            details = self._details(answer, writing, is_last=bool(finish) and not text.stopped)
+            prompt, writing.is_new = answer.prompt_details if writing.is_new else (), False
+            if finish:
+                self._leave(answer)
+            self._notify(job, Piece(writing.number, new, len(answer.tokens), finish, details, prompt))
+
+    def _details(self, answer: Answer, writing: Writing, is_last: bool) -> list[TokenLogprob]:
+        """The log-probabilities of the tokens whose text has begun to be sent, of the last ones in any case."""
+        shown = writing.text.shown
+        count = len(writing.starts) if is_last else sum(start < shown for start in writing.starts)
+        first = len(answer.details) - len(writing.starts)
+        writing.starts = writing.starts[count:]
+        return answer.details[first : first + count]
 
     def _leave(self, answer: Answer) -> None:
         self.decoder.remove(answer)
@@ -159,13 +198,11 @@ class Scheduler:
         except Exception:  # nobody listens any more
             job.cancelled = True
 
-    def _fail(self, error: Exception) -> None:
-        """End all jobs of a step that failed."""
-        warn(f"a step of the decoder failed and its requests with it: {reason(error)}")
-        failed, self.writing = self.writing, {}
-        for answer, writing in failed.items():
-            self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), "error"))
-        try:
-            self.decoder.clear()
-        except Exception as again:
-            warn(f"the decoder cannot be cleared: {reason(again)}")
+    def _fail(self, answers: list[Answer], error: Exception) -> None:
+        """End answers with an error."""
+        warn(f"a request failed while its answer was written: {reason(error)}")
+        finish = "memory" if is_out_of_memory(error) else "error"
+        for answer in answers:
+            writing = self.writing[answer]
+            self._leave(answer)
+            self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))

@@ -52,6 +52,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
         self.decoder, self.stops = IncrementalDecoder(tokenizer), tuple(stops)
         self.held, self.stopped = "", False
+        self.decoded = self.shown = 0  # characters of the tokens so far, and those of them that were let out
 
     def push(self, token: int) -> str:
         """The text that this token lets out."""
@@ -61,16 +62,19 @@ class TextStream:
         """The rest."""
         text = self._let_out(self.decoder.end())
         rest, self.held = self.held, ""
+        self.shown += len(rest)
         return text + rest
 
     def _let_out(self, text: str) -> str:
         if self.stopped:
             return ""
+        self.decoded += len(text)
         text = self.held + text
         places = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if places:
-            self.stopped, self.held = True, ""
-            return text[: min(places)]
-        keep = held_back(text, self.stops)
-        self.held = text[len(text) - keep :]
+            self.stopped, keep = True, len(text) - min(places)
+        else:
+            keep = held_back(text, self.stops)
+        self.held = "" if self.stopped else text[len(text) - keep :]
+        self.shown += len(text) - keep
         return text[: len(text) - keep]

@@ -1,6 +1,7 @@
 """Batched decoding against transformers' own generate, and against itself in any other company."""
 
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -46,6 +47,59 @@ def test_greedy_answers_are_those_of_transformers(shape):
     assert tokens_of(answers) == expected
     finishes = {answer.finish for (answer,) in answers}
     assert finishes <= {"stop", "length"} and decoder.free == 4
+
+
+def test_log_probabilities_of_prompts_and_answers_are_those_of_one_forward():
+    """In chunks and beside rows that want others or none."""
+    model = build("dense")
+    prompts, wanted = prompts_of(30, 5, 9), (4, 0, None)
+    decoder = Decoder(model, 6, 64, [END], prefill_tokens=8)
+    groups = [decoder.add(each, [GREEDY] * 2, 6, top, echo=True) for each, top in zip(prompts, wanted, strict=True)]
+    while decoder.rows:
+        decoder.step()
+    for prompt, top, group in zip(prompts, wanted, groups, strict=True):
+        for answer in group:
+            tokens = [*prompt, *answer.tokens]
+            expected = stock(model)(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+            details = [*answer.prompt_details, *answer.details]
+            if top is None:
+                assert details == []
+                continue
+            assert [one.token for one in details] == tokens[1:]
+            own = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            assert [one.logprob for one in details] == pytest.approx(own, abs=1e-4)
+            values = expected.topk(top).values.tolist()
+            assert [[value for _, value in one.top] for one in details] == [
+                pytest.approx(row, abs=1e-4) for row in values
+            ]
+
+
+@pytest.mark.parametrize("half", ["decode", "prefill"])
+def test_half_a_step_that_fails_changes_nothing(half, monkeypatch):
+    """It can be repeated with some of the rows or with all, and the answers are the same."""
+    model = build("dense")
+    prompts = prompts_of(20, 5, 9)
+    samplings = [Sampling(seed=1), Sampling(seed=2)]
+    expected = tokens_of(generate(model, prompts, [samplings] * 3, 12, [END]))
+    decoder = Decoder(model, 6, 64, [END], prefill_tokens=8)
+    groups = [decoder.add(prompt, samplings, 12) for prompt in prompts]
+    draw, failures = decoder._draw, iter(range(10**6))
+
+    def failing(*args):
+        if next(failures) % 2:
+            raise MemoryError
+        return draw(*args)
+
+    monkeypatch.setattr(decoder, "_draw", failing)
+    while decoder.rows:
+        for part, others in ((decoder.decode, half == "decode"), (decoder.prefill, half == "prefill")):
+            try:
+                part()
+            except MemoryError:
+                for group in groups if others else ():
+                    with suppress(MemoryError):
+                        part(group)
+    assert tokens_of(groups) == expected
 
 
 def test_the_model_may_say_nothing_but_its_end_token():

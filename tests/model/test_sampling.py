@@ -41,6 +41,19 @@ def test_a_wide_nucleus_is_looked_at_as_a_whole(top_p):
     assert not found[~kept].any() and found.sum() > 0.5 * kept.sum() and kept.sum() > NUCLEUS
 
 
+@pytest.mark.parametrize("temperature", [9e-6, 1e-40, 1e-46, 5e-324])
+def test_a_temperature_that_no_logit_can_be_divided_by_takes_the_likeliest_token(temperature):
+    logits = 100 * torch.randn(3, 200, generator=torch.Generator().manual_seed(6))
+    for fields in ({}, {"top_k": 5}, {"top_p": 0.9}):
+        samplings = [Sampling(temperature=temperature, seed=seed, **fields) for seed in range(3)]
+        chosen = draw_tokens(logits, samplings, [0] * 3)
+        assert torch.equal(chosen, logits.argmax(-1))
+        greedy = token_logprobs(logits, chosen, [Sampling(temperature=0)] * 3)
+        assert torch.equal(token_logprobs(logits, chosen, samplings), greedy)
+    coldest = [Sampling(temperature=1e-5, seed=seed) for seed in range(3)]
+    assert torch.equal(draw_tokens(logits, coldest, [0] * 3), logits.argmax(-1))
+
+
 def test_rows_do_not_know_each_other():
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, 200, generator=generator)

@@ -18,6 +18,7 @@ from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import chat
 from scripts.terminal import DIM, NORMAL
+from scripts.toolbox import ROUNDS
 from tests.conftest import ROOT
 from trainer.components.checkpoint import save_weights
 from trainer.components.run_files import weight_path
@@ -81,6 +82,17 @@ def test_one_prompt_is_repeatable(weights, call):
     assert penalized != first.stdout and "--top_k" in call(chat, "--help").stdout
 
 
+def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(chat, "generate", lambda *args, streamer, **options: asked.append(options) or [[2]])
+    call(chat, *weights, "--prompt", "x")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
+    call(chat, *weights, "--prompt", "x")
+    call(chat, *weights, "--prompt", "x", "--top_k", "0")
+    drawn = [[options[name] for name in ("temperature", "top_p", "top_k")] for options in asked]
+    assert drawn == [[0.7, 0.9, 50], [0.2, 0.9, 5], [0.2, 0.9, 0]]
+
+
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
     said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh."]
     text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/reset\n/new day\n/exit\nnever read\n"
@@ -131,6 +143,8 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
         (["--repetition_penalty", "0"], "--repetition_penalty"),
         (["--open_thinking", "2"], "--open_thinking"),
         (["--tools", "no/such.json"], "--tools no/such.json"),
+        (["--tools", "calculater"], "a JSON list of function schemas, or name tools that run: calculator, lookup"),
+        (["--tools", "no_module:Nothing"], "no_module"),
         (["--tools", __file__], "write a JSON list of function schemas"),
     ],
 )
@@ -145,6 +159,25 @@ def test_a_file_of_no_tools_is_refused(text, weights, call, tmp_path):
     (tmp_path / "tools.json").write_text(text)
     done = call(chat, *weights, "--prompt", "x", "--tools", tmp_path / "tools.json")
     assert done.returncode == 2 and "tools.json" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_path):
+    """The model calls, the environment answers, the model goes on; a call of another tool gets an error as reply."""
+
+    def calls(name: str, **arguments: str) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    said += [calls("calculate", expression="12 * 34"), "It is 408.", calls("launch"), "I cannot."]
+    text = f"12 * 34?\nlaunch\n/save {tmp_path}/chats.jsonl\n"
+    done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--tools", "calculator,lookup")
+    assert "It is 408." in done.stdout and "result of calculate: 408" in done.stderr
+    record = to_chat(json.loads((tmp_path / "chats.jsonl").read_text(encoding="utf-8")))
+    roles = ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in record.messages] == roles * 2 and len(record.tools) == 2
+    assert [record.messages[at]["content"] for at in (2, 6)] == ["408", "error: no tool named launch"]
+    said += [calls("calculate", expression="1 / 0")] * 20
+    done = pipe(b"1 / 0?\n", *weights, "--max_new_tokens", "60", "--tools", "calculator")
+    assert done.stderr.count("division by zero") == ROUNDS and "stopped after 8 rounds" in done.stderr
 
 
 # --- on a terminal: a process with a pseudo-terminal of its own -------------------------------------------------------
@@ -164,7 +197,7 @@ class Terminal:
     def __init__(self, args: list[str], folder, answers: list[str]):
         self.seen = ""
         command = [sys.executable, "-c", START, json.dumps(answers), *args, "--max_new_tokens", "100000"]
-        own = {"XDG_STATE_HOME": str(folder), "TERM": "dumb", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+        own = {"XDG_STATE_HOME": str(folder), "TERM": "xterm", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
         self.process, self.screen = pty.fork()
         if not self.process:
             os.execve(sys.executable, command, {**os.environ, **own})
@@ -233,7 +266,7 @@ def test_a_terminal_session(weights, tmp_path):
     call_text = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     started = Terminal([*weights, "--tools", str(tmp_path / "tools.json")], tmp_path, [call_text, "It is noon."])
-    started.expect("> ")
+    started.expect("\x1b[?2004h> ")  # the terminal is asked to mark what is pasted
     started.type("what time?\n")
     started.expect("[call] get_time {}")
     started.expect("result of get_time> ")
@@ -245,6 +278,11 @@ def test_a_terminal_session(weights, tmp_path):
     started.type("\x03")  # the answer ends
     started.expect("(stopped)")
     started.expect("> ")
+    started.type("\x1b[200~pasted line\nand another\x1b[201~\n")  # as a terminal pastes: one message
+    started.expect(" on on on")
+    started.type("\x03")
+    started.expect("(stopped)")
+    started.expect("> ")
     started.type("half a li")
     started.expect("half a li")
     started.discard_line()
@@ -254,7 +292,14 @@ def test_a_terminal_session(weights, tmp_path):
     started.expect("appended to")
     assert started.leave() == 0
     messages = json.loads((tmp_path / "chats.jsonl").read_text())["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        *["user", "assistant"] * 2,
+    ]
+    assert messages[-2]["content"] == "pasted line\nand another"
     assert messages[2]["content"] == "12:00" and messages[-1]["content"].startswith("on on")
     history = (tmp_path / "minimind-trainer" / "chat_history").read_text()
     assert "what time?" in history and "half" not in history

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import DEFAULTS, Sampling, default_sampling
 from scripts import convert_model
 from scripts.convert import gguf_file, parity
 from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
@@ -96,10 +97,29 @@ def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weigh
         assert (folder / name).read_bytes() == (weights.parent / name).read_bytes()
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["eos_token_id"] == tokenizer.eos_token_id == 2 and settings["do_sample"] is True
-    assert settings["temperature"] == 0.7 and settings["top_p"] == 0.9
+    assert [settings[name] for name in ("temperature", "top_p", "top_k")] == [0.7, 0.9, 50]
     assert f"use it with --tokenizer_path {folder}\n" in convert(folder, "pth", again)
     before, after = read_weights(weights), read_weights(again)
     assert list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_models_sampling_defaults_go_along_with_it(convert, tmp_path):
+    folder, again = tmp_path / "folder", tmp_path / "again"
+    convert(saved(tmp_path, **SHAPES["dense"]), "hf", folder)
+    path = folder / "generation_config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"temperature": 0.3, "top_k": None, "top_p": 1}))
+    model, _ = load_path(folder)
+    assert default_sampling(model) == Sampling(temperature=0.3, top_k=DEFAULTS.top_k, top_p=1.0)
+    convert(folder, "hf", again)
+    written = json.loads((again / "generation_config.json").read_text())
+    assert (written["temperature"], written["top_k"], written["do_sample"]) == (0.3, 50, True)
+    path.write_text(json.dumps({"do_sample": False}))
+    model, _ = load_path(folder)
+    assert default_sampling(model).temperature == 0
+    for text, told in (('{"top_p": 0, "temperature": "hot"}', "temperature 'hot', top_p 0 cannot"), ("[]", "readable")):
+        path.write_text(text)
+        assert told in convert(folder, "pth", tmp_path / "other_32.pth")
 
 
 def test_earlier_versions_of_transformers_find_their_names(convert, tmp_path):

@@ -41,7 +41,7 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
         assert line.startswith("serving full_sft_32 at http://127.0.0.1:")
         connection = http.client.HTTPConnection("127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60)
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200 and response.readline().startswith(b"data: ")
         streams.append((connection, response))

@@ -18,6 +18,12 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Can
 NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, of the machine or of a GPU, was lacking."""
+    is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_typed or any(phrase in str(error) for phrase in NO_MEMORY)
+
+
 @contextmanager
 def training_errors() -> Iterator[None]:
     """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too. The
@@ -44,7 +50,7 @@ def translated_failures() -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         text = str(error)
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(phrase in text for phrase in NO_MEMORY):
+        if is_out_of_memory(error):
             raise UserError(
                 f"out of memory ({reason(error)}); lower --batch_size (raise --accumulation_steps by as much: "
                 "the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the last "

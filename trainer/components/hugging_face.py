@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError, reason
+from model.sampling import DEFAULTS, Sampling
 from trainer.components.language_model import config_of_weights
 from trainer.components.state_files import UNREADABLE, read_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+CONFIG_FILE, TOKENIZER_FILE, SAMPLING_FILE = "config.json", "tokenizer.json", "generation_config.json"
 WEIGHTS_FILE, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 TOLD = ("max_position_embeddings", "rms_norm_eps", "rope_parameters")  # fields that the tensors do not tell
 TOLD_MOE = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
@@ -90,6 +91,38 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if said is not None and said != is_so:
             raise UserError(f"{folder}: {CONFIG_FILE} says {name} {said}, the tensors {is_so}; it is not a whole model")
     return weights, told
+
+
+def read_sampling(folder: Path) -> Sampling:
+    """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS.
+
+    Raises:
+        UserError: it is damaged, or a value is out of range.
+    """
+    path = folder / SAMPLING_FILE
+    if not path.is_file():
+        return DEFAULTS
+    try:
+        given = {
+            name: value for name, value in json.loads(path.read_text(encoding="utf-8")).items() if value is not None
+        }
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a readable generation config ({reason(error)})") from error
+    wrong = {
+        name: given[name]
+        for name, is_valid in {
+            "temperature": lambda value: 0 <= value <= 2,
+            "top_k": lambda value: value >= 0 and value == int(value),
+            "top_p": lambda value: 0 < value <= 1,
+        }.items()
+        if name in given and not (type(given[name]) in (int, float) and is_valid(given[name]))
+    }
+    if wrong:
+        told = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
+        raise UserError(f"{path}: {told} cannot be sampled with; correct the file or remove the line")
+    temperature = 0.0 if given.get("do_sample") is False else given.get("temperature", DEFAULTS.temperature)
+    top_k, top_p = given.get("top_k", DEFAULTS.top_k), given.get("top_p", DEFAULTS.top_p)
+    return Sampling(float(temperature), int(top_k), float(top_p))
 
 
 def read_config(folder: Path) -> "PretrainedConfig":

@@ -35,7 +35,7 @@ class RolloutArgs(StageArgs):
     """The flags of all stages that learn from rollouts."""
 
     max_gen_len: int = setting(256, "longest completion (--max_seq_len is the longest prompt)", "tokens", ge=1)
-    temperature: float = setting(1.0, "of the sampling, and of what is trained", gt=0)
+    temperature: float = setting(1.0, "of the sampling, and of what is trained", ge=1e-5)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
     reward_model: str | None = setting(None, "folder of a Hugging Face sequence classifier; its score is added")
     reward_timeout: float = setting(10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0)

@@ -19,7 +19,13 @@ from dataset.token_cache import load_tokenizer
 from trainer.components.checkpoint import STATE_KEYS, fill, missing_weights, read_state, read_weights
 from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
-from trainer.components.hugging_face import CONFIG_FILE, TOKENIZER_FILE, is_hugging_face, read_folder
+from trainer.components.hugging_face import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    is_hugging_face,
+    read_folder,
+    read_sampling,
+)
 from trainer.components.language_model import SHAPE, check_vocabulary, config_of_weights, describe_size, special_tokens
 from trainer.components.lora import merge_adapter
 from trainer.components.run_files import NAMED_SHAPE, shape_in_name, weight_files
@@ -108,6 +114,7 @@ def load_path(
     tokenizer = load_tokenizer(tokenizer_path)
     config = trained_config(path, weights, asked, **told | special_tokens(tokenizer))
     check_vocabulary(tokenizer, tokenizer_path, config, exactly=not is_hugging_face(path))
+    cast(Any, config).sampling = read_sampling(path if path.is_dir() else path.parent)
     model = MiniMindForCausalLM(config)
     fill(model, weights, path)
     Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")

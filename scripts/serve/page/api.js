@@ -66,10 +66,19 @@ function describe(status, message, code) {
   return new ServerError(t("errorRequest", { message: message || status }), status);
 }
 
-/** Names of the models. */
+/** The models: [{id, sampling: its defaults}]. */
 export async function models() {
   const answer = await (await request("v1/models")).json();
-  return (answer.data ?? []).map((model) => String(model.id));
+  return (answer.data ?? []).map(({ id, sampling }) => ({ id: String(id), sampling: sampling ?? {} }));
+}
+
+/** What the server can run: [{name, tools: schemas}]. */
+export const toolboxes = async () => (await (await request("api/tools")).json()).toolboxes;
+
+/** Have the server run calls; returns the text of each result. */
+export async function runCalls(calls, signal) {
+  const body = JSON.stringify({ calls });
+  return (await (await request("api/tools", { method: "POST", body, signal })).json()).results.map(String);
 }
 
 export const runs = async () => (await (await request("api/runs")).json()).runs;

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
-import { messageView, sends } from "./message.js";
+import { messageView, odds, sends } from "./message.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
@@ -11,17 +11,22 @@ import { t } from "./text.js";
 const CURRENT = "minimind.current";
 const SAVE_EVERY = 1000; // milliseconds, while an answer arrives
 const LONG_ENOUGH = 0.3; // seconds that an answer must take for its speed to mean something
+const ROUNDS = 8; // of tools that run, to one question
 
-const running = new Map(); // conversation's id -> {stop, conversation} of its answer
+// A thread is a list of messages that one model answers: the conversation itself, and `other` where two are compared.
+const threads = (conversation) => [conversation, conversation.other].filter(Boolean);
+
+const running = new Map(); // thread -> {stop, conversation} of its answer
 let current = store.conversation(store.read(CURRENT, "")) ?? store.newConversation();
-let views = []; // of the messages, in their order
+let views = new Map(); // thread -> views of its messages, in their order
 let made = new WeakMap(); // message -> view; one that is open, folded or being edited stays so
 let drawHistory = () => {};
 
-const isRunning = () => running.has(current.id);
+const jobs = (id) => [...running].filter(([, job]) => job.conversation.id === id);
+const isRunning = () => jobs(current.id).length > 0;
 
 function open(conversation) {
-  current = running.get(conversation.id)?.conversation ?? conversation; // the one that is being answered
+  current = jobs(conversation.id)[0]?.[1].conversation ?? conversation; // the one that is being answered
   store.write(CURRENT, current.id);
   drawMessages();
   drawHistory();
@@ -36,21 +41,34 @@ function save(conversation) {
 // --- the messages on the page
 
 function drawMessages() {
-  views = current.messages.map((message) => {
-    if (!made.has(message)) made.set(message, messageView(message, actions(current, message)));
+  const viewOf = (thread) => (message) => {
+    if (!made.has(message)) made.set(message, messageView(message, actions(current, thread, message)));
     return made.get(message);
-  });
-  const place = byId("messages");
-  place.replaceChildren(...(views.length ? views.map((view) => view.element) : [welcome()]));
-  views.forEach((_, index) => update(index));
-  byId("export-one").disabled = !views.length;
+  };
+  views = new Map(threads(current).map((thread) => [thread, thread.messages.map(viewOf(thread))]));
+  const empty = !current.messages.length;
+  byId("messages").replaceChildren(...(empty ? [welcome()] : current.other ? rows() : elements(current.messages)));
+  byId("messages").classList.toggle("two", Boolean(current.other) && !empty);
+  for (const [thread, list] of views) list.forEach((_, index) => update(thread, index));
+  byId("export-one").disabled = empty;
   drawControls();
   toEnd();
 }
 
-function update(index) {
-  const last = index === views.length - 1;
-  views[index].update({ last, writing: last && isRunning() });
+const elements = (messages) => messages.map((message) => made.get(message).element);
+
+/** Two models side by side: each question above, below it what either made of it. */
+function rows() {
+  const models = [byId("model").value, current.other.model].map((name) => h("strong", { class: "muted" }, name));
+  const [left, right] = threads(current).map((thread) => store.turns(thread.messages));
+  const side = (turn) => h("div", { class: "side-of-two" }, ...elements((turn ?? []).slice(1)));
+  return [...models, ...left.flatMap((turn, i) => [...elements(turn.slice(0, 1)), side(turn), side(right[i])])];
+}
+
+function update(thread, index) {
+  const list = views.get(thread);
+  const last = index === list.length - 1;
+  list[index].update({ last, writing: last && running.has(thread) });
 }
 
 function drawControls() {
@@ -66,32 +84,38 @@ function welcome() {
   return h("div", { class: "welcome" }, title, h("p", { class: "muted" }, t("greetingMore")), examples);
 }
 
-function actions(conversation, message) {
-  const place = () => conversation.messages.indexOf(message);
+function actions(conversation, thread, message) {
   return {
-    edit: (text) => replaceFrom(conversation, place(), [{ role: "user", content: text }]),
-    regenerate: () => replaceFrom(conversation, place(), []),
+    edit: (text) => {
+      const turn = store.turns(thread.messages).findIndex((turn) => turn[0] === message);
+      const before = (each) => store.turns(each.messages).slice(0, turn).flat();
+      const asked = { role: "user", content: text };
+      replace(conversation, threads(conversation), (each) => [...before(each), { ...asked }]);
+    },
+    regenerate: () => replace(conversation, [thread], ({ messages }) => messages.slice(0, messages.indexOf(message))),
     results: (texts) => {
-      const result = (call, i) => ({ role: "tool", tool_call_id: call.id, content: texts[i] });
-      conversation.messages.push(...message.tool_calls.map(result));
-      answer(conversation);
+      thread.messages.push(...results(message.tool_calls, texts));
+      answer(conversation, thread);
     },
   };
 }
 
-/** Put other messages in the place of those from `index` on and ask for an answer; what was there can be put back. */
-function replaceFrom(conversation, index, messages) {
-  stop(conversation.id);
-  const before = [...conversation.messages];
-  conversation.messages = [...before.slice(0, index), ...messages];
+const results = (calls, texts) => calls.map(({ id }, i) => ({ role: "tool", tool_call_id: id, content: texts[i] }));
+
+/** Give threads other messages and ask for answers; what was there can be put back. */
+function replace(conversation, list, changed) {
+  list.forEach(stop);
+  const before = list.map((thread) => thread.messages);
+  for (const thread of list) thread.messages = changed(thread);
   const undo = () => {
-    stop(conversation.id);
-    conversation.messages = before;
+    list.forEach(stop);
+    list.forEach((thread, i) => (thread.messages = before[i]));
     save(conversation);
     open(conversation);
   };
-  if (before.length > index + 1) notice(t("replaced"), t("undo"), undo);
-  answer(conversation);
+  const kept = list[0].messages.filter((message) => before[0].includes(message));
+  if (before[0].length > kept.length + 1) notice(t("replaced"), t("undo"), undo);
+  for (const thread of list) answer(conversation, thread);
   byId("input").focus();
 }
 
@@ -119,64 +143,81 @@ function startScrolling() {
 function send(text) {
   if (isRunning() || !text.trim()) return;
   if (!current.title) current.title = text.trim().split("\n")[0].slice(0, 60);
-  current.messages.push({ role: "user", content: text.trim() });
+  const question = { role: "user", content: text.trim() };
+  for (const thread of threads(current)) thread.messages.push({ ...question });
   byId("input").value = "";
   grow();
-  answer(current);
+  for (const thread of threads(current)) answer(current, thread);
 }
 
-function stop(id) {
-  running.get(id)?.stop.abort();
-  running.delete(id);
+function stop(thread) {
+  running.get(thread)?.stop.abort();
+  running.delete(thread);
 }
 
-/** The messages as the API takes them: answers go back as they came, failed ones stay here. */
-function payload(conversation) {
-  const system = settings.systemPrompt();
-  const messages = system ? [{ role: "system", content: system }] : [];
-  for (const { role, content, reasoning_content, tool_calls, tool_call_id } of conversation.messages) {
-    if (role === "assistant" && !content && !tool_calls) continue;
-    messages.push({ role, content, reasoning_content, tool_calls, tool_call_id }); // without those that are undefined
-  }
-  return { model: byId("model").value, messages, ...settings.requestFields() };
+const stopAll = (id) => jobs(id).forEach(([thread]) => stop(thread));
+
+/**
+ * The body of a request: answers go back as they came, failed ones stay here. The conversation keeps the system prompt
+ * and the tools that it was asked with; an imported one has its own where the settings have none.
+ */
+function payload(conversation, thread, model) {
+  const { tools, ...fields } = settings.requestFields();
+  const own = conversation.isImported ? conversation : {};
+  Object.assign(conversation, { system: settings.systemPrompt() || own.system, tools: tools ?? own.tools });
+  const system = conversation.system ? [{ role: "system", content: conversation.system }] : [];
+  const sent = thread.messages.filter(({ role, content, tool_calls }) => role !== "assistant" || content || tool_calls);
+  return { model, messages: [...system, ...sent.map(store.forApi)], tools: conversation.tools, ...fields };
 }
 
-async function answer(conversation) {
-  const body = payload(conversation);
-  const message = { role: "assistant", content: "", note: "stopped" }; // what it is if the page is closed now
+async function answer(conversation, thread) {
+  const model = thread.model ?? byId("model").value;
+  const body = payload(conversation, thread, model);
+  const message = { role: "assistant", content: "", model, note: "stopped" }; // what it is if the page is closed now
   const job = { stop: new AbortController(), conversation };
-  conversation.messages.push(message);
-  running.set(conversation.id, job);
+  thread.messages.push(message);
+  running.set(thread, job);
   save(conversation);
-  open(conversation);
+  if (current.id === conversation.id) open(conversation);
   announce(t("answering"));
+  let texts = null; // of the tools that ran
   try {
-    await receive(body, message, conversation, job);
+    await receive(body, message, thread, job);
     announce(t("answered", { text: message.content }));
+    if (roundsOf(thread) < ROUNDS) texts = await settings.runCalls(message.tool_calls ?? [], job.stop.signal);
   } catch (error) {
     if (error.name !== "AbortError") message.error = error.message;
     if (message.error) delete message.note;
-    if (error.status === 401) askAgain(conversation, message);
+    if (error.status === 401) askAgain(conversation, thread, message);
   }
-  if (running.get(conversation.id) === job) running.delete(conversation.id);
-  if (!conversation.messages.includes(message)) return; // it was replaced
+  if (running.get(thread) === job) running.delete(thread);
+  if (!thread.messages.includes(message)) return; // it was replaced
   if (store.conversation(conversation.id)) save(conversation); // else it was deleted
-  if (current.id !== conversation.id) return;
-  update(views.length - 1);
+  if (texts && !job.stop.signal.aborted) {
+    thread.messages.push(...results(message.tool_calls, texts));
+    return answer(conversation, thread);
+  }
+  if (!views.has(thread)) return;
+  update(thread, thread.messages.length - 1);
   drawControls();
 }
 
-async function receive(body, message, conversation, job) {
+/** How often the model has called tools since the last question. */
+const roundsOf = (thread) => store.turns(thread.messages).at(-1).filter((message) => message.tool_calls).length - 1;
+
+async function receive(body, message, thread, job) {
   let [first, saved, drawn] = [0, Date.now(), false];
   const draw = () => {
     drawn = false;
-    if (running.get(conversation.id) === job && current.id === conversation.id) update(views.length - 1);
+    if (running.get(thread) === job && views.has(thread)) update(thread, thread.messages.length - 1);
   };
   await api.streamChat(body, job.stop.signal, (chunk) => {
     const choice = chunk.choices?.[0];
     if (choice?.delta && take(message, choice.delta)) first ||= performance.now();
     if (choice?.finish_reason === "length") message.note = "cut";
     else if (choice?.finish_reason) delete message.note;
+    const likely = choice?.logprobs?.content ?? [];
+    if (likely.length) odds.set(message, [...(odds.get(message) ?? []), ...likely]);
     const tokens = chunk.usage?.completion_tokens;
     if (tokens) {
       message.tokens = tokens;
@@ -187,7 +228,7 @@ async function receive(body, message, conversation, job) {
     drawn = true;
     if (Date.now() - saved < SAVE_EVERY) return;
     saved = Date.now();
-    save(conversation);
+    save(job.conversation);
   });
 }
 
@@ -207,10 +248,9 @@ function take(message, delta) {
   return Boolean(content || reasoning || calls);
 }
 
-async function askAgain(conversation, message) {
+async function askAgain(conversation, thread, message) {
   if (!(await settings.askForKey(api.hasKey()))) return;
-  const at = conversation.messages.indexOf(message);
-  if (at >= 0) replaceFrom(conversation, at, []);
+  if (thread.messages.includes(message)) actions(conversation, thread, message).regenerate();
   loadModels();
 }
 
@@ -236,19 +276,60 @@ function startComposer() {
     send(input.value);
     input.focus();
   });
-  byId("stop").addEventListener("click", () => (stop(current.id), drawControls(), input.focus()));
+  byId("stop").addEventListener("click", () => (stopAll(current.id), drawControls(), input.focus()));
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop(current.id);
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stopAll(current.id);
   });
-  byId("model").addEventListener("change", (event) => settings.chooseModel(event.target.value));
+}
+
+// --- models
+
+let models = null; // as the server lists them
+
+function startModels() {
+  byId("model").addEventListener("change", (event) => {
+    settings.chooseModel(event.target.value);
+    drawModels();
+    drawMessages();
+  });
+  byId("other").addEventListener("change", (event) => compare(event.target.value));
+  document.addEventListener("opened", drawModels);
+  document.addEventListener("tab", (event) => event.detail === "chat" && models && loadModels()); // a training may have made more
+}
+
+/** Have another model answer the same questions beside the first one; "": none any more. */
+function compare(model) {
+  const { other } = current;
+  if (other) stop(other);
+  if (!model) delete current.other;
+  else if (other) other.model = model;
+  else current.other = { model, messages: structuredClone(current.messages) };
+  if (current.messages.length) save(current);
+  drawMessages();
+  const back = () => ((current.other = other), save(current), open(current));
+  if (!model && other?.messages.length) notice(t("comparedNoMore"), t("undo"), back);
+}
+
+function drawModels() {
+  if (!models) return;
+  const option = (chosen) => (name) => h("option", { value: name, selected: name === chosen }, name);
+  const names = models.map((model) => model.id);
+  const nothing = h("option", { value: "" }, t("noModels"));
+  byId("model").replaceChildren(...(names.length ? names.map(option(settings.chosenModel())) : [nothing]));
+  const chosen = byId("model").value;
+  settings.setDefaults(models.find((model) => model.id === chosen)?.sampling ?? {});
+  const other = current.other?.model ?? "";
+  const others = names.filter((name) => name !== chosen || name === other);
+  byId("other").hidden = !others.length && !other;
+  byId("other").replaceChildren(h("option", { value: "" }, t("compareWith")), ...others.map(option(other)));
 }
 
 async function loadModels() {
   const error = byId("chat-error");
   try {
-    const names = await api.models();
-    const options = names.map((name) => h("option", { value: name, selected: name === settings.chosenModel() }, name));
-    byId("model").replaceChildren(...(options.length ? options : [h("option", { value: "" }, t("noModels"))]));
+    models = await api.models();
+    await settings.loadToolboxes();
+    drawModels();
     error.hidden = true;
   } catch (problem) {
     if (problem.status === 401) return (await settings.askForKey(api.hasKey())) ? loadModels() : undefined;
@@ -268,14 +349,17 @@ export function startChat() {
   store.whenFull(() => notice(t("storageFull")));
   startScrolling();
   startComposer();
-  drawHistory = startHistory({ open, stop, rename, current: () => current });
+  startModels();
+  drawHistory = startHistory({ open, stop: stopAll, rename, current: () => current });
   byId("new-chat").addEventListener("click", () => {
-    open(store.newConversation());
+    const models = current.other && { other: { model: current.other.model, messages: [] } };
+    open({ ...store.newConversation(), ...models });
     byId("input").focus();
   });
   document.addEventListener("language", () => {
     made = new WeakMap();
     drawMessages();
+    drawModels();
   });
   open(current);
   loadModels();

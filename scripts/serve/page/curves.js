@@ -15,29 +15,37 @@ const MANY = 10; // runs from which on the list has a filter
 const FIRST = 3; // runs shown at the first visit
 const LEARNING = ["reward", "eval_reward", "kl", "entropy", "completion_length"]; // from rewards
 const MAIN = ["loss", "eval_loss", ...LEARNING, "learning_rate", "grad_norm", "tokens_per_second", "expert_load"];
-const SOURCES = { loss: ["mean_loss", "loss"] }; // the first column that a run has
+const LOSSES = ["mean_loss", "loss"]; // the first of them that a run has is its loss
 const SMOOTHED = ["loss", "reward", "kl", "entropy", "completion_length", "grad_norm", "tokens_per_second"];
-const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss)$|_(low|high)$/;
+const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|skipped|not_finite)$|_(low|high)$/;
 const AXES = ["update", "tokens", "seconds"];
 
-const view = { x: "update", log: false, smoothing: 0, chosen: null, colors: {}, ...read(KEY, {}) };
+const READERS = 3; // requests for curves at a time; others of the page need connections too
+const DRAW_EVERY = 600; // milliseconds, while curves arrive
+
+const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
+const colors = new Map(Array.isArray(view.colors) ? view.colors : []); // name -> colour; a run may have any name
 const known = new Map(); // name -> what joined() returns, with the size it had
 const plots = new Map(); // field -> Plot
-let runs = [];
+let runs = null; // not known yet
 let timer = 0;
+let drawing = 0;
 let isOpen = false;
 
-const remember = () => write(KEY, view);
-const shown = () => runs.filter((run) => view.chosen?.includes(run.name) && known.has(run.name));
+const remember = () => write(KEY, { ...view, colors: [...colors] });
+const chosen = () => (runs ?? []).filter((run) => view.chosen?.includes(run.name));
+const shown = () => chosen().filter((run) => known.has(run.name));
+const values = (run, name) => known.get(run.name)?.columns.get(name);
+const last = (run, name) => values(run, name)?.findLast((value) => value !== null);
 
 /** A run keeps its colour while it is shown; a new one gets the first that is free. */
 function colorOf(name) {
-  if (!(name in view.colors)) {
-    const taken = new Set(view.chosen.filter((other) => other in view.colors).map((other) => view.colors[other]));
+  if (!colors.has(name)) {
+    const taken = new Set(view.chosen.map((other) => colors.get(other)));
     const free = Array.from({ length: COLORS }, (_, i) => i).find((color) => !taken.has(color));
-    view.colors[name] = free ?? view.chosen.indexOf(name) % COLORS;
+    colors.set(name, free ?? view.chosen.indexOf(name) % COLORS);
   }
-  return view.colors[name];
+  return colors.get(name);
 }
 
 // --- following the server
@@ -48,12 +56,13 @@ async function look() {
   try {
     const age = (run) => Math.max(run.age, LIVE); // those that run keep their places
     const found = (await api.runs()).sort((a, b) => age(a) - age(b) || a.name.localeCompare(b.name));
-    const before = JSON.stringify([runs.map(({ name, size }) => [name, size]), runs.map(state)]);
+    const states = () => JSON.stringify([runs?.length ?? -1, (runs ?? []).map((run) => [run.name, run.size, state(run)])]);
+    const before = states();
     runs = found;
     view.chosen ??= found.length ? found.slice(0, FIRST).map((run) => run.name) : null;
-    const changed = await readChosen();
+    if (before !== states()) draw();
+    await readChosen();
     byId("curves-error").hidden = true;
-    if (changed || before !== JSON.stringify([runs.map(({ name, size }) => [name, size]), runs.map(state)])) draw();
   } catch (error) {
     if (error.status === 401 && !(await askForKey(api.hasKey()))) isOpen = false;
     if (byId("curves-error").textContent !== error.message) byId("curves-error").textContent = error.message;
@@ -63,19 +72,21 @@ async function look() {
   timer = setTimeout(look, EVERY);
 }
 
-/** Read what is new of the chosen runs; whether there was anything. */
+/** Read what is new of the chosen runs, and draw while it comes. */
 async function readChosen() {
-  const due = runs.filter((run) => view.chosen?.includes(run.name) && known.get(run.name)?.size !== run.size);
-  const answers = await Promise.all(due.map((run) => api.run(run.name, known.get(run.name)?.cursor ?? "")));
-  answers.forEach((answer, i) => {
-    const { name, size } = due[i];
-    known.set(name, { ...joined(known.get(name), answer), size });
-  });
-  return due.length > 0;
+  const due = chosen().filter((run) => known.get(run.name)?.size !== run.size);
+  const reader = async () => {
+    for (let run = due.shift(); run; run = due.shift()) {
+      const answer = await api.run(run.name, known.get(run.name)?.cursor ?? "");
+      known.set(run.name, { ...joined(known.get(run.name), answer), size: run.size });
+      drawing ||= setTimeout(draw, due.length ? DRAW_EVERY : 0);
+    }
+  };
+  await Promise.all(Array.from({ length: READERS }, reader));
 }
 
 function state(run) {
-  const left = known.get(run.name)?.columns.seconds_left?.at(-1);
+  const left = values(run, "seconds_left")?.at(-1);
   if (run.age < LIVE && left !== 0) return "running";
   return left === undefined || left === 0 ? "finished" : "stoppedRun";
 }
@@ -83,13 +94,16 @@ function state(run) {
 // --- drawing
 
 function draw() {
+  clearTimeout(drawing);
+  drawing = 0;
   drawRuns();
   const lines = shown();
   const empty = byId("curves-empty");
   empty.hidden = lines.length > 0;
   const nothing = [h("strong", {}, t("noRuns")), h("span", {}, t("noRunsMore"))];
-  empty.replaceChildren(...(runs.length ? [t("noneChosen")] : nothing));
-  const fields = new Set(lines.flatMap((run) => Object.keys(known.get(run.name).columns)));
+  const waiting = runs === null || chosen().length > 0;
+  empty.replaceChildren(...(waiting ? [t("readingRuns")] : runs.length ? [t("noneChosen")] : nothing));
+  const fields = new Set(lines.flatMap((run) => [...known.get(run.name).columns.keys()]));
   const more = [...fields].filter((field) => !MAIN.includes(field) && !NO_PLOT.test(field)).sort();
   const main = MAIN.filter((field) => lines.some((run) => column(run, field)));
   const named = (run) => h("span", { class: `c${colorOf(run.name)}` }, h("i", { class: "swatch" }), run.name);
@@ -104,7 +118,7 @@ function draw() {
 const title = (field) => (knows(field) ? t(field) : field.replaceAll("_", " "));
 
 function place(element, fields) {
-  const end = Math.max(...shown().map((run) => known.get(run.name).columns[view.x]?.at(-1) ?? 0), 1e-9);
+  const end = Math.max(...shown().map((run) => last(run, view.x) ?? 0), 1e-9);
   for (const field of fields) {
     if (!plots.has(field)) plots.set(field, new Plot(title(field), point));
     const plot = plots.get(field);
@@ -117,27 +131,37 @@ function place(element, fields) {
   element.append(...wanted.filter((child, i) => element.children[i] !== child));
 }
 
-function column(run, field) {
-  const { columns } = known.get(run.name);
-  return columns[(SOURCES[field] ?? [field]).find((name) => columns[name])];
-}
+const source = (run, field) => (field === "loss" ? LOSSES.find((name) => values(run, name)) : field);
+const column = (run, field) => values(run, source(run, field));
 
 /** A curve: the points that have both values. */
 function line(run, field) {
-  const { columns } = known.get(run.name);
-  const name = (SOURCES[field] ?? [field]).find((source) => columns[source]);
-  const there = columns[name].map((_, i) => i).filter((i) => columns[name][i] !== null && columns[view.x]?.[i] != null);
+  const name = source(run, field);
+  const [xs, ys] = [values(run, view.x) ?? [], values(run, name)];
+  const there = ys.map((_, i) => i).filter((i) => ys[i] !== null && xs[i] != null);
   const pick = (values) => there.map((i) => values[i]);
-  const base = { name: run.name, color: colorOf(run.name), x: pick(columns[view.x] ?? []) };
+  const base = { name: run.name, color: colorOf(run.name), x: pick(xs) };
   if (field === "expert_load") {
-    const loads = pick(columns[name]);
+    const loads = pick(ys);
     const experts = Math.max(...loads.map((load) => load.length), 0);
     return { ...base, y: [], experts: Array.from({ length: experts }, (_, e) => loads.map((load) => load[e] ?? null)) };
   }
-  const y = pick(columns[name]);
+  if (field === "loss") base.bad = xs.filter((x, i) => x !== null && isBad(run, i));
+  const y = pick(ys);
   if (view.smoothing && SMOOTHED.includes(field)) return { ...base, y: smooth(y, view.smoothing), raw: y };
-  const spread = { low: columns[`${name}_low`], high: columns[`${name}_high`] };
-  return spread.low && spread.high ? { ...base, y, low: pick(spread.low), high: pick(spread.high) } : { ...base, y };
+  const [low, high] = [values(run, `${name}_low`), values(run, `${name}_high`)];
+  return low && high ? { ...base, y, low: pick(low), high: pick(high) } : { ...base, y };
+}
+
+/** Whether a point has updates that were skipped, or a loss that is no finite number. */
+const isBad = (run, i) => Boolean(values(run, "skipped")?.[i] || values(run, "not_finite")?.[i]);
+
+/** What went wrong in a run, as a text; empty if nothing did. */
+function trouble(run) {
+  const total = (name) => (values(run, name) ?? []).reduce((sum, value) => sum + (value ?? 0), 0);
+  const [skipped, lost] = [total("skipped"), total("not_finite")];
+  const counts = skipped ? t("skipped", { n: skipped }) : lost && t("notFinite", { n: lost });
+  return [values(run, "not_finite")?.at(-1) && t("diverged"), counts].filter(Boolean).join(" · ");
 }
 
 function point(at, source) {
@@ -146,11 +170,12 @@ function point(at, source) {
 
 function drawRuns() {
   const filter = byId("runs-filter");
-  filter.hidden = runs.length < MANY;
+  filter.hidden = (runs ?? []).length < MANY;
   const wanted = filter.hidden ? "" : filter.value.trim().toLowerCase();
   const focused = document.activeElement?.dataset?.run;
-  const rows = runs.filter((run) => run.name.toLowerCase().includes(wanted)).map(runRow);
-  byId("runs").replaceChildren(...(rows.length ? rows : [h("p", { class: "side-title" }, t("noRuns"))]));
+  const rows = (runs ?? []).filter((run) => run.name.toLowerCase().includes(wanted)).map(runRow);
+  const nothing = t(runs === null ? "readingRuns" : "noRuns");
+  byId("runs").replaceChildren(...(rows.length ? rows : [h("p", { class: "side-title" }, nothing)]));
   if (focused) [...byId("runs").querySelectorAll("input")].find((input) => input.dataset.run === focused)?.focus();
 }
 
@@ -159,37 +184,40 @@ function runRow(run) {
   const onchange = () => choose(run.name, input.checked);
   const input = h("input", { type: "checkbox", checked: on, "data-run": run.name, onchange });
   const now = state(run);
-  const last = (name) => known.get(run.name)?.columns[name]?.at(-1);
   const facts = [known.has(run.name) || now === "running" ? t(now) : ""];
-  if (now === "running" && last("seconds_left")) facts.push(t("left", { time: duration(last("seconds_left")) }));
-  else if (last("update")) facts.push(t("updates", { n: last("update") }));
+  const [left, update] = [last(run, "seconds_left"), last(run, "update")];
+  if (now === "running" && left) facts.push(t("left", { time: duration(left) }));
+  else if (update) facts.push(t("updates", { n: update }));
   const below = h("span", { class: `state ${now}` }, facts.filter(Boolean).join(" · "));
-  const text = h("span", {}, h("span", { class: "name" }, run.name), below);
+  const bad = trouble(run);
+  const wrong = bad && h("span", { class: "trouble" }, bad);
+  const text = h("span", {}, h("span", { class: "name" }, run.name), below, wrong || null);
   return h("label", { class: on ? `run c${colorOf(run.name)}` : "run" }, input, text);
 }
 
 function choose(name, on) {
   const others = (view.chosen ?? []).filter((other) => other !== name);
   view.chosen = on ? [...others, name] : others;
-  delete view.colors[name];
+  colors.delete(name);
   remember();
-  look();
   draw();
+  look();
 }
 
 function drawTable(lines, fields) {
   const place = byId("latest-values");
   const numbers = fields.filter((field) => field !== "expert_load");
   const head = [t("run"), t("update"), ...numbers.map(title)].map((text) => h("th", { scope: "col" }, text));
-  const last = (run, field) => column(run, field)?.findLast((value) => value !== null);
   const rows = lines.map((run) => {
     const name = h("td", { class: `c${colorOf(run.name)}` }, h("span", { class: "swatch" }), run.name);
-    const values = [String(last(run, "update") ?? "–"), ...numbers.map((field) => short(last(run, field), 4))];
-    return h("tr", {}, name, ...values.map((value) => h("td", {}, value)));
+    const numbersOf = numbers.map((field) => short(last(run, source(run, field)), 4));
+    const cells = [String(last(run, "update") ?? "–"), ...numbersOf].map((value) => h("td", {}, value));
+    return h("tr", {}, name, ...cells);
   });
   const notes = lines.flatMap((run) => {
     const { damaged, stride } = known.get(run.name);
-    const said = [damaged && t("damaged", { n: damaged }), stride > 1 && t("thinned", { n: stride })].filter(Boolean);
+    const thinned = stride > 1 && t("thinned", { n: stride });
+    const said = [trouble(run), damaged && t("damaged", { n: damaged }), thinned].filter(Boolean);
     return said.map((text) => h("p", { class: "muted" }, `${run.name}: ${text}`));
   });
   place.hidden = !lines.length;

@@ -105,7 +105,7 @@ export function copyButton(label, text) {
 
 /** Save a text as a file of the user. */
 export function download(name, text) {
-  const link = h("a", { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/json" })) });
+  const link = h("a", { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/jsonl" })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

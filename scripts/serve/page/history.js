@@ -8,15 +8,18 @@ export function startHistory(chat) {
   const list = byId("conversations");
   const draw = () => list.replaceChildren(...store.conversations().map((one) => entry(one, chat, draw)));
   const save = (name, list) => download(name, store.exported(list));
-  byId("export-all").addEventListener("click", () => save("minimind-chats.json", store.conversations()));
-  byId("export-one").addEventListener("click", () => save("minimind-chat.json", [chat.current()]));
+  byId("export-all").addEventListener("click", () => save("minimind-chats.jsonl", store.conversations()));
+  byId("export-one").addEventListener("click", () => save("minimind-chat.jsonl", [chat.current()]));
   byId("import").addEventListener("click", () => byId("import-file").click());
   byId("import-file").addEventListener("change", async (event) => {
     const [file] = event.target.files;
     event.target.value = ""; // the same file again is a change too
-    const found = file ? store.imported(await file.text()) : [];
+    if (!file) return;
+    const { found, records, messages } = store.imported(await file.text());
     if (found.length) chat.open(found[0]);
-    notice(found.length ? t("imported", { n: found.length }) : t("importBad"));
+    const dropped = [records && t("droppedRecords", { n: records }), messages && t("droppedMessages", { n: messages })];
+    const said = [t("imported", { n: found.length }), ...dropped].filter(Boolean).join(" ");
+    notice(found.length ? said : t("importBad"));
     draw();
   });
   window.addEventListener("storage", draw); // another tab

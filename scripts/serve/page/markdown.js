@@ -2,11 +2,13 @@
 // Links lead to http and https alone, pictures are not loaded but linked. The work grows with the length of the text,
 // whatever the text is.
 import { copyButton, h, table } from "./dom.js";
+import { formulaAt } from "./math.js";
 import { t } from "./text.js";
 
 const DEPTH = 6; // of lists and quotes within each other
 const OPEN = 24; // emphasis marks that wait for their end
 const REACH = 2000; // characters in which a link has to end
+const FORMULA_LINES = 40; // in which a formula has to end
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
@@ -14,9 +16,10 @@ const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const DIVIDER = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)/; // on lines of its own; its end is not far
 const TARGET = /^\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)?)>?(?:\s+"[^"]*")?\s*\)/;
 
-const startsBlock = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((mark) => mark.test(line));
+const startsBlock = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM, FORMULA].some((mark) => mark.test(line));
 const isDivider = (line) => line !== undefined && line.includes("-") && DIVIDER.test(line);
 const isTable = (lines, at) => lines[at].includes("|") && isDivider(lines[at + 1]);
 const indent = (line) => line.length - line.trimStart().length;
@@ -31,6 +34,8 @@ function blockAt(lines, at) {
     while (end < lines.length && !closes(lines[end].trim())) end++;
     return { kind: "code", end: Math.min(end + 1, lines.length), inner: end };
   }
+  const formula = FORMULA.test(line) ? formulaEnd(lines, at) : 0;
+  if (formula) return { kind: "paragraph", end: formula };
   if (HEADING.test(line)) return { kind: "heading", end };
   if (RULE.test(line)) return { kind: "rule", end };
   if (QUOTE.test(line)) {
@@ -44,6 +49,14 @@ function blockAt(lines, at) {
   }
   while (end < lines.length && lines[end].trim() && !startsBlock(lines[end]) && !isTable(lines, end)) end++;
   return { kind: "paragraph", end };
+}
+
+/** Where a formula on lines of its own ends, whatever they begin with; 0 if it has no end. */
+function formulaEnd(lines, at) {
+  const close = FORMULA.exec(lines[at])[1] === "$$" ? "$$" : "\\]";
+  const rest = [lines[at].trimStart().slice(2), ...lines.slice(at + 1, at + FORMULA_LINES)];
+  const last = rest.findIndex((line) => line.includes(close));
+  return last < 0 ? 0 : at + last + 1;
 }
 
 function listEnd(lines, at) {
@@ -200,13 +213,15 @@ export function inline(text, links = true) {
 function special(text, i, links, noCode) {
   const char = text[i];
   if (char === "\n") return { nodes: [h("br")], end: i + 1 };
+  const formula = char === "$" || char === "\\" ? formulaAt(text, i) : null;
+  if (formula) return formula;
   if (char === "\\" && /[!-/:-@[-`{-~]/.test(text[i + 1] || "")) return { text: text[i + 1], end: i + 2 };
   if (char === "`") return codeSpan(text, i, noCode);
   const bracket = char === "[" || (char === "!" && text[i + 1] === "[");
   if (links && bracket) return linkAt(text, i) || { text: char, end: i + 1 };
   if (links && char === "h" && /^https?:\/\//.test(text.slice(i, i + 8))) return bareLink(text, i);
   if (char === "*" || char === "_" || char === "~") return emphasisRun(text, i);
-  const next = text.slice(i + 1, i + 1 + REACH).search(/[\n\\`[!h*_~]/);
+  const next = text.slice(i + 1, i + 1 + REACH).search(/[\n\\`[!h*_~$]/);
   const end = next < 0 ? Math.min(text.length, i + 1 + REACH) : i + 1 + next;
   return { text: text.slice(i, end), end };
 }

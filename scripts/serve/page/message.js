@@ -3,6 +3,10 @@ import { copyButton, h, icon, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
 import { t } from "./text.js";
 
+/** Message -> its tokens as the API gives them, with log-probabilities; until the page is closed. */
+export const odds = new WeakMap();
+const SHADES = [0.9, 0.6, 0.3, 0.1]; // probabilities from which on a token has the shade of its place
+
 /**
  * A view of a message. `act` has edit(text), regenerate() and results(list of texts); `update` shows what the message
  * has become: {writing} while it arrives, {last} if no other stands below it.
@@ -53,13 +57,14 @@ function updateAnswer({ element, foot, parts, message, act }, { writing, last })
   parts.rest.replaceChildren(...calls.map(callView));
   foot.replaceChildren();
   if (writing) return;
+  if (odds.has(message)) parts.rest.append(oddsView(odds.get(message)));
   if (message.note) parts.rest.append(h("p", { class: "note" }, t(message.note)));
   if (message.error) parts.rest.append(h("div", { class: "error", role: "alert" }, message.error));
   if (last && calls.length && !message.error) parts.rest.append(resultForm(calls, act));
   if (content) foot.append(copyButton(t("copy"), () => content));
   if (last) foot.append(iconButton("again", t("regenerate"), act.regenerate));
-  const { tokens, rate } = message;
-  const facts = [tokens && t("usage", { tokens }), rate && t("speed", { rate })];
+  const { tokens, rate, model } = message;
+  const facts = [tokens && t("usage", { tokens }), rate && t("speed", { rate }), model];
   foot.append(h("span", {}, facts.filter(Boolean).join(" · ")));
 }
 
@@ -73,6 +78,21 @@ function show(element, text) {
     element.blocks = null;
     element.replaceChildren(h("p", {}, text));
   }
+}
+
+/** The tokens of an answer, shaded by how likely each was; its rivals stand in the tooltip. */
+function oddsView(tokens) {
+  const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
+  const line = ({ token, logprob }) => `${JSON.stringify(token)} ${percent(logprob)}`;
+  const shade = (logprob) => SHADES.findIndex((least) => Math.exp(logprob) >= least);
+  const node = (one) => {
+    const others = one.top_logprobs.filter((other) => other.token !== one.token);
+    const place = shade(one.logprob);
+    const kind = `shade${place < 0 ? SHADES.length : place}`;
+    return h("span", { class: kind, title: [one, ...others].map(line).join("\n") }, one.token);
+  };
+  const summary = h("summary", {}, foldIcon(), t("oddsShown"));
+  return h("details", { class: "call odds", open: true }, summary, h("pre", {}, ...tokens.map(node)));
 }
 
 function callView(call) {

@@ -7,11 +7,13 @@ const HEIGHT = 216;
 const PAD = { left: 50, right: 12, top: 10, bottom: 26 };
 const FEW = 40; // a curve of fewer points shows them
 
+const tenths = (value) => Math.round(10 * value) / 10;
+
 let count = 0;
 
 /**
  * A picture. draw(lines, {x, end, log}) shows lines of {name, color, x, y} and, if there are any, {raw, low, high,
- * experts}; `onMove(at)` is called with the place of the pointer, null when it leaves; point(at) shows a place.
+ * experts, bad}, the last being places that are marked; `onMove(at)` is called with the place of the pointer, null when it leaves; point(at) shows a place.
  */
 export class Plot {
   constructor(title, onMove) {
@@ -101,13 +103,13 @@ export class Plot {
         pen = "M";
         continue;
       }
-      text += `${pen}${this.atX(xs[i]).toFixed(1)},${this.atY(ys[i]).toFixed(1)}`;
+      text += `${pen}${tenths(this.atX(xs[i]))},${tenths(this.atY(ys[i]))}`;
       pen = "L";
     }
     return text;
   }
 
-  curve({ color, x, y, raw, low, high, experts }) {
+  curve({ color, x, y, raw, low, high, experts, bad }) {
     const group = s("g", { class: `c${color}` });
     if (experts) {
       const even = this.atY(1 / experts.length);
@@ -125,8 +127,16 @@ export class Plot {
     }
     if (raw) group.append(s("path", { class: "faint", d: this.path(x, raw) }));
     group.append(s("path", { class: "line", d: this.path(x, y) }));
+    for (const at of bad ?? []) group.append(this.badMark(this.atX(at)));
     if (x.length < FEW) group.append(...this.dots({ x, y }, x.map((_, i) => i), "point", 2.6));
     return [group];
+  }
+
+  /** A cross at the upper edge with a thin line below it: an update without a finite loss or gradient. */
+  badMark(x) {
+    const [top, size] = [PAD.top + 4, 4];
+    const cross = `M${x - size},${top - size}L${x + size},${top + size}M${x - size},${top + size}L${x + size},${top - size}`;
+    return s("path", { class: "bad", d: `${cross}M${x},${top}V${HEIGHT - PAD.bottom}` });
   }
 
   dots({ x, y }, indices, kind, radius) {

@@ -1,17 +1,21 @@
 // Numbers of the curves: joining what the server sends, smoothing, ticks, and how values are written.
 import { t } from "./text.js";
 
-/** Join an answer of the server to what is known of a run; returns {cursor, records, stride, damaged, columns}. */
+/**
+ * Join an answer of the server to what is known of a run; returns {cursor, records, stride, damaged, columns}. The
+ * columns are a Map: a metric may have any name, also one that every object has.
+ */
 export function joined(known, answer) {
   const kept = answer.first; // points before it stay
-  const count = kept + Math.max(0, ...Object.values(answer.columns).map((column) => column.length));
-  const columns = {};
-  for (const name of new Set([...Object.keys(known?.columns ?? {}), ...Object.keys(answer.columns)])) {
-    const column = (known?.columns[name] ?? []).slice(0, kept);
+  const [before, after] = [known?.columns ?? new Map(), new Map(Object.entries(answer.columns))];
+  const count = kept + Math.max(0, ...[...after.values()].map((column) => column.length));
+  const columns = new Map();
+  for (const name of new Set([...before.keys(), ...after.keys()])) {
+    const column = (before.get(name) ?? []).slice(0, kept);
     while (column.length < kept) column.push(null);
-    column.push(...(answer.columns[name] ?? []));
+    column.push(...(after.get(name) ?? []));
     while (column.length < count) column.push(null);
-    if (column.some((value) => value !== null)) columns[name] = column;
+    if (column.some((value) => value !== null)) columns.set(name, column);
   }
   const { cursor, records, stride, damaged } = answer;
   return { cursor, records, stride, damaged, columns };

@@ -1,5 +1,5 @@
-// The settings of sampling, and the dialog that asks for the server's key.
-import { setKey } from "./api.js";
+// The settings of sampling, the tools that the server runs, and the dialog that asks for the server's key.
+import { runCalls as runOnServer, setKey, toolboxes as serversToolboxes } from "./api.js";
 import { byId, h } from "./dom.js";
 import { read, write } from "./store.js";
 import { t } from "./text.js";
@@ -8,14 +8,18 @@ const KEY = "minimind.settings";
 const FIELDS = [
   { name: "temperature", text: "temperature", help: "temperatureHelp", min: 0, max: 2, step: 0.05 },
   { name: "top_p", text: "topP", help: "topPHelp", min: 0.01, max: 1, step: 0.01 },
+  { name: "top_k", text: "topK", help: "topKHelp", min: 0, max: 1000000, step: 1 },
   { name: "max_tokens", text: "maxTokens", help: "maxTokensHelp", min: 1, max: 1000000, step: 1 },
   { name: "seed", text: "seed", help: "seedHelp", min: 0, max: 4294967295, step: 1 },
   { name: "thinking", text: "thinking", kind: "checkbox" },
+  { name: "odds", text: "odds", kind: "checkbox" },
   { name: "system", text: "system", help: "systemHelp", kind: "textarea", rows: 4 },
   { name: "tools", text: "tools", help: "toolsHelp", kind: "textarea", rows: 5 },
 ];
 
 let values = read(KEY, {});
+let defaults = {}; // of the chosen model, by name of the field
+let toolboxes = []; // what the server can run: [{name, tools}]
 
 /** The model chosen last. */
 export const chosenModel = () => values.model ?? "";
@@ -27,13 +31,43 @@ function store(name, value) {
   write(KEY, values);
 }
 
+/** Show these as the values of fields that are left empty. */
+export function setDefaults(sampling) {
+  defaults = sampling;
+  for (const { name, kind } of FIELDS) {
+    const input = byId(`set-${name}`);
+    if (input && !kind) input.placeholder = defaults[name] ?? t("auto");
+  }
+}
+
+/** Ask the server what it can run; one that runs nothing has no such switches. */
+export async function loadToolboxes() {
+  try {
+    toolboxes = await serversToolboxes();
+  } catch (error) {
+    if (error.status === 401) throw error;
+    toolboxes = [];
+  }
+}
+
+const switchOf = (toolbox) => `run_${toolbox.name}`;
+const inUse = () => toolboxes.filter((toolbox) => values[switchOf(toolbox)]);
+
+/** Run calls where every one is of a tool that is switched on; returns the texts of their results, else null. */
+export async function runCalls(calls, signal) {
+  const names = new Set(inUse().flatMap(({ tools }) => tools.map((tool) => tool.function.name)));
+  if (!calls.length || !calls.every((call) => names.has(call.function.name))) return null;
+  return runOnServer(calls.map((call) => call.function), signal);
+}
+
 /** The fields of a request; what is not set is left to the server. */
 export function requestFields() {
   const fields = {};
   for (const { name, kind } of FIELDS) if (!kind && typeof values[name] === "number") fields[name] = values[name];
+  if (values.odds) Object.assign(fields, { logprobs: true, top_logprobs: 4 });
   if (values.thinking) fields.chat_template_kwargs = { enable_thinking: true };
-  const tools = toolList(values.tools ?? "");
-  if (tools?.length) fields.tools = tools;
+  const tools = [...inUse().flatMap((toolbox) => toolbox.tools), ...(toolList(values.tools ?? "") ?? [])];
+  if (tools.length) fields.tools = tools;
   return fields;
 }
 
@@ -49,9 +83,10 @@ function toolList(text) {
   }
 }
 
-function fieldNode({ name, text, help, kind, rows, ...limits }) {
+function fieldNode({ name, text, help, kind, rows, tool, ...limits }) {
   const id = `set-${name}`;
-  const number = { type: "number", placeholder: t("auto"), inputmode: "decimal", ...limits };
+  const placeholder = String(defaults[name] ?? t("auto"));
+  const number = { type: "number", placeholder, inputmode: "decimal", ...limits };
   const input = kind === "textarea" ? h("textarea", { id, rows }) : h("input", { id, ...(kind ? { type: kind } : number) });
   const wrong = h("span", { class: "error", role: "alert", hidden: true });
   const note = help && h("small", { id: `${id}-help` }, t(help));
@@ -68,7 +103,7 @@ function fieldNode({ name, text, help, kind, rows, ...limits }) {
     if (kind === "checkbox") store(name, input.checked);
     else store(name, kind || input.value === "" ? input.value : Number(input.value));
   });
-  const label = h("label", { for: id }, h("span", {}, t(text)));
+  const label = h("label", { for: id }, h("span", {}, t(text, { name: tool })));
   if (kind === "checkbox") return h("div", { class: "field row" }, input, label);
   return h("div", { class: "field" }, label, input, wrong, note);
 }
@@ -76,7 +111,8 @@ function fieldNode({ name, text, help, kind, rows, ...limits }) {
 /** Make the dialog work. */
 export function startSettings() {
   const dialog = byId("settings");
-  const fill = () => byId("fields").replaceChildren(...FIELDS.map(fieldNode));
+  const run = (toolbox) => ({ name: switchOf(toolbox), text: "runTool", kind: "checkbox", tool: toolbox.name });
+  const fill = () => byId("fields").replaceChildren(...[...FIELDS, ...toolboxes.map(run)].map(fieldNode));
   byId("open-settings").addEventListener("click", () => (fill(), dialog.showModal()));
   byId("close-settings").addEventListener("click", () => dialog.close());
   byId("reset").addEventListener("click", () => {

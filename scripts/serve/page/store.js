@@ -47,6 +47,10 @@ function keys() {
   return [...found].filter((key) => key.startsWith(CHAT));
 }
 
+/**
+ * A conversation: {id, title, updated, messages} and, if it has them, {system, tools} as they were asked with,
+ * {isImported}, and {other: {model, messages}}, the same questions answered by another model.
+ */
 export function newConversation() {
   const id = Date.now().toString(36) + crypto.getRandomValues(new Uint32Array(1))[0].toString(36);
   return { id, title: "", updated: Date.now(), messages: [] };
@@ -61,7 +65,19 @@ export function conversations() {
 export function conversation(id) {
   const found = read(CHAT + id, null);
   const messages = cleanMessages(found && found.messages);
-  return messages ? { id, title: String(found.title ?? ""), updated: Number(found.updated) || 0, messages } : null;
+  if (!messages) return null;
+  const one = { id, title: String(found.title ?? ""), updated: Number(found.updated) || 0, messages };
+  const others = cleanMessages(found.other?.messages);
+  if (others) one.other = { model: text(found.other.model), messages: others };
+  return Object.assign(one, asked(found), found.isImported && { isImported: true });
+}
+
+const text = (value) => (typeof value === "string" ? value : "");
+
+/** The system prompt and tools that a conversation was asked with, as far as it has them. */
+function asked({ system, tools }) {
+  const list = Array.isArray(tools) ? tools.filter((tool) => typeof tool?.function?.name === "string") : [];
+  return { ...(text(system) && { system }), ...(list.length && { tools: list }) };
 }
 
 export function keep(conversation) {
@@ -77,45 +93,92 @@ export function drop(id) {
   }
 }
 
-/** Conversations as the text of a file; `messages` have the form of the API. */
+/**
+ * Conversations as the text of a JSONL file that SFT can train on: one record for each model that answered. Questions
+ * whose answer failed are left out, answers that were stopped or cut are not trained ("train": false).
+ */
 export function exported(list) {
-  const conversations = list.map(({ title, updated, messages }) => ({ title, updated, messages }));
-  return JSON.stringify({ conversations }, null, 2);
+  return list.map((one) => record(one, one.messages) + record(one, one.other?.messages ?? [])).join("");
 }
 
-/** Keep the conversations of a file's text; returns them, none if it is something else. */
-export function imported(text) {
-  let file = null;
-  try {
-    file = JSON.parse(text);
-  } catch {
-    return [];
-  }
-  const list = Array.isArray(file) ? file : (file?.conversations ?? [file]);
-  if (!Array.isArray(list)) return [];
+function record({ system, tools }, messages) {
+  const kept = turns(messages).filter((turn) => turn.every(isAnswered) && turn.at(-1).role === "assistant").flat();
+  if (!kept.length) return "";
+  const sent = kept.map(({ note, ...message }) => ({ ...forApi(message), ...(note && { train: false }) }));
+  const first = system ? [{ role: "system", content: system }] : [];
+  return `${JSON.stringify({ messages: [...first, ...sent], tools })}\n`;
+}
+
+const isAnswered = ({ role, content, tool_calls, error }) => role !== "assistant" || (!error && (content || tool_calls));
+
+/** Messages in turns: a question with all that follows up to the next one. */
+export function turns(messages) {
   const found = [];
-  for (const item of list) {
-    const messages = cleanMessages(item?.messages);
-    if (!messages?.length) continue;
-    const one = { ...newConversation(), title: String(item.title ?? "").slice(0, 200), messages };
-    one.updated = Number(item.updated) || one.updated;
-    keep(one);
-    found.push(one);
+  for (const message of messages) {
+    if (message.role === "user" || !found.length) found.push([]);
+    found.at(-1).push(message);
   }
   return found;
+}
+
+/** A message in the form of the API, without what only this page knows of it. */
+export function forApi({ role, content, reasoning_content, tool_calls, tool_call_id }) {
+  return { role, content, reasoning_content, tool_calls, tool_call_id }; // JSON leaves out those that are undefined
+}
+
+/**
+ * Keep the conversations of a file's text: JSONL of this page or of SFT, or JSON of earlier versions. Returns them and
+ * how many records and messages were dropped.
+ */
+export function imported(text) {
+  const result = { found: [], records: 0, messages: 0 };
+  for (const item of recordsIn(text)) {
+    const list = item?.messages ?? item?.conversations;
+    const messages = cleanMessages(list);
+    if (!messages?.length) {
+      result.records++;
+      continue;
+    }
+    const system = list.find((message) => message?.role === "system");
+    const dropped = list.length - messages.length - (system ? 1 : 0);
+    const title = String(item.title ?? messages[0].content.split("\n")[0]).slice(0, 200);
+    const one = { ...newConversation(), title, messages, ...asked({ system: system?.content, tools: item.tools }) };
+    one.isImported = true;
+    one.updated = Number(item.updated) || one.updated;
+    keep(one);
+    result.found.push(one);
+    result.messages += dropped;
+  }
+  return result;
+}
+
+/** The records of a file; null for a line that is none. */
+function recordsIn(text) {
+  const parsed = (part) => {
+    try {
+      return JSON.parse(part);
+    } catch {
+      return null;
+    }
+  };
+  const whole = parsed(text);
+  if (whole === null) return text.split("\n").filter((line) => line.trim()).map(parsed);
+  const list = Array.isArray(whole) ? whole : whole.messages ? [whole] : (whole.conversations ?? [whole]);
+  const isOneChat = Array.isArray(list) && list[0]?.role; // {"conversations": [messages]}, a single record of SFT
+  return isOneChat || !Array.isArray(list) ? [whole] : list;
 }
 
 /** Messages with known roles and texts, whatever the storage or a file says; null if it is no list. */
 function cleanMessages(messages) {
   if (!Array.isArray(messages)) return null;
-  const text = (value) => (typeof value === "string" ? value : "");
   return messages
     .filter((message) => ["user", "assistant", "tool"].includes(message?.role))
     .map((message) => {
       const clean = { role: message.role, content: text(message.content) };
-      for (const name of ["reasoning_content", "tool_call_id", "note", "error"]) {
+      for (const name of ["reasoning_content", "tool_call_id", "note", "error", "model"]) {
         if (text(message[name])) clean[name] = message[name];
       }
+      if (message.train === false) clean.note ??= "stopped";
       const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
       const tools = calls.filter((call) => typeof call?.function?.name === "string").map(cleanCall);
       if (tools.length) clean.tool_calls = tools;
@@ -127,5 +190,6 @@ function cleanMessages(messages) {
 
 function cleanCall(call) {
   const { name, arguments: given } = call.function;
-  return { id: String(call.id ?? ""), type: "function", function: { name, arguments: String(given ?? "") } };
+  const text = typeof given === "object" && given ? JSON.stringify(given) : String(given ?? "");
+  return { id: String(call.id ?? ""), type: "function", function: { name, arguments: text } };
 }

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from model.generation import Answer
-from model.sampling import Sampling
+from model.sampling import Sampling, TokenLogprob
 
 SAYS: dict[str, str] = {}  # text that occurs in the prompt -> the answer
 PACE = {"seconds": 0.0}  # of a step
@@ -15,7 +15,7 @@ class ScriptedDecoder:
     """A decoder with the same interface, a token of each answer in each step."""
 
     def __init__(self, model: Any, slots: int, length: int, end_ids: set[int]):
-        self.tokenizer, self.slots, self.length = model.tokenizer, slots, length
+        self.tokenizer, self.slots, self.length, self.end_ids = model.tokenizer, slots, length, end_ids
         self.rows: dict[Answer, list[int]] = {}  # what it has still to say
         self.prompts: list[str] = []
 
@@ -23,12 +23,19 @@ class ScriptedDecoder:
     def free(self) -> int:
         return self.slots - len(self.rows)
 
-    def add(self, prompt: list[int], samplings: list[Sampling], max_new_tokens: int) -> list[Answer]:
+    def add(
+        self,
+        prompt: list[int],
+        samplings: list[Sampling],
+        max_new_tokens: int,
+        top: int | None = None,
+        echo: bool = False,
+    ) -> list[Answer]:
         text = self.tokenizer.decode(prompt)
         self.prompts.append(text)
         said = next((answer for key, answer in reversed(SAYS.items()) if key in text), "Well.")
         tokens = [*self.tokenizer.encode(said, add_special_tokens=False), END]
-        answers = [Answer(sampling, max_new_tokens, slot=0) for sampling in samplings]
+        answers = [Answer(sampling, max_new_tokens, slot=0, top=top) for sampling in samplings]
         self.rows |= {answer: list(tokens) for answer in answers}
         return answers
 
@@ -38,11 +45,16 @@ class ScriptedDecoder:
     def clear(self) -> None:
         self.rows.clear()
 
-    def step(self) -> list[Answer]:
+    def prefill(self, only: list[Answer] | None = None) -> list[Answer]:
+        return []
+
+    def decode(self, only: list[Answer] | None = None) -> list[Answer]:
         time.sleep(PACE["seconds"])
-        advanced = list(self.rows)
+        advanced = [answer for answer in self.rows if only is None or answer in only]
         for answer in advanced:
             answer.tokens.append(self.rows[answer].pop(0))
+            if answer.top is not None:
+                answer.details.append(TokenLogprob(answer.tokens[-1], -len(answer.tokens) / 2, []))
             if answer.tokens[-1] == END:
                 answer.finish = "stop"
             elif len(answer.tokens) == answer.max_new_tokens:

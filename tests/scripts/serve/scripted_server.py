@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from scripts.serve.runs import runs_router
+from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 
 MARKDOWN = """## Tides
@@ -53,7 +54,10 @@ ATTACK = """<img src=x onerror="window.hacked = 1"> <script>window.hacked = 2</s
 | <script>window.hacked = 13</script> |
 """
 ANSWERS = {"markdown": MARKDOWN, "attack": ATTACK}
-TOOL_CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+LIKELY = [{"token": "You", "logprob": -0.01, "top_logprobs": [{"token": "You", "logprob": -0.01}]}]
+LIKELY += [{"token": " said", "logprob": -3.0, "top_logprobs": [{"token": "<b>", "logprob": -0.05}]}]
+CALLS = {"tool": ("weather", '{"city": "Reedmarsh"}'), "sum": ("calculate", '{"expression": "12 * 34"}')}
+CALLS["loop"] = CALLS["sum"]  # again and again
 
 
 class Serving:
@@ -84,6 +88,7 @@ class ScriptedServer(Serving):
         app = FastAPI()
         app.include_router(page_router())
         app.include_router(runs_router(save_dir))
+        app.include_router(tools_router())
         app.middleware("http")(self.check_key)
         app.get("/v1/models")(self.models)
         app.post("/v1/chat/completions")(self.chat)
@@ -97,7 +102,8 @@ class ScriptedServer(Serving):
         return await call_next(request)
 
     async def models(self) -> dict:
-        return {"object": "list", "data": [{"id": name, "object": "model"} for name in ("tiny", "small")]}
+        sampling = {"tiny": {"temperature": 0.7, "top_p": 0.9, "top_k": 50}, "small": {"temperature": 0.2}}
+        return {"data": [{"id": name, "object": "model", "sampling": values} for name, values in sampling.items()]}
 
     async def chat(self, request: Request) -> Any:
         body = await request.json()
@@ -106,14 +112,16 @@ class ScriptedServer(Serving):
         if last["content"] == "refuse":
             error = {"message": "max_tokens must be above 0", "type": "invalid_request_error", "code": None}
             return JSONResponse({"error": error}, 400)
-        return StreamingResponse(self.stream(last["content"]), media_type="text/event-stream")
+        asked = [message["content"] for message in body["messages"] if message["role"] == "user"]
+        said = "loop" if asked[-1] == "loop" else last["content"]
+        return StreamingResponse(self.stream(said, body["model"]), media_type="text/event-stream")
 
-    async def stream(self, said: str) -> Any:
-        """The chunks of an answer, a few characters each."""
+    async def stream(self, said: str, model: str) -> Any:
+        """The chunks of an answer, a few characters each; to "who", the model's name."""
         base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
 
-        def chunk(delta: dict, finish: str | None = None) -> str:
-            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        def chunk(delta: dict, finish: str | None = None, **more: Any) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
             return f"data: {json.dumps({**base, 'choices': [choice]}, ensure_ascii=False)}\n\n"
 
         try:
@@ -124,13 +132,18 @@ class ScriptedServer(Serving):
                     await asyncio.sleep(0.02)
             if said == "think":
                 yield chunk({"reasoning_content": "First I count."})
-            if said == "tool":
-                yield chunk({"tool_calls": [TOOL_CALL]})
-                for piece in ('{"city": ', '"Reedmarsh"}'):
+            if said in CALLS:
+                name, arguments = CALLS[said]
+                call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}
+                yield chunk({"tool_calls": [call]})
+                for piece in (arguments[:9], arguments[9:]):
                     yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
                 yield chunk({}, "tool_calls")
             else:
-                text = ANSWERS.get(said, f"You said: {said}")
+                text = model if said == "who" else ANSWERS.get(said, f"You said: {said}")
+                if said == "likely":
+                    yield chunk({"content": text}, logprobs={"content": LIKELY})
+                    text = ""
                 for start in range(0, len(text), 7):
                     yield chunk({"content": text[start : start + 7]})
                 if said == "break":

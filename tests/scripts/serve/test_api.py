@@ -19,7 +19,9 @@ from fastapi.testclient import TestClient
 from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from scripts.serve import served
+from model.sampling import Sampling
+from scripts.serve import gate, served
+from scripts.serve.protocol import ChatRequest, CompletionRequest, parse
 from scripts.serve.served import Settings
 from scripts.serve_openai_api import create_app
 from tests.conftest import ROOT
@@ -46,12 +48,12 @@ def serving(model: Any, tokenizer: Any, settings: Settings) -> Iterator[SimpleNa
         base_url=f"http://127.0.0.1:{port}/v1", api_key=settings.api_key or "none", max_retries=0, timeout=60
     )
     try:
-        yield SimpleNamespace(client=client, port=port, model=app.state.served)
+        yield SimpleNamespace(client=client, port=port, model=app.state.served, models=app.state.models)
     finally:
         client.close()
         server.should_exit = True
         thread.join(20)
-        assert not thread.is_alive() and not app.state.served.scheduler.thread.is_alive()
+        assert not thread.is_alive() and not app.state.models.health()["alive"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def chat(server: SimpleNamespace, text: str, **fields: Any) -> Any:
 
 def post(server: SimpleNamespace, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path, body, {"Authorization": "Bearer key"})
+    connection.request("POST", path, body, {"Authorization": "Bearer key", "Content-Type": "application/json"})
     response = connection.getresponse()
     answer = json.loads(response.read())
     connection.close()
@@ -110,6 +112,16 @@ def wait_for(condition: Any) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it does not happen")
+
+
+def test_what_a_request_leaves_out_is_the_models_default(real):
+    default = Sampling(temperature=0.3, top_k=7, top_p=0.8)
+    message = '"messages": [{"role": "user", "content": "x"}]'
+    asked = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
+    assert served.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
+    asked = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
+    assert served.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
+    assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -275,6 +287,113 @@ def test_reasoning_stands_beside_the_content(scripted):
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
 
 
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def log_softmax(model: Any, tokens: list[int]) -> torch.Tensor:
+    """What transformers' forward says of the token behind each."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 2, "seed": 1, "extra_body": {"top_k": 1}}])
+def test_log_probabilities_of_a_chat_are_those_of_transformers(real, tiny, tokenizer, sampling):
+    """Whatever the temperature, of the model's own distribution."""
+    prompt = tokenizer.apply_chat_template(user("hello"), add_generation_prompt=True)["input_ids"]
+    answer = chat(real, "hello", max_tokens=12, logprobs=True, top_logprobs=3, **sampling)
+    (choice,) = answer.choices
+    entries = choice.logprobs.content
+    tokens = list(prompt)
+    for entry in entries:
+        expected = log_softmax(tiny, tokens)[-1]
+        values, ids = expected.topk(3)
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
+        assert entry.logprob == pytest.approx(values[0].item(), abs=1e-4)
+        for one, token in zip(entry.top_logprobs, ids.tolist(), strict=True):
+            text = tokenizer.decode([token])
+            assert bytes(one.bytes).decode(errors="replace") == text
+            assert one.token == text or ("\ufffd" in text and one.token.startswith("bytes:"))
+        tokens.append(int(ids[0]))
+    assert tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True) == choice.message.content
+    assert len(entries) == answer.usage.completion_tokens == 12
+    streamed = list(chat(real, "hello", max_tokens=12, logprobs=True, top_logprobs=3, stream=True, **sampling))
+    logprobs = [chunk.choices[0].logprobs for chunk in streamed]
+    assert [entry for one in logprobs if one for entry in one.content] == entries
+    assert chat(real, "hello", max_tokens=2).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+def test_log_probabilities_of_prompts_are_those_of_transformers(real, tiny, tokenizer, max_tokens):
+    """As evaluation clients ask for them: several prompts as tokens, echoed, with the likeliest tokens."""
+    texts = ["The river 山水 is long.", "🦊 x"]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    fields = {"max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "echo": True}
+    answer = real.client.completions.create(model="tiny", prompt=prompts, **fields)
+    assert answer.usage.completion_tokens == 2 * max_tokens
+    for prompt, text, choice in zip(prompts, texts, answer.choices, strict=True):
+        got, tokens = choice.logprobs, list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(int(log_softmax(tiny, tokens)[-1].argmax()))
+        expected = log_softmax(tiny, tokens)[:-1]
+        own = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        assert got.token_logprobs[0] is None and got.top_logprobs[0] is None
+        assert got.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        best = [max(top.values()) for top in got.top_logprobs[1:]]
+        assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+        assert all(len(top) <= 3 for top in got.top_logprobs[1:])
+        assert choice.text.startswith(text) and choice.finish_reason == "length"
+        assert choice.text == tokenizer.decode(tokens) and len(got.tokens) == len(tokens)
+        for token, offset, spelt in zip(tokens, got.text_offset, got.tokens, strict=True):
+            whole = tokenizer.decode([token])
+            assert spelt.startswith("bytes:") or (spelt == whole and choice.text[offset:].startswith(whole))
+    streamed = list(real.client.completions.create(model="tiny", prompt=prompts[0], stream=True, **fields))
+    whole = answer.choices[0]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole.text
+    streams = [chunk.choices[0].logprobs for chunk in streamed]
+    assert [token for one in streams for token in one.tokens] == whole.logprobs.tokens
+    assert [offset for one in streams for offset in one.text_offset] == whole.logprobs.text_offset
+    values = [value for one in streams for value in one.token_logprobs]
+    assert values[1:] == pytest.approx(whole.logprobs.token_logprobs[1:], abs=1e-4)  # another number of rows
+
+
+def test_an_echoed_text_has_no_token_in_front(real, tiny, tokenizer):
+    text = "The river is long."
+    answer = real.client.completions.create(model="tiny", prompt=text, max_tokens=0, logprobs=0, echo=True, n=2)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    expected = log_softmax(tiny, [1, *tokens])[:-1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    for choice in answer.choices:
+        assert choice.text == text == "".join(choice.logprobs.tokens) and choice.logprobs.text_offset[0] == 0
+        assert choice.logprobs.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    plain = real.client.completions.create(model="tiny", prompt=text, max_tokens=3, echo=True).choices[0]
+    assert plain.text.startswith(text) and plain.logprobs is None
+
+
+def test_log_probabilities_end_where_the_text_does(scripted):
+    SAYS["list"] = "one, two, three, four"
+    for stream in (False, True):
+        fields = {"logprobs": True, "stop": "three", "stream": stream}
+        answer = chat(scripted, "list", **fields)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        text = "".join(entry.token for entry in entries)
+        assert text.startswith("one, two, ") and "three".startswith(text.removeprefix("one, two, "))
+        assert [entry.logprob for entry in entries] == [-(i + 1) / 2 for i in range(len(entries))]
+    whole = chat(scripted, "list", logprobs=True).choices[0]
+    assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content  # without the end token
+    completed = scripted.client.completions.create(model="scripted", prompt="list", logprobs=0).choices[0]
+    assert completed.logprobs.tokens[-1] == "<|im_end|>" and completed.finish_reason == "stop"
+    SAYS["tool"] = f"So.\n{CALL}"
+    called = chat(scripted, "tool", tools=TOOLS, logprobs=True).choices[0]
+    assert "".join(entry.token for entry in called.logprobs.content) == SAYS["tool"]
+
+
+def test_more_log_probabilities_than_one_may_ask_for(scripted):
+    with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+        scripted.client.completions.create(
+            model="scripted", prompt=["word " * 150] * 16, max_tokens=1, echo=True, logprobs=20
+        )
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -293,13 +412,26 @@ def test_reasoning_stands_beside_the_content(scripted):
         ({"n": 0}, 400, "n"),
         ({"n": 5}, 400, "n"),
         ({"seed": 2**70}, 400, "seed"),
-        ({"stop": [""]}, 400, "stop"),
+        ({"stop": [""]}, 400, "stop.0"),
+        ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"stop": ["a" * 257]}, 400, "stop.0"),
         ({"tools": [{"type": "function"}]}, 400, None),
         ({"tool_choice": "required"}, 400, None),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fire"}}}, 400, None),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"logprobs": True}, 400, None),
+        ({"top_logprobs": 3}, 400, None),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        ({"logit_bias": {"5": 1}}, 400, None),
+        ({"min_p": 0.1}, 400, None),
+        ({"repetition_penalty": 1.1}, 400, None),
+        ({"echo": True}, 400, None),
+        ({"unheard_of": {"of": 1}}, 400, None),
+        ({"metadata": [[]] * 50_000}, 400, None),
+        ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
+        ({"model": "x" * 257}, 400, "model"),
+        *(({name: 10**400}, 400, name) for name in ("max_tokens", "max_completion_tokens", "top_k", "n", "seed")),
+        *(({name: -(10**400)}, 400, name) for name in ("top_k", "seed")),
     ],
 )
 def test_what_the_client_does_wrong_is_told_in_openais_shape(scripted, fields, status, param):
@@ -324,9 +456,10 @@ def test_bodies_that_are_no_requests(scripted):
     assert post(scripted, b"{}", "/v1/nothing")[0] == 404
 
 
-def test_unknown_fields_and_nulls_mean_nothing(scripted):
-    body = {"messages": user("hello"), "unheard_of": {"of": 1}, "stop": None, "max_tokens": None, "tools": None}
+def test_fields_that_ask_for_nothing_are_allowed(scripted):
+    body = {"messages": user("hello"), "unheard_of": None, "stop": None, "max_tokens": None, "tools": None}
     body |= {"user": "me", "frequency_penalty": 0, "logit_bias": None, "logprobs": False, "stream": None}
+    body |= {"min_p": 0.0, "repetition_penalty": 1.0, "metadata": {"a": "b"}, "parallel_tool_calls": True, "best_of": 1}
     status, answer = post(scripted, json.dumps(body).encode())
     assert status == 200 and answer["choices"][0]["message"]["content"] == "Well."
 
@@ -346,18 +479,139 @@ def test_the_key(scripted):
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
+def test_bodies_that_would_keep_the_event_loop_busy_are_refused(scripted):
+    """Before pydantic, which builds an error for every wrong item, and before anything is turned into tokens."""
+    ask = json.dumps({"messages": user("hello")})[:-1].encode()
+    many = {b"{}": 40_000, b"[]": 40_000, b"[1]": 30_000, b'"a"': 200_000, b"1": 400_000}
+    bodies = [
+        *((b'{"prompt": [' + b",".join([item] * count) + b"]}", "/v1/completions") for item, count in many.items()),
+        *((ask + b', "stop": [' + b",".join([item] * count) + b"]}", None) for item, count in many.items()),
+        *((ask + b', "tools": [' + b",".join([item] * count) + b"]}", None) for item, count in many.items()),
+        (ask + b', "tools": [{"function": ' + b'{"a":' * 90_000 + b"1" + b"}" * 90_002 + b"]}", None),
+        (ask + b"," + b",".join(b'"k%d":0' % i for i in range(60_000)) + b"}", None),
+        (json.dumps({"messages": user("hello") * 9_000}).encode(), None),
+        (json.dumps({"messages": user("<|im_start|>" * 90_000)}).encode(), None),
+    ]
+    for body, path in bodies:
+        status, answer = post(scripted, body, path or "/v1/chat/completions")
+        assert status == 400 and len(answer["error"]["message"]) < 300, body[:80]
+    assert scripted.model.decoder.prompts == []
+
+
+def test_the_bodies_of_all_clients_together_are_bounded(scripted, monkeypatch):
+    """A large one that does not end leaves small ones alone; one that comes too slowly or is too large is refused."""
+    monkeypatch.setattr(gate, "MAX_BODIES", 100_000)
+    monkeypatch.setattr(gate, "BODY_SECONDS", 1)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+    head += b"Content-Type: application/json\r\n"
+
+    def begun(length: int, sent: int) -> socket.socket:
+        one = socket.create_connection(("127.0.0.1", scripted.port), timeout=30)
+        one.sendall(head + b"Content-Length: %d\r\n\r\n" % length + b" " * sent)
+        return one
+
+    first, second = begun(90_000, 80_000), begun(90_000, 80_000)
+    assert b" 503 " in second.recv(100)
+    assert chat(scripted, "hello").choices[0].message.content == "Well."
+    assert b" 408 " in first.recv(100)
+    assert b" 413 " in begun(10**15, 0).recv(100) and b" 413 " in begun(3 << 20, 0).recv(100)
+
+
+def test_an_aborted_upload_leaves_no_trace(scripted, capfd):
+    one = socket.create_connection(("127.0.0.1", scripted.port))
+    one.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n")
+    one.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+    time.sleep(0.2)
+    one.close()
+    assert chat(scripted, "hello").choices[0].message.content == "Well."
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+# --- who may ask -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def asking(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Iterator[TestClient]:
+    monkeypatch.setattr(served, "Decoder", ScriptedDecoder)
+    fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
+    app = create_app(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, **fields))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+OWN, OTHER = "http://127.0.0.1", "https://evil.example"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_pages_of_other_sites_may_not_use_it(tokenizer, monkeypatch, local):
+    ask = {"messages": user("hello")}
+    cases = [
+        ({}, 200),
+        ({"Origin": OWN, "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": OWN}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Origin": OTHER}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:3000"}, 403),
+        ({"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": OTHER, "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    ]
+    with asking(tokenizer, monkeypatch, local_only=local) as client:
+        for headers, status in cases:
+            answer = client.post("/v1/chat/completions", json=ask, headers=headers)
+            assert answer.status_code == status, headers
+            assert "access-control-allow-origin" not in answer.headers
+            if "Content-Type" not in headers:
+                assert client.get("/v1/models", headers=headers).status_code == status, headers
+                assert client.get("/", headers=headers).status_code == 200  # a link to the page
+        preflight = {"Origin": OTHER, "Access-Control-Request-Method": "POST"}
+        assert client.options("/v1/chat/completions", headers=preflight).status_code == 403
+
+
+@pytest.mark.parametrize("origins", [("https://good.example",), ("*",)])
+def test_pages_that_are_named_may_use_it(tokenizer, monkeypatch, origins):
+    headers = {"Origin": "https://good.example", "Sec-Fetch-Site": "cross-site"}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with asking(tokenizer, monkeypatch, origins=origins, api_key="key") as client:
+        preflight = client.options("/v1/chat/completions", headers=headers | asked)
+        assert preflight.status_code == 200 and "POST" in preflight.headers["access-control-allow-methods"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        for key, status in (("key", 200), ("wrong", 401)):
+            ask = {"json": {"messages": user("hello")}, "headers": headers | {"Authorization": f"Bearer {key}"}}
+            answer = client.post("/v1/chat/completions", **ask)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] in ("*", headers["Origin"])
+        other = client.get("/v1/models", headers={"Origin": OTHER, "Authorization": "Bearer key"})
+        assert other.status_code == (200 if origins == ("*",) else 403)
+
+
+def test_head_is_answered_as_get_without_a_body(scripted):
+    for path in ("/", "/health", "/v1/models", "/page/icon.svg"):
+        connection = http.client.HTTPConnection("127.0.0.1", scripted.port)
+        answers = []
+        for method in ("HEAD", "GET"):
+            connection.request(method, path, headers={"Authorization": "Bearer key"})
+            response = connection.getresponse()
+            answers.append((response.status, response.headers["content-length"], len(response.read())))
+        connection.close()
+        (_, length, empty), whole = answers
+        assert empty == 0 and whole == (200, length, int(length)) and answers[0][0] == 200
+
+
 @pytest.mark.parametrize(
     ("status", "host"),
     [
         *((200, host) for host in ("127.0.0.1:8000", "localhost", "[::1]:8000", "my.localhost:1")),
-        *((403, host) for host in ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7")),
+        *((403, host) for host in ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7", "[", "]", "[::1")),
     ],
 )
 def test_a_server_for_this_machine_answers_to_its_own_names_only(tokenizer, monkeypatch, status, host):
-    monkeypatch.setattr(served, "Decoder", ScriptedDecoder)
-    fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
-    app = create_app(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, local_only=True))
-    with TestClient(app, base_url="http://127.0.0.1") as client:
+    with asking(tokenizer, monkeypatch, local_only=True) as client:
         assert client.get("/v1/models", headers={"Host": host}).status_code == status
 
 
@@ -368,6 +622,7 @@ def test_a_client_that_hangs_up_frees_its_place(scripted, stream):
     PACE["seconds"] = 0.02
     body = json.dumps({"messages": user("long"), "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}"
+    head += "\r\nContent-Type: application/json"
     sockets = [socket.create_connection(("127.0.0.1", scripted.port)) for _ in range(6)]
     for one in sockets:
         one.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -394,20 +649,40 @@ def test_a_full_queue_refuses_and_goes_on(scripted):
     assert 5 <= ends.count("refused") <= 8 and ends.count("stop") == 12 - ends.count("refused")
 
 
-def test_a_step_that_fails_ends_its_requests_and_nothing_else(scripted, monkeypatch, capfd):
-    decoder, step = scripted.model.decoder, scripted.model.decoder.step
-    failures = iter([RuntimeError("out of memory"), RuntimeError("again")])
+def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypatch, capfd):
+    """Also one whose text cannot be decoded, and one without memory. The others write on as if nothing had been."""
+    decoder, tokenizer = scripted.model.decoder, scripted.model.scheduler.tokenizer
+    decode, spell = decoder.decode, tokenizer.decode
+    SAYS["long"], PACE["seconds"] = "word " * 60, 0.01
+    SAYS["bad text"] = "Poison."
+    bad = {"too large": RuntimeError("not enough memory"), "wrong": ValueError("a row")}
 
-    def failing() -> Any:
-        for error in failures:
-            raise error
-        return step()
+    def failing(only: Any = None) -> Any:
+        asked = list(decoder.rows) if only is None else only
+        for text, error in bad.items():
+            if any(answer.sampling.seed == len(text) for answer in asked):
+                raise error
+        return decode(only)
 
-    monkeypatch.setattr(decoder, "step", failing)
-    with pytest.raises(openai.InternalServerError) as error:
-        chat(scripted, "hello")
-    assert error.value.type == "server_error" and "memory" not in str(error.value)
-    with pytest.raises(openai.APIError):
-        list(chat(scripted, "hello", stream=True))
+    def spelling(tokens: Any, **options: Any) -> str:
+        if "ois" in (text := spell(tokens, **options)):
+            raise RuntimeError("no such text")
+        return text
+
+    monkeypatch.setattr(decoder, "decode", failing)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(lambda: list(chat(scripted, "long", stream=True)))
+        wait_for(lambda: scripted.model.scheduler.writing)
+        for text, status in (("too large", 503), ("wrong", 500)):
+            with pytest.raises(openai.InternalServerError) as error:
+                chat(scripted, text, seed=len(text))
+            assert error.value.status_code == status and error.value.type == "server_error"
+        with pytest.raises(openai.APIError):
+            list(chat(scripted, "wrong", seed=5, stream=True))
+        monkeypatch.setattr(tokenizer, "decode", spelling)
+        with pytest.raises(openai.InternalServerError):
+            chat(scripted, "bad text")
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in long.result()) == "word " * 60
     assert chat(scripted, "hello").choices[0].message.content == "Well."
-    assert "warning: a step of the decoder failed and its requests with it: out of memory" in capfd.readouterr().err
+    assert "a request failed while its answer was written: not enough memory" in capfd.readouterr().err
+    assert decoder.free == 4

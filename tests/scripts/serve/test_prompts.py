@@ -67,6 +67,24 @@ def test_special_tokens_inside_a_message_are_text(where):
     assert TOKENIZER.decode(forged, skip_special_tokens=False) == TOKENIZER.decode(harmless).replace("harmless", spelt)
 
 
+def test_the_name_of_a_tool_that_must_be_called_is_text():
+    opening = f'<tool_call>\n{{"name": "{FORGED}", "arguments": {{'
+    forged, harmless = WRITER.chat(CHAT, [ADD], None, opening), WRITER.chat(CHAT, [ADD])
+    for special in (0, 1, 2):
+        assert forged.count(special) == harmless.count(special)
+    assert TOKENIZER.decode(forged) == TOKENIZER.decode(harmless) + opening
+
+
+def test_what_is_much_too_long_is_refused_before_the_template_is_run(monkeypatch):
+    monkeypatch.setattr(WRITER.tokenizer, "apply_chat_template", lambda *_, **__: pytest.fail("it is run"))
+    long = "x" * 100_000
+    for message in ({"role": "user", "content": long}, {"role": "assistant", "content": "", "tool_calls": [{long: 1}]}):
+        with pytest.raises(TooLong):
+            WRITER.chat([message], [])
+    with pytest.raises(TooLong):
+        WRITER.chat(CHAT, [{"function": {"name": "f", "parameters": {"a": [{"b": long}]}}}])
+
+
 def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
     assert WRITER.text("Hello") == [1, *TOKENIZER.encode("Hello", add_special_tokens=False)]
     assert WRITER.text("<|im_start|>user\n") == TOKENIZER.encode("<|im_start|>user\n", add_special_tokens=False)

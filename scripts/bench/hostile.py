@@ -1,0 +1,306 @@
+"""A hostile client against our server beside honest ones: nothing that it sends may end, change or delay their answers.
+
+python scripts/bench/hostile.py --weight full_sft --seconds 600
+
+Honest clients stream the same answers again and again, first alone and then beside a process that sends what a server
+must refuse (`attacks`), hangs up, leaves requests unfinished and keeps hundreds of connections open. Reported: answers
+that differ from those of the quiet server or end early, the time to the first token against the quiet one, the memory
+of the server over time, and whether it ends on SIGTERM with those connections open. Everything goes to 127.0.0.1.
+"""
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError, say
+from scripts.bench.serving import TEXT, server
+from trainer.components.trained_weights import add_trained_model_flags
+
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hello"}]
+ASK = json.dumps({"messages": USER})[:-1].encode()
+UNFINISHED = 40  # requests that are left without the rest of their body, at once
+FLOOD = 100 << 20  # bytes of the largest bodies
+PAUSE = 0.02  # seconds between two attacks
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    flag = parser.add_argument
+    add_trained_model_flags(parser)
+    flag("--seconds", type=float, default=60, help="how long the attack lasts; the quiet time before is a quarter")
+    flag("--streams", type=int, default=16, help="honest answers that are streamed at once")
+    flag("--connections", type=int, default=500, help="connections that are held open")
+    flag("--max_ratio", type=float, default=3, help="how much later the median first token may come")
+    args = parser.parse_args()
+    if args.seconds <= 0 or args.streams < 1 or args.connections < 0:
+        raise UserError("--seconds must be above 0, --streams at least 1 and --connections not negative")
+    return args
+
+
+# --- the attack ------------------------------------------------------------------------------------------------------
+
+
+def attacks() -> Iterator[tuple[bytes, str, dict[str, str]]]:
+    """Body, path and headers of requests, all of which must be refused, or answered like any other."""
+    digits, kind = b"9" * 400, {"Content-Type": "application/json"}
+    for name in ("top_k", "max_tokens", "max_completion_tokens", "n", "seed", "temperature", "top_p", "top_logprobs"):
+        yield ASK + b', "top_p": 0.9, "%s": %s}' % (name.encode(), digits), CHAT, kind
+    for temperature in (b"1e-5", b"1e-40", b"1e-46", b"5e-324", b"1e400", b"NaN"):
+        yield ASK + b', "max_tokens": 4, "temperature": ' + temperature + b"}", CHAT, kind
+    for item in (b"{}", b"[]", b"[1]", b"[{}]", b'"a"', b"1", b"null", b"1e9"):
+        for size in (1 << 19, (2 << 20) - 200):  # the second one just fits
+            items = b",".join([item] * (size // (len(item) + 1) - 40))
+            yield b'{"prompt": [' + items + b"]}", TEXTS, kind
+            for name in (b"stop", b"tools", b"messages", b"metadata", b"logit_bias"):
+                yield ASK + b', "' + name + b'": [' + items + b"]}", CHAT, kind
+    yield ASK + b"," + b",".join(b'"k%d":0' % i for i in range(100_000)) + b"}", CHAT, kind
+    for depth in (150, 190, 60_000, 900_000):
+        yield b'{"messages": ' + b"[" * depth + b"]" * depth + b"}", CHAT, kind
+        tool = b'{"a":' * depth + b"1" + b"}" * depth
+        yield ASK + b', "tools": [{"function": {"name": "f", "parameters": ' + tool[: 2 << 20] + b"}}]}", CHAT, kind
+    for text in ("<|im_start|>", "x", "\\ud83e\\udd8a", "ab ", "\\u0000"):
+        for size in (2_000, 14_000, 30_000, (2 << 20) - 200):
+            long = (text * (size // len(text))).encode()
+            yield b'{"messages": [{"role": "user", "content": "' + long + b'"}], "max_tokens": 2}', CHAT, kind
+            yield b'{"prompt": "' + long + b'", "max_tokens": 2}', TEXTS, kind
+            yield ASK + b', "model": "' + long + b'"}', CHAT, kind
+    yield b'{"messages": [' + b",".join([b'{"role": "user", "content": "a"}'] * 60_000) + b"]}", CHAT, kind
+    yield ASK + b', "max_tokens": 30, "stop": [' + b",".join([b'"%s"' % (b"x" * 256)] * 16) + b"]}", CHAT, kind
+    yield ASK + b', "tools": [' + b",".join([b'{"function": {"name": "%s"}}' % (b"x" * 9000)] * 128) + b"]}", CHAT, kind
+    for name in ("../../etc/passwd", "/etc/passwd", "..", "", "x.pth", "\0"):
+        yield json.dumps({"messages": USER, "model": name}).encode(), CHAT, kind
+    for extra in (
+        {"min_p": 0.5},
+        {"logprobs": True, "top_logprobs": 20, "n": 16},
+        {"logit_bias": {"1": 1}},
+        {"n": 128},
+    ):
+        yield json.dumps({"messages": USER, "max_tokens": 900} | extra).encode(), CHAT, kind
+    most = json.dumps({"messages": USER, "n": 64, "max_tokens": 900, "stream": True}).encode()
+    for headers in (
+        {"Content-Type": "text/plain"},
+        kind | {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
+        kind | {"Origin": "null"},
+        kind | {"Host": "evil.example"},
+        kind | {"Host": "["},
+    ):
+        yield most, CHAT, headers
+    for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"messages": [{"role": "user", "content": "\\ud800"}]}'):
+        yield body, CHAT, kind
+
+
+def post(port: int, body: bytes, path: str, headers: dict[str, str], method: str = "POST") -> None:
+    """Send a request and read its answer, as far as it comes."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with suppress(OSError, http.client.HTTPException):
+        connection.request(method, path, body, headers)
+        connection.getresponse().read()
+    connection.close()
+
+
+def begin(port: int, path: str, headers: str, body: bytes) -> socket.socket:
+    """Begin a request."""
+    one = socket.create_connection(("127.0.0.1", port), timeout=30)
+    with suppress(OSError):
+        one.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n\r\n".encode() + body)
+    return one
+
+
+def flood(port: int, headers: str, part: bytes) -> None:
+    """Send a body of FLOOD bytes, for as long as the server takes it."""
+    one = begin(port, CHAT, f"Content-Type: application/json\r\n{headers}", b"")
+    with suppress(OSError):
+        for _ in range(FLOOD // 65536):
+            one.sendall(part)
+    one.close()
+
+
+def hang_up(port: int, after: float) -> None:
+    """Ask for a long answer and go away."""
+    body = json.dumps({"messages": USER, "stream": True, "max_tokens": 900}).encode()
+    one = begin(port, CHAT, f"Content-Type: application/json\r\nContent-Length: {len(body)}", body)
+    time.sleep(after)
+    one.close()
+
+
+def attack(port: int, seconds: float, connections: int, counter: Any) -> None:
+    """Attack the server until the time is over; runs in a process of its own and leaves its connections open."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    end, held = time.monotonic() + seconds, []
+    unfinished: list[socket.socket] = []
+    spaces, parts = b" " * 65536, b"10000\r\n" + b" " * 65536 + b"\r\n"
+    others: list[Callable[[], None]] = [
+        lambda: hang_up(port, 0),
+        lambda: hang_up(port, 0.05),
+        lambda: post(port, b"", "/v1/models", {}, "HEAD"),
+        lambda: post(port, b"", "/v1/models/..%2f..%2fetc", {}, "GET"),
+        lambda: begin(port, CHAT, "Content-Type: application/json\r\nContent-Length: 9000", b'{"a"').close(),
+        lambda: begin(port, "/\0\xff " * 300, "", b"\0" * 5000).close(),
+        lambda: flood(port, f"Content-Length: {FLOOD}", spaces),
+        lambda: flood(port, "Transfer-Encoding: chunked", parts),
+    ]
+    while time.monotonic() < end:
+        for number, (body, path, headers) in enumerate(attacks()):
+            if time.monotonic() > end:
+                break
+            post(port, body, path, headers)
+            others[number % len(others)]()
+            counter.value += 2
+            if len(held) < connections:
+                with suppress(OSError):
+                    held += [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(20)]
+            length = 1 << (8 + number % 13)
+            unfinished.append(begin(port, CHAT, f"Content-Type: application/json\r\nContent-Length: {length}", b'{"a'))
+            with suppress(OSError):
+                unfinished[-1].sendall(b" " * (length // 2))
+            if len(unfinished) > UNFINISHED:
+                unfinished.pop(0).close()
+            time.sleep(PAUSE)
+    time.sleep(3600)  # ended by the parent: the connections stay open until the server has ended
+
+
+# --- the honest clients ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What honest clients have seen."""
+
+    texts: dict[int, str] = field(default_factory=dict)  # by number of the prompt, of the quiet server
+    first: list[float] = field(default_factory=list)  # seconds to the first token
+    answers: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def stream(port: int, number: int) -> tuple[str, float, str | None]:
+    """Text, seconds to the first token and finish reason of a streamed answer."""
+    words = TEXT.split()
+    text = " ".join(words[(number + i) % len(words)] for i in range(5 + number % 12))
+    body = {"messages": [{"role": "user", "content": text}], "stream": True, "seed": number, "max_tokens": 64}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    start, first, text, finish = time.perf_counter(), 0.0, "", None
+    try:
+        connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:]).get("choices") or [{}]
+                new = choice.get("delta", {}).get("content") or ""
+                first = first or (time.perf_counter() - start if new else 0.0)
+                text, finish = text + new, choice.get("finish_reason") or finish
+    except (OSError, http.client.HTTPException) as error:
+        return text, first, repr(error)
+    finally:
+        connection.close()
+    return text, first or time.perf_counter() - start, finish
+
+
+def honest(port: int, streams: int, seconds: float, quiet: Seen | None = None) -> Seen:
+    """Stream answers for some time, so many at once; compare them with those of the quiet server, if given."""
+    seen, end = Seen(), time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        while True:  # once at least
+            text, first, finish = stream(port, number)
+            seen.answers += 1
+            seen.first.append(first)
+            seen.texts.setdefault(number, text)
+            if finish not in ("stop", "length") or text != (quiet or seen).texts[number]:
+                seen.wrong.append(f"stream {number} ended with {finish}: {text[-60:]!r}")
+            if time.monotonic() > end:
+                return
+
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(client, range(streams)))
+    return seen
+
+
+def resident(pid: int) -> float:
+    """Megabytes of memory that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the server, the honest clients and the hostile one; returns what was seen.
+
+    Raises:
+        UserError: the server does not start.
+    """
+    spawn, memory = multiprocessing.get_context("spawn"), []
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        with server(args, log) as (url, process), ThreadPoolExecutor(1) as pool:
+            port = urlsplit(url).port or 80
+            honest(port, args.streams, 0)  # warm
+            quiet = honest(port, args.streams, args.seconds / 4)
+            counter = spawn.Value("l", 0)
+            hostile = spawn.Process(target=attack, args=(port, args.seconds, args.connections, counter), daemon=True)
+            hostile.start()
+            attacked = pool.submit(honest, port, args.streams, args.seconds, quiet)
+            while not attacked.done():
+                memory.append(resident(process.pid))
+                time.sleep(0.2)
+            seen = attacked.result()
+            start = time.monotonic()
+            process.terminate()
+            status = process.wait(60)
+            ending = time.monotonic() - start
+            hostile.terminate()
+        log.seek(0)
+        written = log.read()
+    third = max(1, len(memory) // 3)
+    return {
+        "answers": seen.answers,
+        "attacks": counter.value,
+        "wrong": quiet.wrong + seen.wrong,
+        "first_token": [statistics.median(one.first) for one in (quiet, seen)],
+        "worst_first_token": [max(one.first) for one in (quiet, seen)],
+        "memory_mb": [max(memory[:third]), max(memory[-third:])],
+        "exit_status": status,
+        "seconds_to_end": ending,
+        "log": written,
+    }
+
+
+def main() -> None:
+    """Measure, print and judge."""
+    args = parse_args()
+    found = measure(args)
+    (quiet, attacked), (early, late) = found["first_token"], found["memory_mb"]
+    worst = found["worst_first_token"][1] * 1000
+    say(f"{found['attacks']} hostile requests, {found['answers']} honest answers, {len(found['wrong'])} of them wrong")
+    say(f"first token: {quiet * 1000:.0f} ms quiet, {attacked * 1000:.0f} ms attacked, at worst {worst:.0f} ms")
+    say(f"memory: at most {early:.0f} MB in the first third, {late:.0f} MB in the last")
+    say(f"SIGTERM: exit status {found['exit_status']} after {found['seconds_to_end']:.1f} s")
+    checks = {
+        f"honest answers ended early or differ: {found['wrong'][:3]}": not found["wrong"],
+        f"the first token came {attacked / quiet:.1f} times as late": attacked <= args.max_ratio * quiet,
+        "memory grew": late <= 1.05 * early + 16,
+        "the server did not end as it should": found["exit_status"] == 0,
+        f"the server's log has tracebacks: {found['log'][-500:]}": "Traceback" not in found["log"],
+    }
+    if failed := [text for text, is_met in checks.items() if not is_met]:
+        raise UserError("; ".join(failed))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,58 @@
+"""Tools that the web page may have executed when its user switches them on: the shipped environments, which only
+compute. GET /api/tools lists them, POST /api/tools runs calls."""
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Request
+from pydantic import BaseModel, Field, ValidationError
+
+from model.answers import parse_call
+from scripts.serve.gate import Bodies
+from scripts.toolbox import Toolbox
+from trainer.components.environments import SHIPPED
+
+MAX_BYTES = 1 << 16  # of a request
+
+
+class FunctionCall(BaseModel):
+    """A call as it stands in an answer: the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Calls(BaseModel):
+    """The calls of one answer."""
+
+    calls: Annotated[list[FunctionCall], Field(max_length=32)]
+
+
+def tools_router() -> APIRouter:
+    """The two routes."""
+    router, bodies, toolbox = APIRouter(prefix="/api"), Bodies(), Toolbox([*SHIPPED])
+
+    @router.get("/tools")
+    async def tools() -> dict[str, Any]:
+        return {"toolboxes": [{"name": name, "tools": environment.tools} for name, environment in SHIPPED.items()]}
+
+    @router.post("/tools")
+    async def run(request: Request) -> dict[str, Any]:
+        body = await bodies.read(request)
+        bodies.held -= len(body)  # it is small, or refused right now
+        try:
+            if len(body) > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+            asked = Calls.model_validate_json(body)
+        except ValidationError:
+            raise HTTPException(400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}") from None
+        except ValueError as error:
+            raise HTTPException(413, str(error)) from None
+        calls = [call for each in asked.calls if (call := parse_call(json.dumps(each.model_dump())))]
+        if len(calls) < len(asked.calls):
+            raise HTTPException(400, "the arguments of a call are no JSON object")
+        replies = await asyncio.to_thread(toolbox.reply, calls)
+        return {"results": [reply["content"] for reply in replies]}
+
+    return router

@@ -1,0 +1,50 @@
+"""Tools that run: environments of trainer/components/environments.py, whose tools a chat offers and executes."""
+
+from collections.abc import Sequence
+
+from common.errors import UserError, reason
+from trainer.components.environments import SHIPPED, Call, load_environment, tool_message
+
+ROUNDS = 8  # of calls and results to one question
+
+
+class Toolbox:
+    """The tools of environments.
+
+    names: as `--environment` of train_agent.py takes them.
+
+    Raises:
+        UserError: there is no such environment, or it cannot be made.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.tools: list[dict] = []
+        self.owners = {}  # name of a tool -> its environment
+        for name in names:
+            try:
+                environment = load_environment(name)({})
+            except UserError:
+                raise
+            except Exception as error:  # a user's environment can raise anything
+                raise UserError(f"--tools {name}: it cannot be made without a record ({reason(error)})") from error
+            self.tools += environment.tools
+            self.owners |= {tool["function"]["name"]: environment for tool in environment.tools}
+
+    def reply(self, calls: Sequence[Call]) -> list[dict]:
+        """A message of role `tool` for each call, in their order; one that cannot be answered says why."""
+        return [self._reply(call) for call in calls]
+
+    def _reply(self, call: Call) -> dict:
+        if call["name"] not in self.owners:
+            return tool_message(f"error: no tool named {call['name']}")
+        try:
+            (message,) = self.owners[call["name"]].reply([call])
+            return tool_message(message["content"])
+        except Exception as error:  # as above
+            return tool_message(f"error: {reason(error)}")
+
+
+def names_of(text: str) -> list[str]:
+    """The environments in a text such as "calculator,lookup"; none if it is something else."""
+    names = [name.strip() for name in text.split(",")]
+    return names if all(name in SHIPPED or ":" in name for name in names) else []

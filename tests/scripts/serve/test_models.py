@@ -1,0 +1,145 @@
+"""A server of several models: the weights of a folder by name, loaded on demand."""
+
+import http.client
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.serve.models import weights_in
+from scripts.serve.served import Settings
+from scripts.serve_openai_api import create_app
+from tests.scripts.serve.test_api import chat, serving, user, wait_for
+from trainer.components.checkpoint import save_weights
+from trainer.components.run_files import weight_path
+from trainer.components.trained_weights import load_path
+
+SHAPES = {"pretrain": (32, False), "full_sft": (48, False), "dpo": (32, True), "grpo": (32, False)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Weights of several stages and shapes, a file that is none, one that is damaged, and a link out of the folder."""
+    folder = tmp_path_factory.mktemp("weights") / "out"
+    folder.mkdir()
+    for seed, (name, (width, use_moe)) in enumerate(SHAPES.items()):
+        torch.manual_seed(seed)
+        config = MiniMindConfig(hidden_size=width, num_hidden_layers=1, use_moe=use_moe, tie_word_embeddings=False)
+        model = MiniMindForCausalLM(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.4) if parameter.ndim > 1 else None
+        save_weights(model, weight_path(folder, name, config))
+    (folder / "other.pth").write_bytes(b"")
+    (folder / "damaged_32.pth").write_bytes(b"PK")
+    outside = folder.parent / "outside_32.pth"
+    shutil.copy(folder / "pretrain_32.pth", outside)
+    (folder / "linked_32.pth").symlink_to(outside)
+    return folder
+
+
+NAMES = {"pretrain_32", "full_sft_48", "dpo_32_moe", "grpo_32", "damaged_32"}
+
+
+@pytest.fixture
+def server(folder):
+    path = folder / "full_sft_48.pth"
+    settings = Settings("full_sft_48", 4, 64, 20, save_dir=folder, path=path, load=load_path, max_models=2)
+    with serving(*load_path(path), settings) as server:
+        yield server
+
+
+def ask(server: SimpleNamespace, name: str | None, **fields: Any) -> str:
+    fields = {"temperature": 0, "max_tokens": 8} | fields
+    answer = server.client.chat.completions.create(model=name, messages=user("hello"), **fields)
+    assert answer.model == (name or "full_sft_48")
+    return answer.choices[0].message.content
+
+
+def test_all_weights_of_the_folder_are_offered_and_loaded_on_demand(server, folder):
+    listed = server.client.models.list().data
+    assert {model.id for model in listed} == NAMES == set(weights_in(folder))
+    assert (listed[0].id, listed[0].loaded) == ("full_sft_48", True)
+    assert not any(model.loaded for model in listed[1:])
+    assert server.client.models.retrieve("dpo_32_moe").id == "dpo_32_moe"
+    texts = {name: ask(server, name) for name in sorted(NAMES - {"damaged_32"})}
+    assert len(set(texts.values())) == len(texts)
+    assert len(server.models.loaded) == 2 and server.models.first.name in server.models.loaded
+    assert {name: ask(server, name) for name in reversed(texts)} == texts
+    alone = load_path(folder / "grpo_32.pth")
+    with serving(*alone, Settings("grpo_32", 4, 64, 20)) as other:
+        assert chat(other, "hello", temperature=0, max_tokens=8).choices[0].message.content == texts["grpo_32"]
+        assert [model.id for model in other.client.models.list()] == ["grpo_32"]
+
+
+def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_idle(server):
+    def streamed(name: str) -> tuple[Any, Any]:
+        stream = server.client.chat.completions.create(
+            model=name, messages=user("hello"), temperature=0, max_tokens=20, stream=True
+        )
+        return next(iter(stream)), stream
+
+    loaded = server.models.loaded
+    alone = {name: ask(server, name, max_tokens=20) for name in ("full_sft_48", "pretrain_32")}
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda i: (n := list(alone)[i % 2], ask(server, n, max_tokens=20)), range(8)))
+    assert all(alone[name] == text for name, text in together)
+    gate = threading.Event()
+    second = loaded["pretrain_32"]
+    prefill = second.decoder.prefill
+    second.decoder.prefill = lambda *args: gate.wait(30) and prefill(*args)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server, "pretrain_32")
+        wait_for(lambda: second.busy)
+        assert ask(server, "full_sft_48", max_tokens=20) == alone["full_sft_48"]
+        with pytest.raises(openai.InternalServerError) as error:
+            ask(server, "grpo_32")
+        assert error.value.status_code == 503 and error.value.code == "models_busy"
+        gate.set()
+        assert answer.result()
+    wait_for(lambda: not second.busy)
+    assert ask(server, "grpo_32") and set(loaded) == {"full_sft_48", "grpo_32"}
+    wait_for(lambda: not second.scheduler.thread.is_alive())
+
+
+@pytest.mark.parametrize(
+    "name", ["other", "linked_32", "../outside_32", "outside_32", "/etc/passwd", "full_sft_48.pth", "x" * 250, "", "\0"]
+)
+def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
+    absolute = str(folder.parent / "outside_32")
+    for each in (name, absolute):
+        with pytest.raises(openai.NotFoundError) as error:
+            ask(server, each)
+        assert error.value.code == "model_not_found" and "there are: full_sft_48, " in str(error.value)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("GET", "/v1/models/..%2foutside_32")
+    response = connection.getresponse()
+    assert response.status == 404 and json.loads(response.read())["error"]["code"] == "model_not_found"
+    connection.close()
+
+
+def test_damaged_weights_are_one_line_and_nothing_else_stops(server, capfd):
+    with pytest.raises(openai.InternalServerError) as error:
+        ask(server, "damaged_32")
+    assert error.value.status_code == 503 and error.value.code == "model_not_loadable"
+    assert "damaged_32" in capfd.readouterr().err and ask(server, None)
+
+
+def test_one_model_alone(folder):
+    path = folder / "full_sft_48.pth"
+    settings = Settings("mine", 4, 64, 20, save_dir=folder, path=path, load=load_path)
+    with TestClient(create_app(*load_path(path), settings)) as client:
+        assert {model["id"] for model in client.get("/v1/models").json()["data"]} == {"mine", *NAMES} - {"full_sft_48"}
+    with TestClient(create_app(*load_path(path), replace(settings, max_models=1))) as client:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine"]
+        body = {"model": "pretrain_32", "messages": user("hello")}
+        assert client.post("/v1/chat/completions", json=body).status_code == 404

@@ -1,0 +1,68 @@
+"""The tools that the page may have run: which there are, what they answer, and what is refused."""
+
+import json
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from common.errors import UserError
+from scripts.serve.tools import MAX_BYTES, tools_router
+from scripts.toolbox import Toolbox, names_of
+from trainer.components import environments
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    app = FastAPI()
+    app.include_router(tools_router())
+    return TestClient(app)
+
+
+def call(tool: str, /, **arguments: object) -> dict:
+    return {"name": tool, "arguments": json.dumps(arguments)}
+
+
+def test_the_shipped_environments_are_listed_and_run(client):
+    listed = client.get("/api/tools").json()["toolboxes"]
+    assert [box["name"] for box in listed] == ["calculator", "lookup"]
+    assert [tool["function"]["name"] for box in listed for tool in box["tools"]] == ["calculate", "look_up"]
+    calls = [call("calculate", expression="12 * 34"), call("look_up", name="Pepa"), call("launch"), call("calculate")]
+    calls.append(call("calculate", expression="__import__('os').getpid()"))
+    results = client.post("/api/tools", json={"calls": calls}).json()["results"]
+    assert results[0] == "408" and json.loads(results[1])["home"] and results[2] == "error: no tool named launch"
+    assert results[3].startswith("error: ") and results[4].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b'{"calls": 5}', 400),
+        (b'{"calls": [{}]}', 400),
+        (json.dumps({"calls": [{"name": "calculate", "arguments": "[1]"}]}).encode(), 400),
+        (json.dumps({"calls": [call("calculate", expression="1")] * 33}).encode(), 400),
+        (b" " * (MAX_BYTES + 1), 413),
+    ],
+)
+def test_what_is_no_call_is_refused(client, body, status):
+    assert client.post("/api/tools", content=body).status_code == status
+
+
+def test_an_environment_of_ones_own_that_fails_answers_with_its_error(monkeypatch):
+    class Broken:
+        tools = [environments.tool_schema("fail", "Fails.")]  # noqa: RUF012
+
+        def __init__(self, record: dict):
+            if record.get("never"):
+                raise KeyError
+
+        def reply(self, calls: list) -> list:
+            raise RuntimeError("out of order")
+
+    monkeypatch.setitem(environments.SHIPPED, "broken", Broken)
+    assert Toolbox(["broken"]).reply([{"name": "fail", "arguments": {}}])[0]["content"] == "error: out of order"
+    monkeypatch.setattr(Broken, "__init__", lambda self, record: record["answer"])
+    with pytest.raises(UserError, match="--tools broken: it cannot be made without a record"):
+        Toolbox(["broken"])
+    assert names_of("calculator, a:B") == ["calculator", "a:B"] and names_of("tools.json") == []
