@@ -10,7 +10,7 @@ and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, 
 `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to torchrun alone or to one
 rank, after which torchrun starts all of them anew, a closed terminal, Ctrl-C while the output goes through a pipe; no
 process may be left. With more than 3 kills the killed run begins beside an unfinished one of the same name, which it
-must set aside.
+must set aside (not where it starts from weights of its own name).
 """
 
 import json
@@ -175,7 +175,8 @@ def check(reference: Run, killed: Run, control: Run, rng: random.Random, kills: 
     records = read_metrics(reference.metrics)
     start, update = seconds - records[-1]["seconds"], records[-1]["seconds"] / records[-1]["update"]
     drawn = draw_kills(rng, kills, records, killed.ranks)
-    outcome = train(killed, drawn, start, update, second=kills > 3)
+    own_start = killed.args.save_weight == killed.args.from_weight  # an earlier run would write over the start weights
+    outcome = train(killed, drawn, start, update, second=kills > 3 and not own_start)
     if differing := compare_runs(reference, killed):
         train(control, [])
         if other := compare_runs(reference, control):

@@ -89,7 +89,7 @@ class Run:
     @property
     def set_aside(self) -> bool:
         """Whether the files of an earlier run were set aside."""
-        return (Path(self.args.checkpoint_dir) / "earlier_1").exists()
+        return any(Path(self.args.checkpoint_dir).glob("earlier_*"))
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
