@@ -90,7 +90,9 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
     exec(faults.script, {"os": os, "sys": sys})
-    if stage == "engine":
+    if "." in stage:
+        import_module(stage).main()
+    elif stage == "engine":
         _run_engine(faults)
     else:
         _run_stage(stage, faults)
@@ -192,7 +194,8 @@ def start_ranks(
 def run(
     stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0, timeout: float = 120
 ) -> StageProcess:
-    """Run to the end, which must be this exit status; returns the process (rank 0)."""
+    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, or the
+    module of another script."""
     if ranks > 1:
         processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None)
     else:

@@ -1,15 +1,10 @@
-"""Run an epoch of SFT and record each update's gradient, loss and sample ids (started by test_loop.py).
-
-python record_updates.py DATA CACHE OUT BATCH_SIZE ACCUMULATION USE_MOE PACKING
-"""
+"""Run an epoch of SFT and record each update's gradient, loss and sample ids (started by test_loop.py
+with arguments DATA CACHE OUT BATCH_SIZE ACCUMULATION USE_MOE PACKING)."""
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
 
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import SFTDataset
@@ -55,7 +50,3 @@ def main() -> None:
     state.model = unwrap(state.model)
     utils.leave_process_group()
     torch.save({"gradients": gradients, "records": records, "ids": ids}, f"{out}.{rank}")
-
-
-if __name__ == "__main__":
-    main()
