@@ -593,20 +593,12 @@ class OtherCalls(Calls):
     """A second one, which is called after the first."""
 
 
-KILLS = [
-    ("start", 0),
-    ("update", 1),
-    ("validation", 2),
-    ("update", 2),
-    ("end", 0),
-    ("start", 1),
-    ("update", 3),
-    ("end", 1),
-]
+UPDATES = [("update", 1), ("validation", 2), ("update", 2), ("update", 3)]
+KILLS = [(kill, None) for kill in (("start", 0), *UPDATES, ("end", 0), ("start", 1), ("end", 1))]
+KILLS += [(("end", 0), ("end", 0)), (("update", 3), ("end", 0)), (("start", 1), ("start", 1))]
 
 
-@pytest.mark.parametrize("save", [None, ("end", 0), ("start", 1)])
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize(("kill", "save"), KILLS)
 def test_each_epoch_begins_and_ends_once_wherever_a_run_is_killed(tmp_path, kill, save):
     """As seen from the state that is saved: two epochs of two updates, a checkpoint and a validation at their ends."""
     settings = {"epochs": 2, "num_samples": 40, "batch_size": 16, "validation_share": 0.2}
@@ -617,5 +609,6 @@ def test_each_epoch_begins_and_ends_once_wherever_a_run_is_killed(tmp_path, kill
     again = [Calls(), OtherCalls()]
     made(RegressionTask, tmp_path, again, **settings, from_resume=1).run()
     assert [each.calls for each in again] == [wanted, wanted]
-    made(RegressionTask, tmp_path, again, **settings, from_resume=1).run()  # nothing left to train
-    assert [each.calls for each in again] == [wanted, wanted]
+    if kill == ("end", 1):  # again, with nothing left to train
+        made(RegressionTask, tmp_path, again, **settings, from_resume=1).run()
+        assert [each.calls for each in again] == [wanted, wanted]
