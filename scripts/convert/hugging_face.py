@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.components.hugging_face import CONFIG_FILE, IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE, WEIGHTS_FILE
+from trainer.components.hugging_face import IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE
+from trainer.components.run_files import CONFIG_FILE, WEIGHTS_FILE
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}  # as in chat; without do_sample servers do not sample
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

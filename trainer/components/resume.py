@@ -16,12 +16,13 @@ from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.hugging_face import is_hugging_face, model_files
 from trainer.components.run_files import (
     NAMED_SHAPE,
     entries,
+    is_hugging_face,
     is_path,
     is_state,
+    model_files,
     resume_states,
     run_name,
     same_file,
