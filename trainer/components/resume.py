@@ -335,5 +335,5 @@ def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool, now: 
     before = {"--deterministic": int(checkpoint.get("deterministic", deterministic))} | checkpoint.get("computing", {})
     changed = [f"{key} was {before[key]} and is {now.get(key)}" for key in now if now[key] != before.get(key, now[key])]
     if changed:
-        text = "from here on the run equals one that was not stopped to rounding only, not bit for bit"
+        text = "from here on the run is sure to equal one that was not stopped to rounding only, not bit for bit"
         warn(f"{', '.join(changed)}: {text}")
