@@ -25,7 +25,8 @@ from transformers import (
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from trainer.components.hugging_face import CONFIG_FILE, IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE, WEIGHTS_FILE
+from trainer.components.hugging_face import IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE
+from trainer.components.run_files import CONFIG_FILE, WEIGHTS_FILE
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")

@@ -15,13 +15,13 @@ from torch import Tensor
 from common.errors import UserError, reason
 from model.sampling import DEFAULTS, Sampling
 from trainer.components.language_model import config_of_weights
+from trainer.components.run_files import CONFIG_FILE, PICKLED_WEIGHTS, model_files
 from trainer.components.state_files import UNREADABLE, read_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CONFIG_FILE, TOKENIZER_FILE, SAMPLING_FILE = "config.json", "tokenizer.json", "generation_config.json"
-WEIGHTS_FILE, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
+TOKENIZER_FILE, SAMPLING_FILE = "tokenizer.json", "generation_config.json"
 TOLD = ("max_position_embeddings", "rms_norm_eps", "rope_parameters")  # fields that the tensors do not tell
 TOLD_MOE = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
 IN_TENSORS = (
@@ -41,31 +41,6 @@ ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has
     "quantization_config": (None,),
     "n_shared_experts": (0, None),  # of MiniMind's earlier generations
 }
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Whether it is a Hugging Face folder."""
-    return (path / CONFIG_FILE).is_file()
-
-
-def model_files(folder: Path) -> list[Path]:
-    """The files of a folder that the model is read from: its config, and the files of its tensors.
-
-    Raises:
-        UserError: there are none, or some are missing.
-    """
-    index = folder / f"{WEIGHTS_FILE}.index.json"
-    names = [WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PICKLED_WEIGHTS]
-    if names[0] == PICKLED_WEIGHTS and index.is_file():
-        try:
-            content = json.loads(index.read_text(encoding="utf-8"))
-            names = [index.name, *sorted({Path(name).name for name in content["weight_map"].values()})]
-        except UNREADABLE as error:
-            raise UserError(f"{index}: not a readable index ({reason(error)})") from error
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        what = f"{missing[0]} is missing" if len(names) > 1 else f"it holds no weights ({WEIGHTS_FILE})"
-        raise UserError(f"{folder}: {what}")
-    return [folder / name for name in (CONFIG_FILE, *names)]
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -16,12 +16,13 @@ from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.hugging_face import is_hugging_face, model_files
 from trainer.components.run_files import (
     NAMED_SHAPE,
     entries,
+    is_hugging_face,
     is_path,
     is_state,
+    model_files,
     resume_states,
     run_name,
     same_file,
@@ -337,5 +338,5 @@ def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool, now: 
     before = {"--deterministic": int(checkpoint.get("deterministic", deterministic))} | checkpoint.get("computing", {})
     changed = [f"{key} was {before[key]} and is {now.get(key)}" for key in now if now[key] != before.get(key, now[key])]
     if changed:
-        text = "from here on the run equals one that was not stopped to rounding only, not bit for bit"
+        text = "from here on the run is sure to equal one that was not stopped to rounding only, not bit for bit"
         warn(f"{', '.join(changed)}: {text}")

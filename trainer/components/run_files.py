@@ -1,15 +1,19 @@
-"""The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's, and tell the shape of the model."""
+"""The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's, and tell the shape of the model. And
+which files a run may start from: weights, a checkpoint, a Hugging Face folder."""
 
 import glob
+import json
 import re
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.errors import UserError, reason
 from common.settings import ModelConfig
 
 EXPERTS = (ModelConfig.num_experts, ModelConfig.num_experts_per_tok)  # MiniMind's, which its names do not mention
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")  # the settings in a file's name
 WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")
+CONFIG_FILE, WEIGHTS_FILE, PICKLED_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
 
 
 class NamedShape(Protocol):
@@ -93,6 +97,31 @@ def entries(path: Path) -> list[Path]:
 def same_file(path: Path, written: Path) -> bool:
     """Whether writing (and renaming to) `written` changes what `path` leads to; a hard link stays what it was."""
     return entries(written)[0] in entries(path)
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether it is a Hugging Face folder."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a folder that the model is read from: its config, and the files of its tensors.
+
+    Raises:
+        UserError: there are none, or some are missing.
+    """
+    index = folder / f"{WEIGHTS_FILE}.index.json"
+    names = [WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PICKLED_WEIGHTS]
+    if names[0] == PICKLED_WEIGHTS and index.is_file():
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            names = [index.name, *sorted({Path(name).name for name in content["weight_map"].values()})]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: not a readable index ({reason(error)})") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        what = f"{missing[0]} is missing" if len(names) > 1 else f"it holds no weights ({WEIGHTS_FILE})"
+        raise UserError(f"{folder}: {what}")
+    return [folder / name for name in (CONFIG_FILE, *names)]
 
 
 def metrics_path(save_dir: str | Path, run: str) -> Path:

@@ -19,10 +19,10 @@ from dataset.token_cache import load_tokenizer
 from trainer.components.checkpoint import STATE_KEYS, fill, missing_weights, read_state, read_weights
 from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
-from trainer.components.hugging_face import CONFIG_FILE, TOKENIZER_FILE, is_hugging_face, read_folder, read_sampling
+from trainer.components.hugging_face import TOKENIZER_FILE, read_folder, read_sampling
 from trainer.components.language_model import SHAPE, check_vocabulary, config_of_weights, describe_size, special_tokens
 from trainer.components.lora import merge_adapter
-from trainer.components.run_files import NAMED_SHAPE, shape_in_name, weight_files
+from trainer.components.run_files import CONFIG_FILE, NAMED_SHAPE, is_hugging_face, shape_in_name, weight_files
 from trainer.components.state_files import UNREADABLE, read_file
 
 if TYPE_CHECKING:

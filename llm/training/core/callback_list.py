@@ -23,7 +23,7 @@ class Callback:
         """Training is finished, or was stopped by `engine.stop`. Not called after an exception."""
 
     def on_epoch_start(self, engine: Engine, epoch: int) -> None:
-        """Before the first update of an epoch (from 0), or the first after a resume."""
+        """Before the first update of an epoch (from 0); not again after a resume within it."""
 
     def on_epoch_end(self, engine: Engine, epoch: int) -> None:
         """After the last update of an epoch, its validation and its checkpoint."""

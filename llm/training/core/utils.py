@@ -1,6 +1,7 @@
 """What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
 
 import fcntl
+import glob
 import math
 import os
 import re
@@ -255,7 +256,9 @@ class CheckpointManager:
     def prune(self) -> None:
         """Delete the numbered checkpoints, files or folders, except for the last K (at least one) and the best."""
         pattern = re.compile(re.escape(self.run_name) + r"_update_(\d+)(\.pth)?")
-        found = ((pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{self.run_name}_update_*"))
+        found = (
+            (pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{glob.escape(self.run_name)}_update_*")
+        )
         numbered = dict(sorted((int(match[1]), path) for match, path in found if match))
         kept = {*list(numbered)[-max(1, self.keep_last) :], self.best_update}
         for update in numbered.keys() - kept:

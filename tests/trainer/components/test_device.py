@@ -22,7 +22,6 @@ from trainer import train_full_sft, train_pretrain
 from trainer.components import device as device_module
 from trainer.components import distributed
 from trainer.components.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
-from trainer.components.resume import warn_of_other_kernels
 from trainer.components.sampler import epoch_loader
 
 
@@ -117,14 +116,6 @@ def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch):
             engine.TrainingEngine._setup_components(made, None)
         else:
             script.main()
-
-
-def test_other_kernels_than_before_are_told(capsys):
-    for checkpoint, deterministic in (({}, True), ({"deterministic": True}, True), ({"deterministic": False}, False)):
-        warn_of_other_kernels(checkpoint, deterministic)
-    assert capsys.readouterr().err == ""
-    warn_of_other_kernels({"deterministic": True}, False)
-    assert "warning: --deterministic was 1 until the checkpoint and is 0 now: on a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("initialized", [False, True])

@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from: another number of ranks, more epochs, other settings, a second run at once."""
 
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from trainer.components.resume import (
     run_fingerprint,
     total_updates,
     warn_of_other_kernels,
+    weights_fingerprint,
 )
 from trainer.components.run_files import start_path
 from trainer.components.state import TrainState
@@ -317,6 +319,37 @@ def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
     assert check_resume(args, run, checkpoint) == saved
     with pytest.raises(UserError, match=r"\(teacher_sha256: a -> b; teacher_hidden_size: 0 -> 768\)"):
         check_resume(args, run | {"teacher_sha256": "b"}, checkpoint)
+
+
+def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
+    """Whatever else is put there, such as the run's own files."""
+    folder, index = tmp_path / "model", {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}
+    (folder / "out").mkdir(parents=True)
+
+    def digest() -> str:
+        return weights_fingerprint("teacher", folder, str(tmp_path / "cache"))["teacher_sha256"]
+
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"it holds no weights \(model.safetensors\)"):
+        digest()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").write_text("1")
+    with pytest.raises(UserError, match=r"model-2\.safetensors is missing"):
+        digest()
+    (folder / "model-2.safetensors").write_text("2")
+    before = digest()
+    for name in ("out/w_512.pth", "w_512_metrics.jsonl", "adapter_model.safetensors", "README.md"):
+        (folder / name).write_text(name)
+    assert digest() == before
+    for name in ("model-1.safetensors", "config.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text("other")
+        assert digest() != before
+        (folder / name).write_text(text)
+    assert digest() == before
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="not a readable index"):
+        digest()
 
 
 def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
