@@ -26,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -101,7 +102,7 @@ class BlockTokenizer:
     def __init__(self, spec: TokenizerSpec, kind: str, max_length: int):
         self.spec, self.kind, self.max_length = spec, kind, max_length
         self.backend = Tokenizer.from_str(spec.backend)
-        self.plain_backend, self.special = plain_backend(self.backend), SpecialTexts(self.backend)
+        self.special = SpecialTexts(self.backend)
         added = self.backend.get_added_tokens_decoder()
         vocabulary = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=0)
         self.dtype = np.min_scalar_type(vocabulary - 1)  # the smallest unsigned type that holds every id
@@ -190,10 +191,14 @@ class BlockTokenizer:
         for pieces, at_once in zip(texts, whole, strict=True):
             yield next(short) if at_once else self._encode_pieces(pieces)
 
+    @cached_property
+    def _plain_backend(self) -> Tokenizer:
+        return plain_backend(self.backend)
+
     def _encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
         encoded, begin = [], 0
         for text, is_plain in pieces:
-            token_ids, offsets = encode_long(self.plain_backend if is_plain else self.backend, text)
+            token_ids, offsets = encode_long(self._plain_backend if is_plain else self.backend, text)
             encoded.append((token_ids, offsets + begin))
             begin += len(text)
         return np.concatenate([ids for ids, _ in encoded]), np.concatenate([places for _, places in encoded])
