@@ -169,10 +169,10 @@ def _report(lengths: np.ndarray, kind: str, max_length: int, counts: Counter, ba
     if kind == "pretrain":
         own = {"documents": 0, "empty_documents": 0, "documents_split": 0}
     elif kind == "dpo":
-        own = {"pairs": 0, "pairs_cut": 0, "dropped_alike": 0}
+        own = {"pairs": 0, "pairs_cut": 0, "dropped_alike": 0, "special_texts": 0}
     else:
         own = {"conversations": 0, "masked_turns": 0, "labelled_good": 0, "labelled_bad": 0}
-        own |= {"cut_at_turn": 0, "cut_inside_turn": 0}
+        own |= {"cut_at_turn": 0, "cut_inside_turn": 0, "special_texts": 0}
     names = ["records", *own, "dropped_without_label", "samples", "tokens", "targets", "target_bytes"]
     shares = (1, 10, 25, 50, 75, 90, 99, 100)
     return {
@@ -208,6 +208,8 @@ def format_report(report: dict) -> str:
         if r["labelled_good"] + r["labelled_bad"]:
             good = f"{r['labelled_good']:,} good answers are trained as SFT data"
             lines.append(f"  labels (KTO): {good}, {r['labelled_bad']:,} bad ones are left out")
+    if r.get("special_texts"):
+        lines.append(f"  conversations with the text of special tokens, which stays text {r['special_texts']:,}")
     lines.append(f"  dropped for lack of a label {part('dropped_without_label')}, bad {part('skipped_bad_records')}")
     share = r["targets"] / r["tokens"]
     lines.append(f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
-LAYOUT_VERSION = 4  # raise it when the same samples are stored in other files, or counted in another way
+LAYOUT_VERSION = 5  # raise it when the same samples are stored in other files, or counted in another way
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 KEY_LENGTH = 32  # hexadecimal digits in a cache's name
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use

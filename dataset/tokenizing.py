@@ -14,7 +14,8 @@ DPO: the conversations with the chosen and the rejected answer, as two samples i
 follows the common beginning. Both are cut off at `max_length`; a pair of which one has no label left, or whose samples
 are then the same, is dropped and counted.
 
-The text of a special token (`<|im_end|>`) in the data becomes that token, as everywhere in transformers.
+In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is text, as
+for the server (model/prompts.py). A document of pretraining has no template: there it becomes that token.
 Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and none for BOS and
 EOS; in SFT those of the assistant's text, and none for special tokens.
 """
@@ -25,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -36,7 +38,9 @@ from dataset.data_files import parse_block
 from dataset.formats import Chat, to_chat, to_pair, to_text, unused_fields
 from dataset.json_records import BadRecord
 from dataset.text_files import DocumentPart
+from model.prompts import Piece, SpecialTexts, plain_backend
 
+Pieces = list[Piece]
 KINDS = ("pretrain", "sft", "dpo")
 WINDOW = 1 << 17  # characters tokenised at once
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of vocabularies that spell rare characters byte by byte
@@ -98,6 +102,7 @@ class BlockTokenizer:
     def __init__(self, spec: TokenizerSpec, kind: str, max_length: int):
         self.spec, self.kind, self.max_length = spec, kind, max_length
         self.backend = Tokenizer.from_str(spec.backend)
+        self.special = SpecialTexts(self.backend)
         added = self.backend.get_added_tokens_decoder()
         vocabulary = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=0)
         self.dtype = np.min_scalar_type(vocabulary - 1)  # the smallest unsigned type that holds every id
@@ -120,7 +125,7 @@ class BlockTokenizer:
         self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, bytes, line
         self.answers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of a pair: tokens, loss_mask, bytes
         counts, unused, bad = Counter(), Counter(), []
-        texts, spans, lines = [], [], []
+        texts, spans, lines = [], [], []  # texts: in pieces
         for line, record in parse_block(block):
             counts["records"] += 1
             try:
@@ -139,28 +144,29 @@ class BlockTokenizer:
                 lines.append(line)
         encoded = [] if check_only else self._encode(texts)
         add = {"pretrain": self._add_document, "sft": self._add_chat, "dpo": self._add_answer}[self.kind]
-        for text, span, line, (token_ids, offsets) in zip(texts, spans, lines, encoded, strict=not check_only):
-            add(text, token_ids, offsets, span, line, counts)
+        for pieces, span, line, (token_ids, offsets) in zip(texts, spans, lines, encoded, strict=not check_only):
+            add("".join(piece.text for piece in pieces), token_ids, offsets, span, line, counts)
         unused.update(dict.fromkeys(block.unread, counts["records"]))
         return self._collected(counts, unused, bad)
 
-    def _document(self, record: dict, counts: Counter) -> tuple[str, tuple]:
+    def _document(self, record: dict, counts: Counter) -> tuple[Pieces, tuple]:
         """The text of a document or of a part; the tokens before and after it; whether the document begins and ends."""
         start, end = ([] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end))
         begins, ends = (record.begins, record.ends) if isinstance(record, DocumentPart) else (True, True)
         if isinstance(record, DocumentPart) and not begins:
             counts["records"] -= 1  # it was counted when it began
             start = self.backend.encode(record.context, add_special_tokens=False).ids[-1:]
-        return to_text(record), (start, end if ends else [], begins, ends)
+        return [Piece(to_text(record), False)], (start, end if ends else [], begins, ends)
 
-    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> list[tuple[str, list]]:
+    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> list[tuple[Pieces, list]]:
         """The text and the spans to train of a conversation, or of both of a pair; nothing for an answer that must not
         be trained."""
         chats: tuple[Chat, ...] = to_pair(record) if self.kind == "dpo" else (to_chat(record),)
         try:
-            rendered = [self.template.render(chat) for chat in chats]
+            rendered = [self._rendered(chat) for chat in chats]
         except UserError as error:
             raise UserError(f"{block.path}:{line}: {error}") from None
+        counts["special_texts"] += sum(len(pieces) > 1 for pieces, _ in rendered)
         if self.kind == "dpo":
             counts["pairs"] += 1
             return rendered
@@ -171,11 +177,31 @@ class BlockTokenizer:
             counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
         return [] if chat.is_good is False else rendered
 
-    def _encode(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _rendered(self, chat: Chat) -> tuple[Pieces, list]:
+        hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
+        text, spans = self.template.render(hidden)
+        return self.special.pieces(text), spans
+
+    def _encode(self, texts: list[Pieces]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Token ids int64 [T] and their [start, end) characters int64 [T, 2], for each text."""
-        short = iter(encode_batch(self.backend, [text for text in texts if len(text) <= WINDOW]))
-        for text in texts:
-            yield next(short) if len(text) <= WINDOW else encode_long(self.backend, text)
+        whole = [len(pieces) == 1 and len(pieces[0].text) <= WINDOW for pieces in texts]
+        short = iter(
+            encode_batch(self.backend, [text[0].text for text, at_once in zip(texts, whole, strict=True) if at_once])
+        )
+        for pieces, at_once in zip(texts, whole, strict=True):
+            yield next(short) if at_once else self._encode_pieces(pieces)
+
+    @cached_property
+    def _plain_backend(self) -> Tokenizer:
+        return plain_backend(self.backend)
+
+    def _encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        encoded, begin = [], 0
+        for text, is_plain in pieces:
+            token_ids, offsets = encode_long(self._plain_backend if is_plain else self.backend, text)
+            encoded.append((token_ids, offsets + begin))
+            begin += len(text)
+        return np.concatenate([ids for ids, _ in encoded]), np.concatenate([places for _, places in encoded])
 
     def _add_document(self, text: str, token_ids, offsets, part, line: int, counts: Counter) -> None:
         """Split a document into samples; `part` as `_document` gives it."""

@@ -1,11 +1,10 @@
-"""The tokens of a conversation that the model is to continue.
+"""The tokens of a conversation that the model is to continue, and the text of special tokens within one.
 
 Only the chat template writes special tokens. The text of one inside a message or a tool (`<|im_end|>`) becomes ordinary
 tokens that spell it, so nobody can end a turn or begin another from within a message.
 """
 
 import re
-import secrets
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,9 @@ from common.errors import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PRIVATE_USE = 0x100000  # the first character of the last plane, which has no meaning
 
 
 class Piece(NamedTuple):
@@ -39,31 +41,52 @@ def prompt_pieces(
     Raises:
         ValueError: the tokenizer has no chat template, or it refuses the conversation.
     """
-    special, mark, hidden = special_texts(tokenizer), secrets.token_hex(8), []
-
-    def hide(value: Any) -> Any:
-        if isinstance(value, str):
-            return special.sub(lambda found: hide_one(found[0]), value)
-        if isinstance(value, list):
-            return [hide(entry) for entry in value]
-        return {hide(key): hide(entry) for key, entry in value.items()} if isinstance(value, dict) else value
-
-    def hide_one(text: str) -> str:
-        hidden.append(text)
-        return f"{mark}{len(hidden) - 1}x"
-
-    options = {"tools": hide(tools) or None, "tokenize": False, "add_generation_prompt": True}
+    special = _backends(tokenizer)[2]
+    options = {"tools": special.hide(tools) or None, "tokenize": False, "add_generation_prompt": True}
     try:
-        text = tokenizer.apply_chat_template(hide(messages), **options, **variables)
+        text = tokenizer.apply_chat_template(special.hide(messages), **options, **variables)
     except Exception as error:  # a template is a program: it may raise anything
         raise ValueError(f"the chat template refuses this conversation: {reason(error)}") from error
-    parts = re.split(f"{mark}([0-9]+)x", str(text) + hide(opening))  # text, number of a hidden one, text, ...
-    return [Piece(hidden[int(part)], True) if i % 2 else Piece(part, False) for i, part in enumerate(parts)]
+    return special.pieces(str(text) + special.hide(opening))
+
+
+class SpecialTexts:
+    """The text of a tokenizer's special tokens. While a template is rendered, characters for private use stand for it,
+    as many, so that nothing moves.
+
+    Args:
+        backend: of the tokenizer.
+    """
+
+    def __init__(self, backend: Tokenizer):
+        contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        ordered = sorted(contents, key=lambda content: (-len(content), content))
+        self.stand_ins = {content: chr(PRIVATE_USE + i) * len(content) for i, content in enumerate(ordered)}
+        self.contents = {stand_in: content for content, stand_in in self.stand_ins.items()}
+        self.pattern, self.hidden = (
+            re.compile("|".join(map(re.escape, texts)) or "(?!)") for texts in (ordered, self.stand_ins.values())
+        )
+
+    def hide(self, value: Any) -> Any:
+        """The value with stand-ins for the text of special tokens, also in the keys of its objects."""
+        if isinstance(value, str):
+            return self.pattern.sub(lambda found: self.stand_ins[found[0]], value)
+        if isinstance(value, list):
+            return [self.hide(entry) for entry in value]
+        return {self.hide(key): self.hide(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+
+    def pieces(self, text: str) -> list[Piece]:
+        """A rendered text with what was hidden, which is plain; the first piece is not, but may be empty."""
+        found, at = [], 0
+        for hidden in self.hidden.finditer(text):
+            found += [Piece(text[at : hidden.start()], False), Piece(self.contents[hidden[0]], True)]
+            at = hidden.end()
+        return [*found, Piece(text[at:], False)]
 
 
 def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: list[Piece]) -> list[int]:
     """The token ids of a prompt."""
-    usual, plain = _backends(tokenizer)
+    usual, plain, _ = _backends(tokenizer)
     encoded = ((plain if is_plain else usual).encode(text, add_special_tokens=False) for text, is_plain in pieces)
     return [token for encoding in encoded for token in encoding.ids]
 
@@ -75,18 +98,20 @@ def prompt_tokens(
     return encode_pieces(tokenizer, prompt_pieces(tokenizer, messages, tools, **variables))
 
 
-@lru_cache(maxsize=8)
 def special_texts(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
     """What finds the text of any special token."""
-    added = _backends(tokenizer)[0].get_added_tokens_decoder().values()
-    special = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, special)) or "(?!)")
+    return _backends(tokenizer)[2].pattern
+
+
+def plain_backend(backend: Tokenizer) -> Tokenizer:
+    """The backend of a tokenizer to which the text of a special token is text."""
+    plain = Tokenizer.from_str(backend.to_str())
+    plain.encode_special_tokens = True
+    return plain
 
 
 @lru_cache(maxsize=8)
-def _backends(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tokenizer, Tokenizer]:
-    """The tokenizer's own backend, and one to which the text of a special token is text."""
+def _backends(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tokenizer, Tokenizer, SpecialTexts]:
+    """The tokenizer's own backend, the one to which the text of a special token is text, and these texts."""
     usual: Tokenizer = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    plain = Tokenizer.from_str(usual.to_str())
-    plain.encode_special_tokens = True
-    return usual, plain
+    return usual, plain_backend(usual), SpecialTexts(usual)

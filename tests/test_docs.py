@@ -568,7 +568,7 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
 MAY_IMPORT = {
     "common": set(),
     "model": {"common"},
-    "dataset": {"common"},
+    "dataset": {"model", "common"},
     "trainer": {"dataset", "model", "common"},
     "llm": {"trainer", "dataset", "model", "common"},
     "scripts": {"trainer", "dataset", "model", "common", "llm"},

@@ -718,7 +718,7 @@ def test_messages_name_the_data_where_they_lie_now(write, tokenizer, cache_dir):
 
 def test_memory_stays_flat_whatever_the_size_of_the_file(write, other_tokenizer, cache_dir, monkeypatch):
     def encode(self, texts):  # tokenising takes long and is not what is measured here
-        for text in texts:
+        for ((text, _),) in texts:
             starts = np.arange(0, len(text), 4)
             yield starts % 400, np.stack([starts, starts + 4], axis=1)
 

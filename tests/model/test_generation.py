@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.generation import Answer, Decoder, generate
 from model.model_minimind import MiniMindForCausalLM
-from model.sampling import Sampling
+from model.sampling import Sampling, draw_tokens
 from tests.model.test_model_minimind import VOCAB, build, ragged, stock
 
 END = 2
@@ -121,6 +121,27 @@ def test_a_seed_gives_the_same_answer_in_any_company():
     assert len({tuple(tokens) for group in alone for tokens in group}) > 10
     other = generate(model, prompts[:1], [[Sampling(1.0, seed=4)]], 20, [END])
     assert tokens_of(other)[0][0] != alone[0][0]
+
+
+def test_each_token_is_drawn_with_noise_of_its_own():
+    model, (prompt,), sampling = build("dense"), prompts_of(6), Sampling(1.0, seed=5)
+    ((answer,),) = generate(model, [prompt], [[sampling]], 12, [VOCAB])
+    tokens = list(prompt)
+    for number in range(12):
+        logits = model(torch.tensor([tokens])).logits[:, -1]
+        tokens += draw_tokens(logits, [sampling], [number]).tolist()
+    assert answer.tokens == tokens[6:]
+
+
+def test_padding_behind_the_end_of_the_cache_changes_nothing():
+    """The rest of a prompt that nearly fills its row is read beside a longer one."""
+    model, prompts = build("dense"), prompts_of(18, 8)
+    decoder = Decoder(model, 2, 20, [VOCAB], prefill_tokens=16)
+    answers = [decoder.add(prompt, [GREEDY], 2)[0] for prompt in prompts]
+    while decoder.rows:
+        decoder.step()
+    expected = tokens_of(generate(model, prompts, [[GREEDY]] * 2, 2, [VOCAB]))
+    assert [[answer.tokens] for answer in answers] == expected
 
 
 def test_answers_that_leave_do_not_disturb_the_others():

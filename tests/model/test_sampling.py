@@ -32,6 +32,13 @@ def test_the_tokens_have_the_probabilities_that_transformers_filters_leave(field
     assert ((found - expected).abs() <= 4.5 * spread + 1e-9).all()
 
 
+def test_the_nucleus_is_one_of_the_top_k():
+    """top_p counts the probabilities that top_k leaves: 4/7 and 3/7."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert draws(logits, 100, top_k=2, top_p=0.55).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert (draws(logits, 100, top_k=2, top_p=0.6) > 0).tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize("top_p", [0.6, 0.9, 0.999])
 def test_a_wide_nucleus_is_looked_at_as_a_whole(top_p):
     """Wider than the candidates that are looked at first."""

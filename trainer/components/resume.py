@@ -52,7 +52,10 @@ def model_fingerprint(lm_config: "MiniMindConfig") -> Fingerprint:
 
 def data_fingerprint(cache: TokenCache) -> Fingerprint:
     """The part of the run fingerprint that describes tokenised data."""
-    content = json.dumps([cache.meta[key] for key in ("format", "kind", "data")])
+    described = [cache.meta[key] for key in ("format", "kind", "data")]
+    if cache.report.get("special_texts"):
+        described.append("special_texts")  # early versions made special tokens of them, so other samples
+    content = json.dumps(described)
     return {"data": hashlib.sha256(content.encode()).hexdigest()[:16], "tokenizer": cache.meta["tokenizer"][:16]}
 
 

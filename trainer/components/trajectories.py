@@ -143,7 +143,7 @@ class Sampler:
             each.is_cut = True
             return False
         with self._user_code(each.prompt):
-            replies = checked_replies(each.environment.reply(deepcopy(calls)))
+            replies = checked_replies(each.environment.reply(calls))
         tokens = self._between_turns(each, replies)
         if len(each.tokens) + len(tokens) >= self.max_total_len:
             each.is_cut = True

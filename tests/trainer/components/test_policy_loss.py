@@ -188,7 +188,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
 
 def test_advantages_are_zero_in_the_mean_and_where_all_rewards_are_equal():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
-    assert not group_advantages(torch.tensor([[0.1] * 3]).double()).any(), "the mean is not exact"
+    assert not group_advantages(torch.tensor([[0.1] * 3], dtype=torch.float64)).any(), "the mean is not exact"
     plain, scaled = group_advantages(rewards, scale=False), group_advantages(rewards)
     assert plain[0].tolist() == [0.5, -0.5, -0.5, 0.5] and not plain[1].any() and not scaled[1].any()
     torch.testing.assert_close(scaled[0], plain[0] / (math.sqrt(1 / 3) + 1e-4))

@@ -110,19 +110,20 @@ def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
 
 def test_the_record_holds_means_since_the_last_one():
     rollouts, state = rollouts_of(num_iterations=1)
-    for _ in range(2):
-        rollouts.prepare(state, window((0,), (1,)))
-        rollouts.prepare(state, window((0,), (1,)))  # the first one was stopped by a signal
-        rollouts.batch_start(state)
-        rollouts.batch_start(state)  # of an update without a rollout
-    figures, weighted = rollouts.figures(state), [*WEIGHTED, *[1.5] * GROUP]
+    rollouts.prepare(state, window((1,), (1,)))  # stopped by a signal
+    rollouts.prepare(state, window((0,), (1,)))
+    rollouts.batch_start(state)
+    rollouts.prepare(state, window((1,)))
+    rollouts.batch_start(state)
+    rollouts.batch_start(state)  # of an update without a rollout
+    figures, weighted = rollouts.figures(state), [*WEIGHTED, *[1.5] * 2 * GROUP]
     assert figures["reward"] == pytest.approx(np.mean(weighted))
     assert figures["reward_std"] == pytest.approx(np.std(weighted))
-    assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * GROUP]))
-    assert figures["reward_size"] == pytest.approx(np.mean([*SIZE, *[1.0] * GROUP]))
+    assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * 2 * GROUP]))
+    assert figures["reward_size"] == pytest.approx(np.mean([*SIZE, *[1.0] * 2 * GROUP]))
     assert (figures["completion_length"], figures["entropy"]) == (2.5, 1.0)
-    assert (figures["cut_share"], figures["equal_groups"]) == (0.25, 0.5)
-    assert [each["reward"] for each in figures["samples"]] == WEIGHTED[:2]
+    assert (figures["cut_share"], figures["equal_groups"]) == (0.25, pytest.approx(2 / 3))
+    assert [each["reward"] for each in figures["samples"]] == [1.5, 1.5]
     assert rollouts.figures(state)["reward"] is None
 
 

@@ -6,6 +6,7 @@ from common.errors import UserError
 from dataset.prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.generation import Answer
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.conftest import ROOT, write_jsonl
 from trainer.components import trajectories
@@ -110,7 +111,16 @@ def test_turns_and_tokens_are_bounded(tokenizer, prompts, written, settings, tur
     asked = written(CALL, CALL, CALL, CALL)
     (found,) = agent(tokenizer, prompts, **settings).write(Head, [prompts[0]], 0)
     assert found.is_cut and len(asked) == turns
-    assert all(new <= settings.get("max_total_len", 600) for _, _, (new,) in asked)
+    total = settings.get("max_total_len", 600)
+    assert [new for _, _, (new,) in asked] == [min(64, total - len(contexts[0])) for contexts, _, _ in asked]
+
+
+def test_a_group_may_be_larger_than_what_is_written_at_once(tokenizer, prompts, monkeypatch):
+    monkeypatch.setattr(trajectories, "SLOTS", 2)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(tokenizer))).eval()
+    found = Sampler(tokenizer, 5, 1.0, 4, seed=1).write(model, [prompts[0], prompts[1]], 0)
+    assert [(each.prompt.sample_id, each.number) for each in found] == [(i, n) for i in (0, 1) for n in range(5)]
+    assert all(1 <= each.sampled <= 4 and each.log_prob < 0 for each in found)
 
 
 def test_a_turn_that_is_cut_gets_no_reply(tokenizer, prompts, written):
