@@ -413,7 +413,7 @@ def test_an_early_cache_is_used_and_an_unchanged_one_read_once(write, tokenizer,
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
     for file in cache.path.glob("*"):
         settle(file)
-    names = [name for name in cache.meta["sizes"]]
+    names = list(cache.meta["sizes"])
     for expected in (names, []):  # opened for the first time since it was built, and again
         read.clear()
         again = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
