@@ -121,10 +121,10 @@ def reference(tmp_path, models):
     rows, built = pairs([(7, 12), (3, 4)]), []
     data, device = Pairs(rows, tmp_path), torch.device("cpu")
 
-    def compute(**changes):
+    def compute(autocast=None, **changes):
         run = {"from_weight_sha256": "a" * 64, "use_moe": False, "num_experts_per_tok": 1} | changes
         return reference_log_probs(
-            data, run, lambda: built.append(1) or copy.deepcopy(models[1]), 2, device, nullcontext()
+            data, run, lambda: built.append(1) or copy.deepcopy(models[1]), 2, device, autocast or nullcontext()
         )
 
     return compute, built
@@ -161,15 +161,16 @@ def test_a_damaged_file_of_the_reference_is_computed_again(reference, tmp_path, 
     assert np.array_equal(compute(), values) and len(built) == 2 and path.read_bytes() == content
 
 
-def test_the_reference_depends_on_weights_and_experts(reference, tmp_path):
+def test_the_reference_depends_on_weights_experts_and_precision(reference, tmp_path):
     compute, built = reference
     compute()
+    compute(torch.autocast("cpu", torch.bfloat16))
     compute(from_weight_sha256="b" * 64)
     for experts in (1, 2, 1):
         compute(use_moe=True, num_experts_per_tok=experts)
-    assert len(built) == 4
+    assert len(built) == 5
     (path,) = tmp_path.glob("reference_aaaa*_float32.npz")
     early = np.arange(4.0)
     np.save(path.with_suffix(".npy"), early)  # as early versions did
     path.unlink()
-    assert np.array_equal(compute(), early) and len(built) == 4
+    assert np.array_equal(compute(), early) and len(built) == 5
