@@ -1,8 +1,10 @@
 """How every command starts and ends: the argument parser, and one line on stderr instead of a traceback."""
 
 import argparse
+import errno
 import json
 import os
+import resource
 import signal
 import sys
 import textwrap
@@ -81,12 +83,28 @@ def one_line_errors() -> Iterator[None]:
     _replace_closed_streams()
     try:
         yield
-    except UserError as error:
-        _exit(f"error: {error}", 2, print_first=launch().local_rank == 0, is_cause=not isinstance(error, LostRank))
+    except (UserError, OSError, RuntimeError) as error:
+        line = _about_open_files(error) or (str(error) if isinstance(error, UserError) else "")
+        if not line:
+            raise
+        _exit(f"error: {line}", 2, print_first=launch().local_rank == 0, is_cause=not isinstance(error, LostRank))
     except Interrupted as error:
         _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)  # the ranks stop together
     except KeyboardInterrupt:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
+
+
+def _about_open_files(error: BaseException | None) -> str:
+    """What to do about an error that comes from the limit on open files; empty for others."""
+    while error is not None:
+        if any(phrase in str(error) for phrase in (os.strerror(errno.EMFILE), "ancdata")):  # torch's, of its loaders
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return (
+                f"too many open files: a process here may have {limit}; raise the limit (ulimit -n 4096), or use fewer "
+                "processes (--num_workers, --num_proc)"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _replace_closed_streams() -> None:

@@ -8,6 +8,7 @@ Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1.
 import glob
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ PLAIN_TEXT = ".txt"
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", PLAIN_TEXT)
 TABLES = (".parquet", ".arrow", ".feather")
 DATA = f"*{', *'.join(SUFFIXES)} (also {' or '.join(COMPRESSED)}), *{', *'.join(TABLES)}"
+RECURSIVE = re.compile(r"(?<![^/])\*\*(?:/|$)")  # the ** of a pattern
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of data, of `datasets`
 
 
@@ -61,9 +63,13 @@ def expand_paths(data_path: str | os.PathLike | Sequence[str], plain_text: bool 
         raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
     files: dict[str, str] = {}
     for part in parts:
-        for path in _expand_one(os.path.expanduser(part), plain_text):
-            files.setdefault(os.path.realpath(path), path)
+        try:
+            for path in _expand_one(os.path.expanduser(part), plain_text):
+                files.setdefault(os.path.realpath(path), path)
+        except OSError as error:
+            raise UserError(f"{error.filename or part} cannot be read ({error.strerror}); check --data_path") from error
     for path in files.values():
+        _check_is_file(path)
         if os.path.getsize(path) == 0:
             raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
         if file_kind(path) == PLAIN_TEXT and not plain_text:
@@ -73,14 +79,48 @@ def expand_paths(data_path: str | os.PathLike | Sequence[str], plain_text: bool 
 
 def _expand_one(part: str, plain_text: bool) -> list[str]:
     if os.path.isdir(part):
-        return _choose(part, sorted(map(str, _files_of_folder(Path(part)))), plain_text)
-    if os.path.exists(part):
+        return _choose(part, sorted(map(str, _files_of_folder(Path(part), _above(part)))), plain_text)
+    if os.path.lexists(part):
         return [part]
-    found = [path for path in glob.glob(part, recursive=True) if os.path.isfile(path)]
+    found = [path for path in _matches(part) if not os.path.isdir(path)]
     if not found:
         what = "no file matches this pattern" if glob.has_magic(part) else "no such file"
         raise UserError(f"{part}: {what}; check --data_path")
     return sorted(found)
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """What `glob.glob` finds; but it would follow a link to a folder above it dozens of times, two of them for ever."""
+    start, *rest = RECURSIVE.split(pattern, maxsplit=1)
+    if not rest:
+        yield from glob.glob(pattern)
+        return
+    for top in glob.glob(start or "./"):
+        for folder in _folders_below(Path(top), _above(top)):
+            yield from _matches(os.path.join("" if folder == Path() else glob.escape(str(folder)), rest[0] or "*"))
+
+
+def _above(folder: str | Path) -> set[str]:
+    """The folders that hold this one: a link to one of them is not followed."""
+    return set(map(str, Path(os.path.realpath(folder)).parents))
+
+
+def _folders_below(folder: Path, seen: set[str]) -> Iterator[Path]:
+    """A folder and those below it, each once, without hidden ones; also those that are linked."""
+    if folder.is_dir() and (real := os.path.realpath(folder)) not in seen:
+        seen.add(real)
+        yield folder
+        for path in sorted(folder.iterdir()):
+            if not path.name.startswith("."):
+                yield from _folders_below(path, seen)
+
+
+def _check_is_file(path: str) -> None:
+    """Raise UserError for what cannot be read several times, and for a link to nothing."""
+    if not os.path.exists(path):
+        raise UserError(f"{path} is a link to {os.readlink(path)}, which is not there; restore that or remove the link")
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is a pipe or a device; data are read more than once, so write them to a file first")
 
 
 def _choose(folder: str, found: list[str], plain_text: bool) -> list[str]:
@@ -98,18 +138,23 @@ def _choose(folder: str, found: list[str], plain_text: bool) -> list[str]:
     return found if plain_text else records or texts
 
 
-def _files_of_folder(folder: Path) -> list[Path]:
-    """The data files below a folder, without hidden ones; those that a saved dataset consists of."""
+def _files_of_folder(folder: Path, seen: set[str]) -> list[Path]:
+    """The data files below a folder, without hidden ones; those that a saved dataset consists of. `seen`: the folders
+    that were read already, of which links may lead to one again."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return []
+    seen.add(real)
     saved = _files_of_saved_dataset(folder)
     if saved is not None:
         return saved
     found = []
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
-        if path.is_dir() and not path.is_symlink():
-            found += _files_of_folder(path)
-        elif path.is_file() and file_kind(path) and path.name not in DESCRIPTIONS:
+        if path.is_dir():
+            found += _files_of_folder(path, seen)
+        elif file_kind(path) and path.name not in DESCRIPTIONS:
             found.append(path)
     return found
 
@@ -122,7 +167,7 @@ def _files_of_saved_dataset(folder: Path) -> list[Path] | None:
             names = json.loads(splits.read_bytes())["splits"]
             if "train" not in names:
                 raise UserError(f"{folder} holds the splits {', '.join(names)}; name one of them: {folder / names[0]}")
-            return _files_of_folder(folder / "train")
+            return _files_of_folder(folder / "train", _above(folder / "train"))
         if not state.is_file() or not list(folder.glob("*.arrow")):
             return None
         content = json.loads(state.read_bytes())

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import signal
 import sys
 import time
@@ -89,7 +90,8 @@ CASES = {
     "missing file": Case(PRE, nothing, ": no such file; check --data_path"),
     "missing file in a list": Case(PRE, nothing, "x.jsonl: no such file; check --data_path", "x.jsonl,y.jsonl"),
     "no match": Case(PRE, nothing, ": no file matches this pattern; check --data_path", "*.jsonl"),
-    "broken link": Case(SFT, lambda path: path.symlink_to("gone"), ": no such file; check --data_path"),
+    "broken link": Case(SFT, lambda path: path.symlink_to("gone"), " is a link to gone, which is not there"),
+    "named pipe": Case(PRE, os.mkfifo, " is a pipe or a device; data are read more than once, so write them to a file"),
     "empty folder": Case(PRE, folder_of(), "{data} is a folder without data; it must hold files named", "x"),
     "folder without data": Case(
         SFT, folder_of("a.md", ".b.jsonl", "state.json"), "{data} is a folder without data", "x"

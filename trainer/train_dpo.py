@@ -21,6 +21,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
+from common.errors import UserError
 from common.locks import lock_output
 from common.settings import ROOT, StageArgs, parse_args, setting
 from dataset.lm_dataset import DPODataset, collate_pairs
@@ -122,7 +123,13 @@ def add_reference(sets, args, lm_config, run, device, autocast):
     """Give the datasets what the reference, which is the model that the run starts from, says of their answers."""
 
     def build():
-        check_start_weights(args, run)
+        try:
+            check_start_weights(args, run)
+        except UserError as error:
+            raise UserError(
+                f"{error}; or put back reference_*.npz in {args.cache_dir}, where what they say of the answers was "
+                "kept, or begin anew: --from_resume 0 with the weights to start from under another name"
+            ) from error
         return init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir)[0]
 
     for data in filter(None, sets):

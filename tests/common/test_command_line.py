@@ -1,7 +1,9 @@
 """How a command ends: one line on stderr and an exit status, alone and under torchrun."""
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,19 @@ from common.errors import Interrupted, LostRank, UserError, reason
 from common.settings import StageArgs, add_flags, settings_of
 from tests.conftest import ROOT
 
+FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+TOO_MANY = f"too many open files: a process here may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise the"
+TOO_MANY += " limit (ulimit -n 4096), or use fewer processes (--num_workers, --num_proc)"
+
+
+def caused_by(error, cause):
+    error.__cause__ = cause
+    return error
+
+
 ENDS = {
+    "the limit of open files": (FILES, 2, f"error: {TOO_MANY}\n"),
+    "that limit behind a mistake": (caused_by(UserError("it cannot be read"), FILES), 2, f"error: {TOO_MANY}\n"),
     "a mistake": (UserError("data.jsonl:3: no 'text'"), 2, "error: data.jsonl:3: no 'text'\n"),
     "a mistake of two lines": (UserError("it says:\n  why"), 2, "error: it says:   why\n"),
     "another rank's end": (LostRank("rank 1: another rank ended"), 2, "error: rank 1: another rank ended\n"),
@@ -31,8 +45,9 @@ def test_a_command_ends_in_one_line(case, capsys):
 
 
 def test_a_bug_keeps_its_traceback(capsys):
-    with pytest.raises(KeyError), one_line_errors():
-        {}["x"]
+    for bug in (KeyError("x"), RuntimeError("x"), OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(type(bug)), one_line_errors():
+            raise bug
     with one_line_errors():
         pass
     assert capsys.readouterr() == ("", "")

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,46 @@ def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
     assert expand_paths(tmp_path) == [two, one, str(packed), deep]
     assert expand_paths(f"{two},{tmp_path}/*.jsonl") == [two, one]  # named twice, read once
     assert expand_paths([one, two]) == [one, two]
+
+
+def test_links_are_followed_once_and_not_upwards(tmp_path, write, monkeypatch):
+    """Two links to a folder above, and glob.glob never ends."""
+    one, two = write("data/a/x.jsonl", [{}]), write("else/where/y.jsonl", [{}])
+    write("z.jsonl", [{}])
+    for name, target in (("a/up", ".."), ("a/top", "../.."), ("self", "."), ("a/loop", "../a"), ("linked", "../else")):
+        (tmp_path / "data" / name).symlink_to(target)
+    linked = str(tmp_path / "data/linked/where/y.jsonl")
+    for pattern in ("data", "data/**/*.jsonl", "data/**", "data/**/**/*.jsonl"):
+        assert expand_paths(f"{tmp_path}/{pattern}") == [one, linked], pattern
+    monkeypatch.chdir(tmp_path / "data")
+    assert expand_paths("**/*.jsonl") == ["a/x.jsonl", "linked/where/y.jsonl"]
+    assert two not in expand_paths("**/x.jsonl")
+
+
+@pytest.mark.parametrize("asked", ["data", "data/*", "data/**/*.jsonl", "data/b.jsonl"])
+@pytest.mark.parametrize("kind", ["dangling link", "link to itself", "pipe", "no rights"])
+def test_what_is_no_file_is_not_left_out_in_silence(asked, kind, tmp_path, write, monkeypatch):
+    write("data/a.jsonl", [{}])
+    path = tmp_path / "data/b.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "no rights":
+        (tmp_path / "data/b.jsonl").mkdir()
+        iterdir = Path.iterdir
+
+        def refused(folder):
+            if folder.name == "b.jsonl":
+                raise PermissionError(13, "Permission denied", str(folder))
+            return iterdir(folder)
+
+        monkeypatch.setattr(Path, "iterdir", refused)  # root may read anything
+        if asked == "data/*":
+            return  # what a pattern without ** finds is not searched
+    else:
+        path.symlink_to("gone" if "dangling" in kind else "b.jsonl")
+    said = {"pipe": "is a pipe or a device", "no rights": r"cannot be read \(Permission denied\); check --data_path"}
+    with pytest.raises(UserError, match=f"data/b.jsonl {said.get(kind, 'is a link to .*, which is not there')}"):
+        expand_paths(f"{tmp_path}/{asked}")
 
 
 def test_the_files_read_are_told():

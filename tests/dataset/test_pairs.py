@@ -63,6 +63,10 @@ def dataset(folder, tokenizer, records, length) -> DPODataset:
     return DPODataset(str(data), tokenizer, length, cache_dir=folder / "cache")
 
 
+def said(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
 def test_pairs_are_cut_alike_or_dropped_and_counted(tmp_path, tokenizer):
     words = [" ".join(f"{word}{i}" for i in range(60)) for word in ("a", "b")]
     records = [
@@ -70,18 +74,22 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(tmp_path, tokenizer):
         {"prompt": "q", "chosen": words[0], "rejected": words[1]},  # both are cut
         {"prompt": "q", "chosen": words[0], "rejected": "no"},  # one is
         {"prompt": words[0], "chosen": "yes", "rejected": "no"},  # no room for an answer
+        {
+            "chosen": [said("user", "q"), said("assistant", "a")],
+            "rejected": [said("user", words[0]), said("assistant", "a")],
+        },
         {"prompt": "q", "chosen": words[0] + " x", "rejected": words[0] + " y"},  # the difference is cut off
         {"prompt": "q", "chosen": "same", "rejected": "same"},
     ]
     data = dataset(tmp_path, tokenizer, records, 40)
     report = data.cache.report
     assert (report["pairs"], report["pairs_cut"], report["dropped_without_label"], report["dropped_alike"]) == (
-        6,
+        7,
         2,
-        1,
+        2,  # one of them for its rejected answer alone
         2,
     )
-    assert "pairs 6, cut 2 (33.3%), dropped as alike 2 (33.3%)" in format_report(report)
+    assert "pairs 7, cut 2 (28.6%), dropped as alike 2 (28.6%)" in format_report(report)
     assert len(data) == 3 and [data.cache.source(2 * i).split(":")[-1] for i in range(3)] == ["1", "2", "3"]
     lengths = [[len(sample["input_ids"]) for sample in data[i]] for i in range(3)]
     assert lengths[1] == [40, 40] and lengths[2][0] == 40 > lengths[2][1]

@@ -1,6 +1,7 @@
 """Translates errors of memory, of shared memory and of lost peers into a UserError of one line."""
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -78,11 +79,16 @@ def loader_failures() -> Iterator[None]:
 
 
 def check_shared_memory(num_workers: int) -> None:
-    """Make as many semaphores as the queues of a data loader need. Raises UserError if there is no room for them."""
+    """Make as many semaphores and descriptors as a data loader needs. Raises UserError if there is no room for them."""
+    descriptors: list[int] = []
     try:
         _ = [multiprocessing.Lock() for _ in range(8 * (num_workers + 1))]
+        descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(8 * (num_workers + 1)))
     except OSError as error:
         raise UserError(_loader_message(error)) from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _loader_message(error: Exception) -> str:

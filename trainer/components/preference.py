@@ -5,9 +5,9 @@ legend: P pairs, 2 P answers, M targets.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from trainer.components.language_model import Batch, flat_size, frozen_model, ta
 from trainer.components.meter import Size
 from trainer.components.resume import Fingerprint
 from trainer.components.sampler import eval_loader
+from trainer.components.state_files import UNREADABLE
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -97,22 +98,34 @@ def reference_log_probs(
         UserError: (from `build`) the weights are missing; the folder cannot be written.
     """
     dtype = str(autocast_dtype(autocast, device)).removeprefix("torch.")
-    path = data.cache.path / f"reference_{str(run['from_weight_sha256'])[:16]}_{dtype}.npy"
-    if any(gather(not path.is_file())):
+    experts = f"_top{run['num_experts_per_tok']}" if run["use_moe"] else ""
+    path = data.cache.path / f"reference_{str(run['from_weight_sha256'])[:16]}_{dtype}{experts}.npz"
+    stored = _stored(path, len(data.cache))
+    if any(gather(stored is None)):
         Logger(f"computing the reference's log-probabilities of {len(data):,} pairs")
         loader = eval_loader(data, batch_size, collate_pairs)  # micro-batches that do not depend on the ranks
         values = _computed(loader, len(data.cache), frozen_model(build(), device), device, autocast)
         if launch().local_rank == 0:  # machines may have caches of their own
             _store(path, values)
         gather(None)  # the others wait for the file
-    return np.load(path)
+        stored = _stored(path, len(data.cache))
+        stored = values if stored is None else stored
+    return cast(np.ndarray, stored)
+
+
+def _stored(path: Path, samples: int) -> np.ndarray | None:
+    """The values in the file; None if it is missing or damaged (its format has a checksum)."""
+    with suppress(*UNREADABLE):
+        values = np.load(path)["log_probs"] if path.exists() else np.load(path.with_suffix(".npy"))  # early versions
+        return values if values.shape == (samples,) else None
+    return None
 
 
 def _store(path: Path, values: np.ndarray) -> None:
     """Write the file, unless another run was faster: its values stay, whatever they are rounded to."""
     with locked(path.parent.with_suffix(".lock"), f"waiting for another run that writes {path}"):
-        if not path.is_file():
-            atomic_write(path, lambda file: np.save(file, values))
+        if _stored(path, len(values)) is None:
+            atomic_write(path, lambda file: np.savez(file, log_probs=values))
 
 
 @torch.no_grad()

@@ -140,10 +140,11 @@ def test_names():
         load_adapter(base(), Path("/nowhere"))
 
 
-def test_alpha_over_the_root_of_the_rank(tmp_path):
+def test_alpha_over_the_root_of_the_rank_and_dropout(tmp_path):
     folder = written(adapted(targets=("q_proj",)), tmp_path)
-    change_config(folder, use_rslora=True)
+    change_config(folder, use_rslora=True, lora_dropout=0.25)
     batch = flat_batch(3, [9, 8])
-    one, other = load_adapter(base(), folder), merge_adapter(base(), folder)
-    assert one.model.layers[0].self_attn.q_proj.scale == 4.0
+    one, other = load_adapter(base(), folder).eval(), merge_adapter(base(), folder)
+    layer = one.model.layers[0].self_attn.q_proj
+    assert layer.scale == 4.0 and layer.dropout.p == 0.25
     assert (target_logits(one, batch)[0] - target_logits(other, batch)[0]).abs().max() <= 1e-5

@@ -1,14 +1,17 @@
 """The losses of pairs against formulas in float64 on padded sequences, one answer at a time."""
 
+import copy
 import math
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 from dataset.lm_dataset import collate_flat, collate_pairs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_dpo
-from trainer.components.preference import answer_log_probs, pair_size
+from trainer.components.preference import answer_log_probs, pair_size, reference_log_probs
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=2)
 
@@ -109,3 +112,65 @@ def test_a_pair_counts_once_and_its_answers_lie_side_by_side():
     size = pair_size(CONFIG, batch)
     assert (size.targets, size.tokens, size.text_bytes, size.samples) == (2, 38, 0, 4)
     assert batch["targets"].equal(collate_flat(rows)["targets"])
+
+
+@pytest.fixture
+def reference(tmp_path, models):
+    """reference(**changes): log-probabilities of the reference with these changes of the run, and how many models were
+    built for them."""
+    rows, built = pairs([(7, 12), (3, 4)]), []
+    data, device = Pairs(rows, tmp_path), torch.device("cpu")
+
+    def compute(autocast=None, **changes):
+        run = {"from_weight_sha256": "a" * 64, "use_moe": False, "num_experts_per_tok": 1} | changes
+        return reference_log_probs(
+            data, run, lambda: built.append(1) or copy.deepcopy(models[1]), 2, device, autocast or nullcontext()
+        )
+
+    return compute, built
+
+
+class Pairs(list):
+    """A dataset of pairs with a cache in this folder."""
+
+    def __init__(self, rows, path):
+        super().__init__(rows)
+        self.cache = Cache(path)
+
+
+class Cache:
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 4
+
+
+DAMAGES = [lambda content: content[:-30], lambda content: content[:100], lambda content: b""]
+DAMAGES.append(lambda content: content[:150] + bytes([content[150] ^ 1]) + content[151:])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_the_reference_is_computed_again(reference, tmp_path, damage):
+    compute, built = reference
+    values = compute()
+    assert np.array_equal(compute(), values) and len(built) == 1 and values.shape == (4,) and (values < 0).all()
+    (path,) = tmp_path.glob("reference_*.npz")
+    content = path.read_bytes()
+    path.write_bytes(damage(content))
+    assert np.array_equal(compute(), values) and len(built) == 2 and path.read_bytes() == content
+
+
+def test_the_reference_depends_on_weights_experts_and_precision(reference, tmp_path):
+    compute, built = reference
+    compute()
+    compute(torch.autocast("cpu", torch.bfloat16))
+    compute(from_weight_sha256="b" * 64)
+    for experts in (1, 2, 1):
+        compute(use_moe=True, num_experts_per_tok=experts)
+    assert len(built) == 5
+    (path,) = tmp_path.glob("reference_aaaa*_float32.npz")
+    early = np.arange(4.0)
+    np.save(path.with_suffix(".npy"), early)  # as early versions did
+    path.unlink()
+    assert np.array_equal(compute(), early) and len(built) == 5
