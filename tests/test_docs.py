@@ -86,6 +86,7 @@ SCRIPTS = {
     "scripts/plot_metrics.py": None,
     "scripts/serve_openai_api.py": None,
     "scripts/bench/after_sft.py": None,
+    "scripts/bench/hostile.py": None,
     "scripts/bench/rollouts.py": None,
     "scripts/bench/scaling.py": None,
     "scripts/bench/serving.py": None,

@@ -1,6 +1,7 @@
 """The HTTP side of the server: OpenAI's routes over the scheduler. Beside it runs.py and web_page.py need FastAPI."""
 
 import asyncio
+import gc
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -119,7 +120,9 @@ def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        gc.freeze()  # a collection over all that torch and transformers hold stops every thread for a fifth of a second
         yield
+        gc.unfreeze()
         await asyncio.to_thread(models.close)
 
     app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan)

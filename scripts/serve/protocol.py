@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
 MAX_LOGPROBS = 20  # likeliest tokens beside each
-MAX_BRACKETS = 1 << 17  # of a body, in its texts as well
+MAX_BRACKETS = 1 << 16  # of a body, in its texts as well
 MAX_PARTS = 50_000  # objects, lists, names and values outside the prompts
 MAX_TOKENS = 1 << 18  # of one prompt
 Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -46,6 +46,9 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
         assert response.status == 200 and response.readline().startswith(b"data: ")
         streams.append((connection, response))
     gentle, hasty = processes
+    unfinished = socket.create_connection(("127.0.0.1", streams[0][0].port))  # must not hold up the end
+    unfinished.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    unfinished.sendall(b"Content-Length: 1000\r\n\r\n{")
     for process in processes:
         process.send_signal(signal.SIGTERM)
     hasty.stdout.readline()
@@ -56,7 +59,7 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     assert events[-2] == "data: [DONE]" and sum('"finish_reason":"' in event for event in events) == 4
     assert gentle.wait(30) == 0 and gentle.stderr.read() == ""
     assert gentle.stdout.read() == "finishing what is being answered; once more to end at once\n"
-    for connection, _ in streams:
+    for connection in (unfinished, *(connection for connection, _ in streams)):
         connection.close()
     for process in processes:
         process.stdout.close()
@@ -73,12 +76,24 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
         (["--host", "256.1.1.1"], "--host 256.1.1.1"),
         (["--context", "40000"], "--context 40000 is more than this model's 32768 positions"),
         (["--weight", "nothing"], "do not exist"),
+        (["--allow_origin", "localhost:3000"], "--allow_origin localhost:3000: write an origin such as"),
     ],
 )
 def test_mistakes(weights, call, flags, told):
     done = call(serve_openai_api, *weights, *flags)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch):
+    """The command line is there for every user of the machine to see."""
+    served = []
+    monkeypatch.setattr(serve_openai_api, "create_app", lambda model, tokenizer, settings: served.append(settings))
+    monkeypatch.setattr(serve_openai_api, "run", lambda app, listener: listener.close())
+    for value, flags, key in (("secret", [], "secret"), ("secret", ["--api_key", "other"], "other"), ("", [], None)):
+        monkeypatch.setenv("MINIMIND_API_KEY", value)
+        assert call(serve_openai_api, *weights, "--port", "0", *flags).returncode == 0
+        assert served[-1].api_key == key and served[-1].local_only == (key is None)
 
 
 def test_a_port_that_is_taken(weights, call):

@@ -16,12 +16,13 @@ import pytest
 import torch
 import uvicorn
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.serve import gate, served
-from scripts.serve.protocol import ChatRequest, CompletionRequest, parse
+from scripts.serve import gate, prompts, served
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from scripts.serve.served import Settings
 from scripts.serve_openai_api import create_app
 from tests.conftest import ROOT
@@ -479,23 +480,36 @@ def test_the_key(scripted):
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def test_bodies_that_would_keep_the_event_loop_busy_are_refused(scripted):
-    """Before pydantic, which builds an error for every wrong item, and before anything is turned into tokens."""
+def large_bodies() -> Iterator[tuple[type, bytes]]:
+    """Requests that would keep the event loop busy if they were looked at as a whole."""
     ask = json.dumps({"messages": user("hello")})[:-1].encode()
-    many = {b"{}": 40_000, b"[]": 40_000, b"[1]": 30_000, b'"a"': 200_000, b"1": 400_000}
-    bodies = [
-        *((b'{"prompt": [' + b",".join([item] * count) + b"]}", "/v1/completions") for item, count in many.items()),
-        *((ask + b', "stop": [' + b",".join([item] * count) + b"]}", None) for item, count in many.items()),
-        *((ask + b', "tools": [' + b",".join([item] * count) + b"]}", None) for item, count in many.items()),
-        (ask + b', "tools": [{"function": ' + b'{"a":' * 90_000 + b"1" + b"}" * 90_002 + b"]}", None),
-        (ask + b"," + b",".join(b'"k%d":0' % i for i in range(60_000)) + b"}", None),
-        (json.dumps({"messages": user("hello") * 9_000}).encode(), None),
-        (json.dumps({"messages": user("<|im_start|>" * 90_000)}).encode(), None),
-    ]
-    for body, path in bodies:
-        status, answer = post(scripted, body, path or "/v1/chat/completions")
-        assert status == 400 and len(answer["error"]["message"]) < 300, body[:80]
-    assert scripted.model.decoder.prompts == []
+    for item, count in {b"{}": 60_000, b"[]": 90_000, b"[1]": 30_000, b'"a"': 200_000, b"1": 400_000}.items():
+        items = b",".join([item] * count)
+        yield CompletionRequest, b'{"prompt": [' + items + b"]}"
+        for name in (b"stop", b"tools", b"logit_bias", b"metadata"):
+            yield ChatRequest, ask + b', "' + name + b'": [' + items + b"]}"
+    yield ChatRequest, ask + b', "tools": [{"function": ' + b'{"a":' * 90_000 + b"1" + b"}" * 90_002 + b"]}"
+    yield ChatRequest, ask + b"," + b",".join(b'"k%d":0' % i for i in range(60_000)) + b"}"
+    yield ChatRequest, json.dumps({"messages": user("hello") * 30_000}).encode()
+
+
+def test_large_bodies_are_refused_before_pydantic_builds_an_error_for_every_item():
+    for kind, body in large_bodies():
+        with pytest.raises(ApiError) as refused:
+            parse(kind, body)
+        assert refused.value.status == 400 and len(str(refused.value)) < 300, body[:80]
+        cause = refused.value.__cause__
+        assert not isinstance(cause, ValidationError) or cause.error_count() <= 4, body[:80]
+
+
+def test_large_texts_are_refused_before_they_are_turned_into_tokens(scripted, monkeypatch):
+    writer = scripted.model.prompts
+    monkeypatch.setattr(prompts, "prompt_pieces", lambda *_, **__: pytest.fail("the template is run"))
+    monkeypatch.setattr(writer, "backend", None)
+    for text in ("<|im_start|>" * 90_000, "x" * 1_000_000):
+        for body, path in (({"messages": user(text)}, "chat/completions"), ({"prompt": text}, "completions")):
+            status, answer = post(scripted, json.dumps(body).encode(), f"/v1/{path}")
+            assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_bodies_of_all_clients_together_are_bounded(scripted, monkeypatch):
