@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from scripts.serve.served import Settings
 
 KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
+UNREAD = 60  # seconds that an answer may wait for its client to read on
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
@@ -82,6 +83,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # cut off clients that do not read; connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD * 1000)
         listener.bind(address)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {reason(error)}; give another address or port") from error

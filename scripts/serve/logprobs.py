@@ -23,9 +23,21 @@ class TokenTexts:
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.characters = tokenizer, byte_characters()
         self.added = {token: added.content for token, added in tokenizer.added_tokens_decoder.items()}
+        self.known: dict[int, tuple[str, bytes]] = {}
 
-    def bytes(self, token: int) -> bytes:
-        """The bytes of a token, which may be a part of a character only; special tokens spell their names."""
+    def spelt(self, token: int) -> tuple[str, bytes]:
+        """A token as text, or as `bytes:\\xe4` if it is no whole character, and its bytes; special tokens spell their
+        names."""
+        if token not in self.known:
+            spelt = self._bytes(token)
+            try:
+                text = spelt.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+            self.known[token] = text, spelt
+        return self.known[token]
+
+    def _bytes(self, token: int) -> bytes:
         if token in self.added:
             return self.added[token].encode()
         entry = self.tokenizer.convert_ids_to_tokens(token) or ""
@@ -33,17 +45,9 @@ class TokenTexts:
             return bytes(self.characters[character] for character in entry)
         return self.tokenizer.decode([token]).encode()
 
-    def text(self, token: int) -> str:
-        """A token as text, or as `bytes:\\xe4` if it is no whole character."""
-        spelt = self.bytes(token)
-        try:
-            return spelt.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
-
     def whole(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        return b"".join(map(self.bytes, tokens)).decode("utf-8", "replace")
+        return b"".join(self.spelt(token)[1] for token in tokens).decode("utf-8", "replace")
 
     def chat(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """`logprobs.content` of a chat's choice."""
@@ -53,7 +57,8 @@ class TokenTexts:
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self.bytes(token))}
+        text, spelt = self.spelt(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(spelt)}
 
 
 class TextLogprobs:
@@ -68,18 +73,19 @@ class TextLogprobs:
         lists: dict[str, list] = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         for entry in entries:
             token, logprob, top = (entry, None, None) if isinstance(entry, int) else entry
-            lists["tokens"].append(self.texts.text(token))
+            text, spelt = self.texts.spelt(token)
+            lists["tokens"].append(text)
             lists["token_logprobs"].append(None if logprob is None else finite(logprob))
             lists["top_logprobs"].append(None if logprob is None else self._top(token, logprob, top or []))
             lists["text_offset"].append(self.offset)
-            self.offset += len(self.decoder.decode(self.texts.bytes(token)))
+            self.offset += len(self.decoder.decode(spelt))
         return lists
 
     def _top(self, token: int, logprob: float, top: list[tuple[int, float]]) -> dict[str, float]:
         """The likeliest tokens, and the one that was taken; of several with the same text the likeliest."""
         best: dict[str, float] = {}
         for other, value in [*top, (token, logprob)]:
-            best.setdefault(self.texts.text(other), finite(value))
+            best.setdefault(self.texts.spelt(other)[0], finite(value))
         return best
 
 

@@ -125,8 +125,8 @@ class Models:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is being answered or waits."""
-        return any(served.busy for served in self.loaded.values())
+        """Whether any request is being answered or waits, also for its model."""
+        return self.loading.locked() or any(served.busy for served in self.loaded.values())
 
     def close(self) -> None:
         """End all decoding threads."""

@@ -99,9 +99,15 @@ class Scheduler:
         self.thread.join()
 
     def _run(self) -> None:
-        while self._admit():
-            for half in (self.decoder.decode, self.decoder.prefill):
-                self._advance(half)
+        while True:
+            try:
+                if not self._admit():
+                    return
+                for half in (self.decoder.decode, self.decoder.prefill):
+                    self._advance(half)
+            except Exception as error:  # of no job in particular: the thread must go on
+                self._fail(list(self.writing), error)
+                self.decoder.clear()
 
     def _advance(self, half: Callable[..., list[Answer]]) -> None:
         """Half a step of the decoder for all answers, and if it fails, for those of each job alone."""
@@ -203,6 +209,6 @@ class Scheduler:
         warn(f"a request failed while its answer was written: {reason(error)}")
         finish = "memory" if is_out_of_memory(error) else "error"
         for answer in answers:
-            writing = self.writing[answer]
-            self._leave(answer)
-            self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))
+            if writing := self.writing.pop(answer, None):
+                self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))
+                self.decoder.remove(answer)

@@ -21,7 +21,7 @@ const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|skipped|not
 const AXES = ["update", "tokens", "seconds"];
 
 const READERS = 3; // requests for curves at a time; others of the page need connections too
-const DRAW_EVERY = 600; // milliseconds, while curves arrive
+const DRAW_EVERY = 600; // milliseconds at least, while curves arrive; drawing takes a quarter of the time at most
 
 const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
 const colors = new Map(Array.isArray(view.colors) ? view.colors : []); // name -> colour; a run may have any name
@@ -30,6 +30,7 @@ const plots = new Map(); // field -> Plot
 let runs = null; // not known yet
 let timer = 0;
 let drawing = 0;
+let pause = DRAW_EVERY;
 let isOpen = false;
 
 const remember = () => write(KEY, { ...view, colors: [...colors] });
@@ -79,10 +80,11 @@ async function readChosen() {
     for (let run = due.shift(); run; run = due.shift()) {
       const answer = await api.run(run.name, known.get(run.name)?.cursor ?? "");
       known.set(run.name, { ...joined(known.get(run.name), answer), size: run.size });
-      drawing ||= setTimeout(draw, due.length ? DRAW_EVERY : 0);
+      drawing ||= setTimeout(draw, known.size > 1 ? pause : 0);
     }
   };
   await Promise.all(Array.from({ length: READERS }, reader));
+  if (drawing) draw();
 }
 
 function state(run) {
@@ -94,6 +96,7 @@ function state(run) {
 // --- drawing
 
 function draw() {
+  const start = performance.now();
   clearTimeout(drawing);
   drawing = 0;
   drawRuns();
@@ -109,10 +112,11 @@ function draw() {
   const named = (run) => h("span", { class: `c${colorOf(run.name)}` }, h("i", { class: "swatch" }), run.name);
   byId("legend").replaceChildren(...lines.map(named));
   place(byId("plots"), main);
-  place(byId("more-plots"), more);
+  if (byId("more").open) place(byId("more-plots"), more);
   byId("more").hidden = !more.length;
   byId("live").hidden = !lines.some((run) => state(run) === "running");
   drawTable(lines, main);
+  pause = Math.max(DRAW_EVERY, 3 * (performance.now() - start));
 }
 
 const title = (field) => (knows(field) ? t(field) : field.replaceAll("_", " "));
@@ -251,6 +255,7 @@ export function startCurves() {
     showSmoothing();
   });
   byId("runs-filter").addEventListener("input", drawRuns);
+  byId("more").addEventListener("toggle", draw);
   document.addEventListener("tab", (event) => {
     isOpen = event.detail === "training";
     if (!isOpen) return clearTimeout(timer);

@@ -614,7 +614,8 @@ def test_curves_of_all_runs_on_one_picture(curves):
     names = ["Loss", "Held-out loss", "Learning rate", "Gradient norm", "Tokens per second", "Experts’ load"]
     assert titles == [name for name in names if name != "Tokens per second"]
     assert [len(curve(curves, title)) for title in titles] == [2, 1, 2, 2, 2]
-    assert [element.get_attribute("textContent") for element in curves.all("#more-plots h2")] == ["eval accuracy"]
+    curves.click("#more summary")
+    curves.wait(lambda: curves.text("#more-plots h2") == "eval accuracy" and len(curves.all("#more-plots h2")) == 1)
     long, short = sorted(map(points, curve(curves, "Loss")), key=len, reverse=True)
     assert (len(long), len(short)) == (30, 10) and long[9][0] == pytest.approx(short[-1][0], abs=0.2)
     assert "eval" not in curves.text("#latest-values") and "0.1" in curves.text("#latest-values")
@@ -712,8 +713,10 @@ def test_metrics_and_runs_may_have_any_name(curves, folder):
             "[...document.querySelectorAll('.run')].find((e) => e.innerText.includes(arguments[0])).click()", name
         )
     curves.wait(lambda: len(curve(curves, "Loss")) == 4)
-    titles = [element.get_attribute("textContent").strip() for element in curves.all("#more-plots h2")]
-    assert {"constructor", "proto", "toString"} <= {*titles} and not curves.shown("#curves-error")
+    curves.click("#more summary")
+    titles = lambda: {element.text for element in curves.all("#more-plots h2")}  # noqa: E731
+    curves.wait(lambda: {"constructor", "proto", "toString"} <= titles())
+    assert not curves.shown("#curves-error")
 
 
 def test_a_folder_without_runs_says_so(page, tmp_path):
