@@ -149,7 +149,8 @@ def check_not_too_old(checkpoint: dict[str, Any], saved: Fingerprint, run: Finge
 
     saved, run: the fingerprints of the checkpoint and of the run.
     """
-    lacking = [name for name in COMPARED if name not in saved]
+    needed = (*COMPARED, "global_batch", "from_weight", "from_weight_sha256")
+    lacking = [name for name in needed if name not in saved]
     hashed = [name for name in ("data", "tokenizer") if FORMAT not in checkpoint and run.get(name) != saved.get(name)]
     if lacking or hashed:
         why = f"did not note {', '.join(lacking)}" if lacking else f"hashed {' and '.join(hashed)} in another way"
