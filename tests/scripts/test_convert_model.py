@@ -299,3 +299,13 @@ def test_each_difference_of_an_export_is_a_failure():
         ({"same_tokens": GREEDY_TOKENS - 1}, f"greedy token {GREEDY_TOKENS} of {GREEDY_TOKENS} is another"),
     ):
         assert failure in (replace(same, **change).failure or "")
+
+
+def test_norms_and_routers_of_a_gguf_file_stay_float32():
+    gguf = pytest.importorskip("gguf")
+    matrix, odd = torch.zeros(4, 64), torch.zeros(4, 33)
+    for dtype, kind in ((torch.float32, "F32"), (torch.float16, "F16"), ("q8_0", "Q8_0")):
+        assert gguf_file._kind(gguf, "model.layers.0.self_attn.q_proj.weight", matrix, dtype).name == kind
+        assert gguf_file._kind(gguf, "model.layers.0.mlp.gate.weight", matrix, dtype).name == "F32"
+        assert gguf_file._kind(gguf, "model.norm.weight", torch.zeros(64), dtype).name == "F32"
+    assert gguf_file._kind(gguf, "model.layers.0.mlp.up_proj.weight", odd, "q8_0").name == "F16"
