@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from scripts import convert_model
 from scripts.convert import gguf_file, parity
 from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
 from scripts.convert.hugging_face import read_stock
+from scripts.convert.parity import GREEDY_TOKENS, Parity
 from tests.conftest import ROOT
 from trainer.components.checkpoint import read_weights, save_weights
 from trainer.components.run_files import run_name
@@ -304,3 +306,26 @@ def test_a_missing_package_is_one_line(convert, tmp_path, monkeypatch):
     line = convert(saved(tmp_path), "gguf", tmp_path / "w.gguf")
     assert line == "error: the package gguf is not installed; pip install -r requirements-serve.txt\n"
     assert "w.gguf" not in os.listdir(tmp_path)
+
+
+def test_each_difference_of_an_export_is_a_failure():
+    same = Parity(9, None, 4, None, 1e-6, GREEDY_TOKENS)
+    assert same.failure is None
+    for change, failure in (
+        ({"other_ids": "天"}, "'天' has other token ids"),
+        ({"other_rendering": 1}, "conversation 2 of 4 is rendered differently"),
+        ({"logits": 1.0}, "the logits differ by up to 1.0e+00"),
+        ({"logits": float("nan")}, "the logits differ"),
+        ({"same_tokens": GREEDY_TOKENS - 1}, f"greedy token {GREEDY_TOKENS} of {GREEDY_TOKENS} is another"),
+    ):
+        assert failure in (replace(same, **change).failure or "")
+
+
+def test_norms_and_routers_of_a_gguf_file_stay_float32():
+    gguf = pytest.importorskip("gguf")
+    matrix, odd = torch.zeros(4, 64), torch.zeros(4, 33)
+    for dtype, kind in ((torch.float32, "F32"), (torch.float16, "F16"), ("q8_0", "Q8_0")):
+        assert gguf_file._kind(gguf, "model.layers.0.self_attn.q_proj.weight", matrix, dtype).name == kind
+        assert gguf_file._kind(gguf, "model.layers.0.mlp.gate.weight", matrix, dtype).name == "F32"
+        assert gguf_file._kind(gguf, "model.norm.weight", torch.zeros(64), dtype).name == "F32"
+    assert gguf_file._kind(gguf, "model.layers.0.mlp.up_proj.weight", odd, "q8_0").name == "F16"
