@@ -44,15 +44,6 @@ class ChatTemplate:
             text, spans = self._render_by_prefixes(template, chat)
         return text, _without(chat, spans) if chat.masked else spans
 
-    def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        """The conversation with the header of the assistant's next turn. Raises BadRecord."""
-        template = self._template(tools)
-        return self._rendered(template, messages, tools, add_generation_prompt=True)[0]
-
-    def text(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        """The conversation. Raises BadRecord."""
-        return self._rendered(self._template(tools), messages, tools)[0]
-
     def _template(self, tools: list[dict] | None) -> str:
         template = self.templates.get("tool_use") if tools else None
         template = template or self.templates.get("default")

@@ -82,11 +82,11 @@ def _expand_one(part: str, plain_text: bool) -> list[str]:
         return _choose(part, sorted(map(str, _files_of_folder(Path(part), _above(part)))), plain_text)
     if os.path.lexists(part):
         return [part]
-    found = [path for path in _matches(part) if not os.path.isdir(path)]
-    if not found:
+    paths = [path for path in _matches(part) if not os.path.isdir(path)]
+    if not paths:
         what = "no file matches this pattern" if glob.has_magic(part) else "no such file"
         raise UserError(f"{part}: {what}; check --data_path")
-    return sorted(found)
+    return sorted(paths)
 
 
 def _matches(pattern: str) -> Iterator[str]:

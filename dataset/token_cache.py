@@ -11,7 +11,8 @@ and a half-built cache is never used.
                         num_targets.npy [S], sources.npy [S, 2] (file, line), row_samples.npy [S],
                         row_offsets.npy [R+1] (see dataset/packing.py), meta.json, bad_records.txt (if any)
 
-meta.json has the SHA-256 of each file. A file changed since is found when the cache is opened, which builds it again.
+meta.json has the times and the SHA-256 of each file. A file changed since is found when the cache is opened, which
+builds it again.
 """
 
 import argparse
@@ -46,7 +47,8 @@ if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
-LAYOUT_VERSION = 5  # raise it when the same samples are stored in other files, or counted in another way
+LAYOUT_VERSIONS = {"pretrain": 4, "sft": 5, "dpo": 5}  # raise one when the same samples are stored in other files, or
+# counted in another way
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 KEY_LENGTH = 32  # hexadecimal digits in a cache's name
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
@@ -135,7 +137,7 @@ def build_token_cache(
         stamps = [_stamp(path) for path in paths]
         hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
-        settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
+        settings |= {"layout": LAYOUT_VERSIONS[kind], "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:KEY_LENGTH]
         if not _is_complete(folder):
@@ -226,8 +228,9 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    digests = {name: _sha256(folder / name) for name in sizes}
-    write_json(folder / "meta.json", {**settings, "report": report, "sizes": sizes, "sha256": digests})
+    content = {"sizes": sizes, "stamps": {name: _stamp(folder / name) for name in sizes}}
+    content["sha256"] = {name: _sha256(folder / name) for name in sizes}
+    write_json(folder / "meta.json", {**settings, "report": report, **content})
     sync_folder(folder)
     seconds = time.monotonic() - begin
     say(describe_files(list(stamps)))
@@ -240,13 +243,16 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether all files are those that meta.json, which is written last, describes. Their contents are read only if
-    their times have changed since they were last read (`file_hash`). Caches of early versions have no digests."""
+    """Whether all files are those that meta.json, which is written last, describes. A file is read only if its times
+    have changed since it was built and since it was last read (`file_hash`), and not where that cannot be remembered:
+    every rank would read it at every start. Early versions' caches for pretraining have no digests."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        same_size = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-        digests = meta.get("sha256", {}) if same_size else {}
-        same = same_size and all(file_hash(str(folder / name), folder.parent) == digests[name] for name in digests)
+        same = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
+        digests, stamps = meta.get("sha256", {}), meta.get("stamps", {})
+        changed = [name for name in digests if _stamp(folder / name) != stamps.get(name)]
+        if same and os.access(folder.parent / "hashes", os.W_OK):
+            same = all(file_hash(str(folder / name), folder.parent) == digests[name] for name in changed)
         return same and len(TokenCache(folder, [])) > 0
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -77,11 +77,11 @@ class SpecialTexts:
 
     def pieces(self, text: str) -> list[Piece]:
         """A rendered text with what was hidden, which is plain; the first piece is not, but may be empty."""
-        found, at = [], 0
+        pieces, at = [], 0
         for hidden in self.hidden.finditer(text):
-            found += [Piece(text[at : hidden.start()], False), Piece(self.contents[hidden[0]], True)]
+            pieces += [Piece(text[at : hidden.start()], False), Piece(self.contents[hidden[0]], True)]
             at = hidden.end()
-        return [*found, Piece(text[at:], False)]
+        return [*pieces, Piece(text[at:], False)]
 
 
 def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: list[Piece]) -> list[int]:
@@ -112,6 +112,8 @@ def plain_backend(backend: Tokenizer) -> Tokenizer:
 
 @lru_cache(maxsize=8)
 def _backends(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tokenizer, Tokenizer, SpecialTexts]:
-    """The tokenizer's own backend, the one to which the text of a special token is text, and these texts."""
-    usual: Tokenizer = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    """A copy of the tokenizer's backend, the one to which the text of a special token is text, and these texts."""
+    usual = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    usual.no_truncation()  # both are of whoever saved the tokenizer, or called it last
+    usual.no_padding()
     return usual, plain_backend(usual), SpecialTexts(usual)

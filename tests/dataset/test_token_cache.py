@@ -405,16 +405,25 @@ def as_built_by_early_versions(cache):
     (cache.path / "meta.json").write_text(json.dumps(meta))
 
 
-def test_an_early_cache_is_used_and_an_unchanged_one_read_once(write, tokenizer, cache_dir, monkeypatch, settle):
+def test_an_early_cache_is_used_and_a_copied_one_read_once(write, tokenizer, cache_dir, monkeypatch, settle):
     path, read = write("a.jsonl", TEXTS), []
     sha256 = token_cache._sha256
     monkeypatch.setattr(token_cache, "_sha256", lambda file: read.append(Path(file).name) or sha256(file))
     settle(path)
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    read.clear()
+    build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+    assert read == []
+    shutil.copytree(cache.path, cache_dir / "copy")
+    shutil.rmtree(cache.path)
+    shutil.move(cache_dir / "copy", cache.path)
     for file in cache.path.glob("*"):
         settle(file)
-    names = list(cache.meta["sizes"])
-    for expected in (names, []):  # opened for the first time since it was built, and again
+    with monkeypatch.context() as read_only:
+        read_only.setattr(token_cache.os, "access", lambda *_: False)
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
+        assert read == []
+    for expected in (list(cache.meta["sizes"]), []):  # opened for the first time since it was copied, and again
         read.clear()
         again = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
         assert sorted(read) == sorted(expected)
@@ -422,6 +431,14 @@ def test_an_early_cache_is_used_and_an_unchanged_one_read_once(write, tokenizer,
     written = (cache.path / "tokens.npy").stat()
     build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
     assert read == [] and (cache.path / "tokens.npy").stat() == written
+
+
+def test_the_key_of_early_versions_is_kept_where_they_tokenised_alike(write, tokenizer, cache_dir):
+    cache = build_token_cache("pretrain", write("a.jsonl", TEXTS[:20]), tokenizer, 64, cache_dir)
+    names = ("format", "kind", "max_length", "data", "tokenizer")
+    early = {name: cache.meta[name] for name in names} | {"layout": 4}
+    assert hashlib.sha256(json.dumps(early, sort_keys=True).encode()).hexdigest() == cache.fingerprint
+    assert build_token_cache("sft", write("s.jsonl", chats(5)), tokenizer, 64, cache_dir).meta["layout"] > 4
 
 
 @pytest.mark.parametrize("content", ["", "null", "5", "[]", '["sizes"]', "{}", '{"sizes": 1}', '{"sizes": []}', "\0\0"])

@@ -44,6 +44,14 @@ def test_a_prompt_is_what_the_template_gives(tools, variables):
     assert prompt_tokens(TOKENIZER, messages, tools, **variables) == plain(messages, tools, **variables)
 
 
+def test_truncation_and_padding_saved_with_a_tokenizer_do_not_change_a_prompt():
+    saved = load_tokenizer(ROOT / "model")
+    saved.backend_tokenizer.enable_truncation(2)
+    saved.backend_tokenizer.enable_padding(length=64)
+    messages = [user("a word <|im_end|> and more")]
+    assert prompt_tokens(saved, messages) == prompt_tokens(TOKENIZER, messages)
+
+
 parts = st.sampled_from([*SPECIALS[:4], "<|im_", "start|>", "end|>", "<", "user\n", "\n", "a", "山", "\ue000"])
 
 

@@ -116,7 +116,7 @@ def reference_log_probs(
 def _stored(path: Path, samples: int) -> np.ndarray | None:
     """The values in the file; None if it is missing or damaged (its format has a checksum)."""
     with suppress(*UNREADABLE):
-        values = np.load(path)["log_probs"] if path.exists() else np.load(path.with_suffix(".npy"))  # early versions
+        values = np.load(path)["log_probs"]
         return values if values.shape == (samples,) else None
     return None
 
