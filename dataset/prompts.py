@@ -23,8 +23,8 @@ from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
 from dataset.token_cache import file_hash
-from dataset.tokenizing import TokenizerSpec
-from model.prompts import prompt_tokens
+from dataset.tokenizing import SPECIAL_TEXTS, TokenizerSpec
+from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,8 +79,9 @@ class PromptDataset(Dataset):
         self.fingerprint |= {"tokenizer": spec.fingerprint()[:16]}
         self.prompts: list[Prompt] = []
         self.sources: list[str] = []  # FILE:LINE of each
-        self.too_long = 0
+        self.too_long = self.special_texts = 0
         self._read(on_bad_data, max_bad_share)
+        self.fingerprint["data"] += SPECIAL_TEXTS * bool(self.special_texts)
 
     def _read(self, on_bad_data: str, max_bad_share: float) -> None:
         bad, records = [], 0
@@ -112,9 +113,11 @@ class PromptDataset(Dataset):
         chat, answer = to_prompt(record)
         tools = [*(chat.tools or []), *(self.tools or [])] or None
         try:
-            input_ids = prompt_tokens(self.tokenizer, chat.messages, tools, **self.variables)
+            pieces = prompt_pieces(self.tokenizer, chat.messages, tools, **self.variables)
         except ValueError as error:
             raise BadRecord(str(error)) from None
+        input_ids = encode_pieces(self.tokenizer, pieces)
+        self.special_texts += len(pieces) > 1
         if len(input_ids) > self.max_length:
             self.too_long += 1
             return

@@ -227,10 +227,10 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
     changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    content = {"sizes": sizes, "stamps": {name: _stamp(folder / name) for name in sizes}}
-    content["sha256"] = {name: _sha256(folder / name) for name in sizes}
-    write_json(folder / "meta.json", {**settings, "report": report, **content})
+    times = {path.name: _stamp(path) for path in sorted(folder.iterdir())}
+    files = {"sizes": {name: stamp[0] for name, stamp in times.items()}, "stamps": times}
+    digests = {name: _sha256(folder / name) for name in times}
+    write_json(folder / "meta.json", {**settings, "report": report, **files, "sha256": digests})
     sync_folder(folder)
     seconds = time.monotonic() - begin
     say(describe_files(list(stamps)))

@@ -41,6 +41,7 @@ from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
 
 Pieces = list[Piece]
+SPECIAL_TEXTS = "+special_texts"  # ends the hash of data with such text: early versions made special tokens of it
 KINDS = ("pretrain", "sft", "dpo")
 WINDOW = 1 << 17  # characters tokenised at once
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of vocabularies that spell rare characters byte by byte

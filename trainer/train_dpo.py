@@ -127,8 +127,8 @@ def add_reference(sets, args, lm_config, run, device, autocast):
             check_start_weights(args, run)
         except UserError as error:
             raise UserError(
-                f"{error}; or put back reference_*.npz in {args.cache_dir}, where what they say of the answers was "
-                "kept, or begin anew: --from_resume 0 with the weights to start from under another name"
+                f"{error}; or put back reference_*.npz in {args.cache_dir}, where the reference log-probabilities were "
+                "stored; or, if an earlier version began the run, finish it with that version"
             ) from error
         return init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir)[0]
 

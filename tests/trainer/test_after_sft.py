@@ -122,7 +122,7 @@ def test_an_overwritten_reference_is_not_missed(corpus, start, tmp_path):
     assert "computing the reference" not in run("dpo", [*own, "--from_resume", "1"]).out
     kept[0].write_bytes(kept[0].read_bytes()[:-100])
     line = run("dpo", [*own, "--from_resume", "1"], status=2).error_lines[-1]
-    assert "are no longer those that the run began with; put them back to go on; or put back reference_*.npz" in line
+    assert "and it needs them again; put them back" in line and "; or put back reference_*.npz in" in line
 
 
 MISTAKES = {

@@ -14,6 +14,7 @@ import torch
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
+from dataset.tokenizing import SPECIAL_TEXTS
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.run_files import (
@@ -52,11 +53,9 @@ def model_fingerprint(lm_config: "MiniMindConfig") -> Fingerprint:
 
 def data_fingerprint(cache: TokenCache) -> Fingerprint:
     """The part of the run fingerprint that describes tokenised data."""
-    described = [cache.meta[key] for key in ("format", "kind", "data")]
-    if cache.report.get("special_texts"):
-        described.append("special_texts")  # early versions made special tokens of them, so other samples
-    content = json.dumps(described)
-    return {"data": hashlib.sha256(content.encode()).hexdigest()[:16], "tokenizer": cache.meta["tokenizer"][:16]}
+    content = json.dumps([cache.meta[key] for key in ("format", "kind", "data")])
+    data = hashlib.sha256(content.encode()).hexdigest()[:16] + SPECIAL_TEXTS * bool(cache.report.get("special_texts"))
+    return {"data": data, "tokenizer": cache.meta["tokenizer"][:16]}
 
 
 def held_out_fingerprint(loader: Any) -> str | None:
@@ -152,8 +151,10 @@ def check_not_too_old(checkpoint: dict[str, Any], saved: Fingerprint, run: Finge
     needed = (*COMPARED, "global_batch", "from_weight", "from_weight_sha256")
     lacking = [name for name in needed if name not in saved]
     hashed = [name for name in ("data", "tokenizer") if FORMAT not in checkpoint and run.get(name) != saved.get(name)]
-    if lacking or hashed:
+    other_tokens = run.get("data") == f"{saved.get('data')}{SPECIAL_TEXTS}"
+    if lacking or hashed or other_tokens:
         why = f"did not note {', '.join(lacking)}" if lacking else f"hashed {' and '.join(hashed)} in another way"
+        why = "made tokens of the text of special tokens in the data" if other_tokens else why
         raise UserError(
             f"--from_resume 1: the checkpoint was written by an earlier version, which {why}; finish the run with that "
             "version, or start anew with --from_resume 0"

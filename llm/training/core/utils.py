@@ -4,7 +4,6 @@ import fcntl
 import glob
 import math
 import os
-import re
 import shutil
 import socket
 import sys
@@ -26,7 +25,7 @@ from trainer.components.checkpoint import lm_checkpoint, read_state
 from trainer.components.device import select_device
 from trainer.components.distributed import abandon_process_group, reduce_sum, world_size
 from trainer.components.parallel import unwrap
-from trainer.components.run_files import resume_path, run_name
+from trainer.components.run_files import is_state, resume_path, run_name
 from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
 from trainer.components.state_files import UNREADABLE, state_paths
@@ -255,11 +254,9 @@ class CheckpointManager:
 
     def prune(self) -> None:
         """Delete the numbered checkpoints, files or folders, except for the last K (at least one) and the best."""
-        pattern = re.compile(re.escape(self.run_name) + r"_update_(\d+)(\.pth)?")
-        found = (
-            (pattern.fullmatch(path.name), path) for path in self.folder.glob(f"{glob.escape(self.run_name)}_update_*")
-        )
-        numbered = dict(sorted((int(match[1]), path) for match, path in found if match))
+        paths = self.folder.glob(f"{glob.escape(self.run_name)}_update_*")
+        states = (path for path in paths if is_state(self.run_name, path.name))
+        numbered = dict(sorted((int(path.name.removesuffix(".pth").rpartition("_")[2]), path) for path in states))
         kept = {*list(numbered)[-max(1, self.keep_last) :], self.best_update}
         for update in numbered.keys() - kept:
             remove(numbered[update])

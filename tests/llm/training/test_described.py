@@ -550,11 +550,12 @@ def test_help_names_the_tasks_and_how_to_see_the_curves(capsys):
 
 
 def test_numbered_states_of_a_name_with_characters_of_patterns_are_pruned(tmp_path):
-    paths = [tmp_path / f"a[1]_64_update_0000000{number}.pth" for number in range(1, 6)]
+    forms = (".pth", "", ".pth", "")
+    paths = [tmp_path / f"a[1].5_64_update_0000000{number}{form}" for number, form in enumerate(forms)]
     for path in paths:
         path.touch()
-    CheckpointManager(config_of(tmp_path, checkpoint_dir=tmp_path, keep_last=2), "a[1]_64").prune()
-    assert sorted(tmp_path.glob("*.pth")) == paths[-2:]
+    CheckpointManager(config_of(tmp_path, checkpoint_dir=tmp_path, keep_last=2), "a[1].5_64").prune()
+    assert sorted(tmp_path.glob("*_update_*")) == paths[-2:]
 
 
 # --- epochs over resumes

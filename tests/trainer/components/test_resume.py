@@ -11,12 +11,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
+from dataset.token_cache import TokenCache
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
@@ -27,6 +29,7 @@ from trainer.components.resume import (
     check_resume,
     check_same_run,
     computing,
+    data_fingerprint,
     model_fingerprint,
     run_fingerprint,
     total_updates,
@@ -387,6 +390,14 @@ def test_the_checkpoint_of_an_early_version_says_so():
         check_resume(args, run, old)
     with pytest.raises(UserError, match=r"another run \(data: a -> b; tokenizer: a -> c\)"):
         check_resume(args, run, old | {FORMAT: 2})
+    meta = {"format": 3, "kind": "sft", "data": ["a"], "tokenizer": "c"}
+    plain, special = (
+        run | data_fingerprint(cast(TokenCache, SimpleNamespace(meta=meta, report={"special_texts": count})))
+        for count in (0, 1)
+    )
+    with pytest.raises(UserError, match=told.format("made tokens of the text of special tokens in the data")):
+        check_resume(args, special, checkpoint | {"run": plain, FORMAT: 2})
+    assert check_resume(args, special, checkpoint | {"run": special, FORMAT: 2}) == special
 
 
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
