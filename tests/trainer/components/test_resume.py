@@ -400,7 +400,7 @@ def test_a_folder_that_was_hashed_with_all_its_files_says_so(tmp_path):
     early = state | {"run": run | {"from_weight_sha256": "of three files"}}
     with pytest.raises(UserError, match="an earlier version, which hashed from_weight in another way"):
         check_resume(args, run, early)
-    with pytest.raises(UserError, match="another run .*put that one back"):
+    with pytest.raises(UserError, match=r"another run .*put that one back"):
         check_resume(args, run, early | {"computing": {}})
     assert check_resume(args, run, state | {"run": run}) == run
 
