@@ -34,9 +34,9 @@ DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)  # of a chat, on the t
 
 
 def default_sampling(model: Any) -> Sampling:
-    """How answers of a model are drawn unless asked otherwise: as its config says (`read_sampling` of
-    trainer/components/hugging_face.py), else DEFAULTS."""
-    return getattr(model.config, "sampling", DEFAULTS)
+    """How answers of a model are drawn unless asked otherwise: as the generation config beside its weights says
+    (`read_sampling` of trainer/components/hugging_face.py), else DEFAULTS."""
+    return getattr(model, "sampling", DEFAULTS)
 
 
 def uniform_noise(seed: int, number: int, size: int) -> Tensor:

@@ -155,7 +155,8 @@ def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0, 
     done, seconds, seconds_left = Counter(), 0.0, 0.0
     for kill in [*kills, None]:
         fresh = second and not run.set_aside
-        with closing(Launch(run, kill.way if kill else "all", fresh)) as launch:
+        way = "all" if kill is None or (fresh and kill.way == "rank") else kill.way  # restarted, it would begin anew
+        with closing(Launch(run, way, fresh)) as launch:
             kind = wait_for(kill, launch, start, update) if kill else launch.wait() and ""
             if kind:
                 launch.end()

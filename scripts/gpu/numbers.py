@@ -16,7 +16,13 @@ from dataset.lm_dataset import collate_flat
 from model.feed_forward import GROUP, grouped_linear, has_grouped_mm
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, flat_attention
 from scripts.gpu.runner import Failed, LeftOut, Machine
-from trainer.components.device import mixed_precision, native_float16, prepare_device, use_deterministic_kernels
+from trainer.components.device import (
+    mixed_precision,
+    native_bfloat16,
+    native_float16,
+    prepare_device,
+    use_deterministic_kernels,
+)
 from trainer.components.optimizer import build_optimizer
 from trainer.components.parallel import wrap_model
 from trainer.components.state import TrainState
@@ -67,7 +73,8 @@ def train(state: TrainState, updates: int) -> list[float]:
 
 def dtypes(machine: Machine) -> list[str]:
     """Those in which this machine can train."""
-    half = ["bfloat16"] if not machine.gpus or machine.capability >= (8, 0) else []
+    native = machine.capability >= (8, 0) if machine.gpus else native_bfloat16(torch.device("cpu"))
+    half = ["bfloat16"] if native else []
     return ["float32", *half, *(["float16"] if native_float16(torch.device(machine.device)) else [])]
 
 

@@ -29,8 +29,8 @@ def test_the_memory_of_a_run_is_flat(corpus, tmp_path, workers):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
-def test_what_was_read_of_a_large_cache_does_not_count(corpus, monkeypatch):
-    data = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 64, True, corpus["cache"])
+def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeypatch):
+    data = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 64, True, str(tmp_path))
 
     def resident() -> int:
         """kB of the cache's files that are mapped in."""

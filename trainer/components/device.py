@@ -80,16 +80,20 @@ def native_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():  # by oneDNN, which emulates it on AVX512
+    if device.type == "cpu" and _onednn_takes_bfloat16():  # which it emulates on AVX512
         is_arm = platform.machine().lower() in ("aarch64", "arm64")
         return is_arm or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() or has_matrix_unit()
     return False
 
 
+def _onednn_takes_bfloat16() -> bool:
+    """Whether this torch has oneDNN, as builds for a Mac have not, and it takes bfloat16 (ONEDNN_MAX_CPU_ISA)."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def has_matrix_unit() -> bool:
     """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same memory."""
-    uses_it = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # ONEDNN_MAX_CPU_ISA may say otherwise
-    return uses_it and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return _onednn_takes_bfloat16() and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def native_float16(device: torch.device) -> bool:

@@ -70,7 +70,9 @@ class Muon(torch.optim.Muon):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                if p not in self.state:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum_buffer"]
                 before = [value.clone() for value in (p, buffer)] if skip is not None else []
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 direction = orthogonalized(p.grad.lerp(buffer, group["momentum"]), group)  # Nesterov momentum

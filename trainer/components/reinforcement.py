@@ -13,7 +13,7 @@ from common.settings import ROOT, StageArgs, setting
 from dataset.prompts import PromptDataset, collate_prompts
 from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
-from trainer.components.resume import weights_fingerprint
+from trainer.components.resume import files_fingerprint
 from trainer.components.rewards import reward_parts
 from trainer.components.run_files import start_path
 from trainer.components.sampler import epoch_order, ordered_loader
@@ -138,7 +138,10 @@ def reward_model_fingerprint(args: RolloutArgs, checkpoint: dict[str, Any] | Non
     is_early = checkpoint is not None and "reward_model_sha256" not in checkpoint.get("run", {})
     if args.reward_model is None or is_early:
         return {}
-    return weights_fingerprint("reward_model", Path(args.reward_model), args.cache_dir)
+    files = sorted(
+        path for path in Path(args.reward_model).iterdir() if path.is_file()
+    )  # also its chat template counts
+    return files_fingerprint("reward_model", files, args.cache_dir)
 
 
 def rollout_code(args: Any) -> list[Path]:

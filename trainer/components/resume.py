@@ -40,6 +40,7 @@ COMPARED = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_de
 COMPARED += ("packing", "seed")  # settings of every run
 NAMES_OF = {  # hash of weights -> the flags that only say where they lie
     "from_weight_sha256": ("from_weight",),
+    "reward_model_sha256": ("reward_model",),
     "teacher_sha256": ("from_teacher_weight", "teacher_hidden_size", "teacher_num_layers", "teacher_use_moe"),
 }
 A = TypeVar("A", bound=StageArgs)
@@ -60,19 +61,23 @@ def data_fingerprint(cache: TokenCache) -> Fingerprint:
 
 def held_out_fingerprint(loader: Any) -> str | None:
     """Identifies the held-out data of a loader; None where there are none, or nothing is known of them."""
-    dataset = getattr(loader, "dataset", None)
-    if cache := getattr(dataset, "cache", None):
+    cache, described = (getattr(getattr(loader, "dataset", None), name, None) for name in ("cache", "fingerprint"))
+    if isinstance(cache, TokenCache):
         return data_fingerprint(cache)["data"]
-    return getattr(dataset, "fingerprint", {}).get("data")
+    return described.get("data") if isinstance(described, dict) else None
 
 
 def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
     """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a file, all
     files of a sharded checkpoint, or config and tensors of a Hugging Face folder."""
     if is_hugging_face(path):  # beside a model may lie anything, also what a run writes
-        files = model_files(path)
-    else:
-        files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        return files_fingerprint(name, model_files(path), cache_dir)
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return files_fingerprint(name, files, cache_dir)
+
+
+def files_fingerprint(name: str, files: Sequence[Path], cache_dir: str) -> Fingerprint:
+    """The part of the run fingerprint that describes the contents of files; the hashes are remembered."""
     hashes = [file_hash(str(each), Path(cache_dir)) for each in files]
     whole = hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
     return {f"{name}_sha256": whole}
@@ -143,7 +148,7 @@ def _is_own_state(args: StageArgs, path: Path) -> bool:
     return any(entry.parent == folder and is_state(run, entry.name) for entry in entries(path))
 
 
-def check_not_too_old(checkpoint: dict[str, Any], saved: Fingerprint, run: Fingerprint) -> None:
+def check_not_too_old(args: StageArgs, checkpoint: dict[str, Any], saved: Fingerprint, run: Fingerprint) -> None:
     """Refuse the checkpoint of an early version, which lacks what is compared today or hashed it in another way.
 
     saved, run: the fingerprints of the checkpoint and of the run.
@@ -151,6 +156,10 @@ def check_not_too_old(checkpoint: dict[str, Any], saved: Fingerprint, run: Finge
     needed = (*COMPARED, "global_batch", "from_weight", "from_weight_sha256")
     lacking = [name for name in needed if name not in saved]
     hashed = [name for name in ("data", "tokenizer") if FORMAT not in checkpoint and run.get(name) != saved.get(name)]
+    if "computing" not in checkpoint:  # of a Hugging Face folder all files were hashed
+        folders = {"from_weight": start_path(args.save_dir, args.from_weight, args)} | args.frozen_weights()
+        digests = {flag: "teacher_sha256" if "teacher" in flag else f"{flag}_sha256" for flag in folders}
+        hashed += [f for f, key in digests.items() if is_hugging_face(folders[f]) and run.get(key) != saved.get(key)]
     other_tokens = run.get("data") == f"{saved.get('data')}{SPECIAL_TEXTS}"
     if lacking or hashed or other_tokens:
         why = f"did not note {', '.join(lacking)}" if lacking else f"hashed {' and '.join(hashed)} in another way"
@@ -206,7 +215,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
-    check_not_too_old(checkpoint, saved, run)
+    check_not_too_old(args, checkpoint, saved, run)
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
     if same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
@@ -321,14 +330,18 @@ def warn_of_other_code(checkpoint: dict[str, Any], code: dict[str, str]) -> None
 
 
 def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
-    """What the bits of a run depend on besides its settings and code. On a CPU the number of threads decides how sums
-    are cut, and the instruction set which kernels are taken."""
-    found = {"device": device.type, "dtype": str(autocast_dtype(autocast, device)), "torch": str(torch.__version__)}
+    """Device, dtype, torch version, threads and instruction set: what bitwise identical results need besides settings
+    and code. On a CPU the number of threads decides how sums are cut, and the instruction set which kernels run."""
+    environment: dict[str, Any] = {
+        "device": device.type,
+        "dtype": str(autocast_dtype(autocast, device)),
+        "torch": str(torch.__version__),
+    }
     if device.type != "cpu":
-        return found
+        return environment
     units = {"bfloat16": native_bfloat16(device), "AMX": has_matrix_unit()}
     names = (torch.backends.cpu.get_cpu_capability(), *(name for name, there in units.items() if there))
-    return found | {"threads": torch.get_num_threads(), "instructions": " ".join(names)}
+    return environment | {"threads": torch.get_num_threads(), "instructions": " ".join(names)}
 
 
 def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool, now: dict[str, Any]) -> None:
@@ -343,5 +356,5 @@ def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool, now: 
     before = {"--deterministic": int(checkpoint.get("deterministic", deterministic))} | checkpoint.get("computing", {})
     changed = [f"{key} was {before[key]} and is {now.get(key)}" for key in now if now[key] != before.get(key, now[key])]
     if changed:
-        text = "from here on the run is sure to equal one that was not stopped to rounding only, not bit for bit"
+        text = "from here on the results equal those of an uninterrupted run up to rounding, not bit for bit"
         warn(f"{', '.join(changed)}: {text}")

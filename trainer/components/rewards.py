@@ -34,7 +34,7 @@ THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*
 class Reward(NamedTuple):
     """One of the rewards of a run."""
 
-    name: str  # of no other one
+    name: str  # unique
     function: RewardFn
     weight: float
 
@@ -221,7 +221,7 @@ def user_code(what: str, where: str, limit: float) -> Iterator[None]:
     try:
         with time_limit(limit):
             yield
-    except Interrupted:
+    except (Interrupted, KeyboardInterrupt):
         raise
     except OutOfTime:
         raise UserError(

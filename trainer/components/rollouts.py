@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 
 class Rollouts(Hooks):
-    """Makes the micro-batches of reinforcement learning, and keeps the account of their rewards.
+    """Makes the micro-batches of reinforcement learning, and accumulates reward statistics.
 
     Args:
         args: the settings of the stage. lm_config: of its model.
@@ -117,7 +117,7 @@ class Rollouts(Hooks):
         return [*self.counts, *(f"reward_{reward.name}" for reward in self.rewards)]
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
-        """What is shown of the account; None where there was no rollout since the last record."""
+        """The reward statistics of a record; None where there was no rollout since the last one."""
         completions, rollouts = max(total["completions"], 1), max(total["rollouts"], 1)
         mean = total["reward"] / completions
         figures: dict[str, float | None] = {"reward": mean}
@@ -133,7 +133,7 @@ class Rollouts(Hooks):
         return figures if total["rollouts"] else dict.fromkeys(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """The account since the last record, and a rollout that is used again."""
+        """Reward statistics since the last record, and the rollout that further updates use."""
         kept = [[_without_arrays(batch) for batch in window] for window in self.kept]
         return {"totals": dict(self.totals), "kept": kept, "samples": self.samples}
 

@@ -166,9 +166,10 @@ class TrainState:
         if metrics[name] is None:
             return False
         value = metrics[name] if mode == "min" else -metrics[name]
-        better = value < self.best_eval
-        self.best_eval = value if better else self.best_eval
-        return better
+        if value >= self.best_eval:
+            return False
+        self.best_eval, self.eval_data = value, held_out_fingerprint(self.eval_loader)
+        return True
 
     @property
     def samples_done(self) -> int:
@@ -185,7 +186,6 @@ class TrainState:
         parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks, "code": self.code}
         parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "monitor": self.monitor}
         parts |= {"deterministic": self.args.deterministic, "computing": computing(self.device, self.autocast)}
-        self.eval_data = held_out_fingerprint(self.eval_loader) or self.eval_data
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:

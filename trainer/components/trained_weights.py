@@ -108,8 +108,8 @@ def load_path(
     tokenizer = load_tokenizer(tokenizer_path)
     config = trained_config(path, weights, asked, **told | special_tokens(tokenizer))
     check_vocabulary(tokenizer, tokenizer_path, config, exactly=not is_hugging_face(path))
-    cast(Any, config).sampling = read_sampling(path if path.is_dir() else path.parent)
     model = MiniMindForCausalLM(config)
+    cast(Any, model).sampling = read_sampling(path if path.is_dir() else path.parent)
     fill(model, weights, path)
     Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
     cast(nn.Module, model).to(device)  # in place

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ from trainer.components.resume import (
     check_same_run,
     computing,
     data_fingerprint,
+    held_out_fingerprint,
     model_fingerprint,
     run_fingerprint,
     total_updates,
@@ -400,6 +402,27 @@ def test_the_checkpoint_of_an_early_version_says_so():
     assert check_resume(args, special, checkpoint | {"run": special, FORMAT: 2}) == special
 
 
+def test_a_folder_that_was_hashed_with_all_its_files_says_so(tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    args = StageArgs(from_weight=str(tmp_path), from_resume=True, cache_dir=str(tmp_path / "cache"))
+    run = run_fingerprint(args, {}, {}, 9)
+    state = {"epoch": 0, "step": 1, "update": 1, "world_size": 1, FORMAT: 2}
+    early = state | {"run": run | {"from_weight_sha256": "of three files"}}
+    with pytest.raises(UserError, match="an earlier version, which hashed from_weight in another way"):
+        check_resume(args, run, early)
+    with pytest.raises(UserError, match=r"another run .*put that one back"):
+        check_resume(args, run, early | {"computing": {}})
+    assert check_resume(args, run, state | {"run": run}) == run
+
+
+@pytest.mark.parametrize("cache", [{"a": 1}, np.zeros(2), None])
+def test_held_out_data_of_a_users_own_kind_have_no_fingerprint(cache):
+    dataset = SimpleNamespace(cache=cache, fingerprint=lambda: "x")
+    assert held_out_fingerprint(SimpleNamespace(dataset=dataset)) is None
+    assert held_out_fingerprint(SimpleNamespace(dataset=SimpleNamespace(fingerprint={"data": "x"}))) == "x"
+
+
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     """The run then equals one that was not stopped to rounding only; with other ranks it does so anyway."""
     cpu = torch.device("cpu")
@@ -414,7 +437,7 @@ def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     warn_of_other_kernels(checkpoint, False, now)
     line = capsys.readouterr().err
     assert f"threads was {before['threads']} and is 99" in line and "and is Z80" in line and "torch.bfloat16" in line
-    assert line.startswith("warning: ") and "to rounding only, not bit for bit" in line and "--det" not in line
+    assert line.startswith("warning: ") and "up to rounding, not bit for bit" in line and "--det" not in line
     warn_of_other_kernels(checkpoint, False, before)
     warn_of_other_kernels(checkpoint | {"world_size": 2}, False, now)
     warn_of_other_kernels({"world_size": 1}, False, now)  # an early version's, which does not say

@@ -44,7 +44,7 @@ def written(monkeypatch, tokenizer):
                 for sampling in of_context:
                     text = next(answers) + ("<|im_end|>" if finish == "stop" else "")
                     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-                    group.append(Answer(sampling, 99, tokens, [-0.5] * len(tokens), finish))
+                    group.append(Answer(sampling, 99, tokens, [-0.5] * len(tokens), finish=finish))
                 found.append(group)
             return found
 
