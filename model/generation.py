@@ -117,6 +117,7 @@ class Decoder:
             self.cache = KeyValueCache(model, slots, length)
         self.rows: list[Prompt | Answer] = []  # by slot: first the answers that are being written, then prompts
         self.ready = 0  # how many answers are being written
+        self.broken = False  # since moving a row failed, rows and cache do not agree: only `clear` helps
 
     @property
     def free(self) -> int:
@@ -165,7 +166,7 @@ class Decoder:
         """Remove everything, as after a step that failed."""
         for row in self.rows:
             row.slot = -1
-        self.rows, self.ready = [], 0
+        self.rows, self.ready, self.broken = [], 0, False
         with torch.inference_mode():
             self.cache.clear()
 
@@ -178,7 +179,7 @@ class Decoder:
         return [*self.decode(), *self.prefill()]
 
     # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried again with
-    # some of the rows.
+    # some of the rows; unless the decoder is `broken` then.
 
     @torch.inference_mode()
     def decode(self, only: Collection[Answer] | None = None) -> list[Answer]:
@@ -249,7 +250,7 @@ class Decoder:
         for answer in prompt.answers[1:]:
             answer.slot, answer.cached = len(self.rows), prompt.cached
             self.rows.append(answer)
-            self.cache.copy(source, answer.slot, prompt.cached)
+            self._move(self.cache.copy, source, answer.slot, prompt.cached)
         for answer in prompt.answers:
             self._swap(answer.slot, self.ready)
             self.ready += 1
@@ -295,9 +296,14 @@ class Decoder:
         if one == other:
             return
         rows = self.rows
-        self.cache.swap(one, other, max(rows[one].cached, rows[other].cached))
+        self._move(self.cache.swap, one, other, max(rows[one].cached, rows[other].cached))
         rows[one], rows[other] = rows[other], rows[one]
         rows[one].slot, rows[other].slot = one, other
+
+    def _move(self, move: Callable[..., None], *args: int) -> None:
+        self.broken = True
+        move(*args)
+        self.broken = False
 
     @torch.inference_mode()
     def _free(self, row: Prompt | Answer) -> None:
