@@ -104,7 +104,8 @@ class Curve:
             if file.read(len(self.tail)) != self.tail:
                 return Curve().read(path, pause)
             while lines := file.readlines(BLOCK):
-                if not lines[-1].endswith(b"\n"):  # still being written
+                is_partial = not lines[-1].endswith(b"\n")  # the last one is still being written
+                if is_partial:
                     lines.pop()
                 self.offset += sum(map(len, lines))
                 self.tail = (self.tail + b"".join(lines[-TAIL:]))[-TAIL:]
@@ -113,6 +114,8 @@ class Curve:
                 for start in range(0, len(records), POINTS):
                     self._take(records[start : start + POINTS])
                 pause()
+                if is_partial:
+                    break
         return self
 
     def _take(self, records: list[dict[str, Any]]) -> None:

@@ -171,7 +171,7 @@ function payload(conversation, thread, model) {
 }
 
 async function answer(conversation, thread) {
-  const model = thread.model ?? byId("model").value;
+  const model = thread.model ?? (byId("model").value || undefined); // unknown yet: the server's default
   const body = payload(conversation, thread, model);
   const message = { role: "assistant", content: "", model, note: "stopped" }; // what it is if the page is closed now
   const job = { stop: new AbortController(), conversation };
@@ -285,6 +285,7 @@ function startComposer() {
 // --- models
 
 let models = null; // as the server lists them
+let retry = 0; // timer
 
 function startModels() {
   byId("model").addEventListener("change", (event) => {
@@ -299,14 +300,15 @@ function startModels() {
 
 /** Have another model answer the same questions beside the first one; "": none any more. */
 function compare(model) {
-  const { other } = current;
+  const conversation = current;
+  const { other } = conversation;
   if (other) stop(other);
   if (!model) delete current.other;
   else if (other) other.model = model;
   else current.other = { model, messages: structuredClone(current.messages) };
   if (current.messages.length) save(current);
   drawMessages();
-  const back = () => ((current.other = other), save(current), open(current));
+  const back = () => ((conversation.other = other), save(conversation), open(conversation));
   if (!model && other?.messages.length) notice(t("comparedNoMore"), t("undo"), back);
 }
 
@@ -335,7 +337,8 @@ async function loadModels() {
     if (problem.status === 401) return (await settings.askForKey(api.hasKey())) ? loadModels() : undefined;
     error.textContent = problem.message;
     error.hidden = false;
-    setTimeout(loadModels, 3000); // until the server is back
+    clearTimeout(retry);
+    retry = setTimeout(loadModels, 3000); // until the server is back
   }
 }
 

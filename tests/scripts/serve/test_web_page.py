@@ -356,7 +356,8 @@ def test_two_models_answer_side_by_side(chat, server):
     assert exported(chat).count('"two"') == 2  # a record for each model
     Select(chat.one("#other")).select_by_value("")
     chat.wait(lambda: len(chat.all(".message")) == 4)
-    chat.click("#notice button")
+    chat.click("#new-chat")
+    chat.click("#notice button")  # of the conversation that was compared
     chat.wait(lambda: len(chat.all(".side-of-two .body > .text")) == 4)
 
 
@@ -389,6 +390,14 @@ def test_a_tool_that_is_switched_on_runs_at_the_server_for_some_rounds(chat, ser
     chat.click("#new-chat")
     chat.one("#open-settings").click()
     chat.one("#set-run_calculator").click()
+    chat.one("#set-tools").send_keys('[{"type": "function", "function": {"name": "calculate"}}]')
+    chat.keys(Keys.ESCAPE)
+    chat.say("sum")
+    chat.wait(lambda: chat.all(".results textarea"))  # the user's own tool of that name is not run
+    assert server.asked[-1]["tools"] == [{"type": "function", "function": {"name": "calculate"}}]
+    chat.click("#new-chat")
+    chat.one("#open-settings").click()
+    chat.one("#set-tools").send_keys(Keys.CONTROL, "a", Keys.BACKSPACE)
     chat.keys(Keys.ESCAPE)
     server.asked.clear()
     chat.say("sum")
