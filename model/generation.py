@@ -229,9 +229,9 @@ class Decoder:
         of_prompt = [i for i in read for _ in chosen[i].answers]
         last = torch.tensor([len(chunks[i]) - 1 for i in of_prompt], dtype=torch.int64, device=self.device)
         drawn = self._draw(answers, self.model.lm_head(hidden[of_prompt, last]).float()) if answers else []
-        for row, chunk, found in zip(chosen, chunks, details, strict=True):
+        for row, chunk, logprobs in zip(chosen, chunks, details, strict=True):
             row.cached += len(chunk)
-            row.details += found
+            row.details += logprobs
         for i in read:
             self._begin(chosen[i])
         return self._write(answers, drawn)
@@ -272,8 +272,8 @@ class Decoder:
         details: list[list[TokenLogprob]] = [[] for _ in answers]
         asked = [i for i, answer in enumerate(answers) if answer.top is not None]
         if asked:
-            found = top_logprobs(logits[asked], [tokens[i] for i in asked], max(answers[i].top or 0 for i in asked))
-            for i, one in zip(asked, found, strict=True):
+            entries = top_logprobs(logits[asked], [tokens[i] for i in asked], max(answers[i].top or 0 for i in asked))
+            for i, one in zip(asked, entries, strict=True):
                 details[i] = [one._replace(top=one.top[: answers[i].top])]
         return list(zip(tokens, logprobs, details, strict=True))
 
@@ -343,10 +343,10 @@ def generate(
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
     decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
-    found: list[list[Answer]] = []
-    while len(found) < len(prompts) or decoder.rows:
-        while len(found) < len(prompts) and (not decoder.rows or len(samplings[len(found)]) <= decoder.free):
-            found.append(decoder.add(prompts[len(found)], samplings[len(found)], new[len(found)]))
+    groups: list[list[Answer]] = []
+    while len(groups) < len(prompts) or decoder.rows:
+        while len(groups) < len(prompts) and (not decoder.rows or len(samplings[len(groups)]) <= decoder.free):
+            groups.append(decoder.add(prompts[len(groups)], samplings[len(groups)], new[len(groups)]))
         between()
         decoder.step()
-    return found
+    return groups

@@ -60,8 +60,10 @@ class Models:
         return self._card(name)
 
     def _card(self, name: str) -> dict[str, Any]:
-        served = self.loaded.get(name, self.first)
-        return {**served.card(), "id": name, "loaded": name in self.loaded}
+        if served := self.loaded.get(name):
+            return served.card() | {"loaded": True}
+        card = {key: value for key, value in self.first.card().items() if key != "sampling"}  # not known yet
+        return card | {"id": name, "loaded": False}
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:

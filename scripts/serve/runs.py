@@ -200,12 +200,12 @@ def _short(values: np.ndarray, there: np.ndarray) -> list[float | None]:
 def metrics_files(folder: Path) -> dict[str, Path]:
     """Name of the run -> its file, in the folder and the folders in it; never outside it, whatever a link says. Bytes
     of a name that are no UTF-8 are shown as backslash escapes."""
-    found = {}
+    files = {}
     for path in [*folder.glob(f"*{ENDING}"), *folder.glob(f"*/*{ENDING}")]:
         if path.is_file() and _is_inside(path, folder):
             name = os.fsencode(path.relative_to(folder).as_posix()).decode("utf-8", "backslashreplace")
-            found[name.removesuffix(ENDING)] = path
-    return found
+            files[name.removesuffix(ENDING)] = path
+    return files
 
 
 def _is_inside(path: Path, folder: Path) -> bool:

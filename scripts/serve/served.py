@@ -108,7 +108,7 @@ class Answers:
                 prompt,
                 samplings_of(asked, served.sampling),
                 min(longest, served.settings.context - len(prompt)),
-                self._hears(asyncio.get_running_loop(), number * asked.n),
+                self._notifier(asyncio.get_running_loop(), number * asked.n),
                 asked.stop,
                 asked.stream,
                 asked.top,
@@ -117,7 +117,7 @@ class Answers:
             for number, prompt in enumerate(prompts)
         ]
 
-    def _hears(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Piece], None]:
+    def _notifier(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Piece], None]:
         def notify(piece: Piece) -> None:
             loop.call_soon_threadsafe(self.pieces.put_nowait, piece._replace(number=first + piece.number))
 

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
-import { messageView, odds, sends } from "./message.js";
+import { messageView, sends, tokenLogprobs } from "./message.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
@@ -217,7 +217,7 @@ async function receive(body, message, thread, job) {
     if (choice?.finish_reason === "length") message.note = "cut";
     else if (choice?.finish_reason) delete message.note;
     const likely = choice?.logprobs?.content ?? [];
-    if (likely.length) odds.set(message, [...(odds.get(message) ?? []), ...likely]);
+    if (likely.length) tokenLogprobs.set(message, [...(tokenLogprobs.get(message) ?? []), ...likely]);
     const tokens = chunk.usage?.completion_tokens;
     if (tokens) {
       message.tokens = tokens;

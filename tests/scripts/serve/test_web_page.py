@@ -138,6 +138,10 @@ FORMULAS = {  # likewise
     "[msup:[mrow:[mo:(][mfrac:[mi:a][mi:b]][mo:)]][mn:10]]]]",
     r"\[\mathbb{R} \to x^23\]": "[math:[mrow:[mi:ℝ][mo:→][msup:[mi:x][mn:2]][mn:3]]]",
     "costs $5 and $6, or 7$ then": "costs $5 and $6, or 7$ then",
+    "PATH=$HOME/bin:$PATH": "PATH=$HOME/bin:$PATH",
+    "设$x$为": "设[math:[mi:x]]为",
+    f"${chr(92)}sqrt{chr(92)}sqrt x$": "[math:[msqrt:[msqrt:[mi:x]]]]",
+    (deep := "$" + 50 * r"\sqrt" + " x$"): deep,
     r"$\unknown{x}$ $x^$ $}$ $a_b_c$": r"$\unknown{x}$ $x^$ $}$ $a_b_c$",
     r"$\constructor$ `$x$` \$x\$": r"$\constructor$ [CODE:$x$] $x$",
 }
