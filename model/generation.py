@@ -117,6 +117,7 @@ class Decoder:
             self.cache = KeyValueCache(model, slots, length)
         self.rows: list[Prompt | Answer] = []  # by slot: first the answers that are being written, then prompts
         self.ready = 0  # how many answers are being written
+        self.broken = False  # since moving a row failed, rows and cache do not agree: only `clear` helps
 
     @property
     def free(self) -> int:
@@ -165,7 +166,7 @@ class Decoder:
         """Remove everything, as after a step that failed."""
         for row in self.rows:
             row.slot = -1
-        self.rows, self.ready = [], 0
+        self.rows, self.ready, self.broken = [], 0, False
         with torch.inference_mode():
             self.cache.clear()
 
@@ -178,7 +179,7 @@ class Decoder:
         return [*self.decode(), *self.prefill()]
 
     # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried again with
-    # some of the rows.
+    # some of the rows; unless the decoder is `broken` then.
 
     @torch.inference_mode()
     def decode(self, only: Collection[Answer] | None = None) -> list[Answer]:
@@ -228,9 +229,9 @@ class Decoder:
         of_prompt = [i for i in read for _ in chosen[i].answers]
         last = torch.tensor([len(chunks[i]) - 1 for i in of_prompt], dtype=torch.int64, device=self.device)
         drawn = self._draw(answers, self.model.lm_head(hidden[of_prompt, last]).float()) if answers else []
-        for row, chunk, found in zip(chosen, chunks, details, strict=True):
+        for row, chunk, logprobs in zip(chosen, chunks, details, strict=True):
             row.cached += len(chunk)
-            row.details += found
+            row.details += logprobs
         for i in read:
             self._begin(chosen[i])
         return self._write(answers, drawn)
@@ -249,7 +250,7 @@ class Decoder:
         for answer in prompt.answers[1:]:
             answer.slot, answer.cached = len(self.rows), prompt.cached
             self.rows.append(answer)
-            self.cache.copy(source, answer.slot, prompt.cached)
+            self._move(self.cache.copy, source, answer.slot, prompt.cached)
         for answer in prompt.answers:
             self._swap(answer.slot, self.ready)
             self.ready += 1
@@ -271,8 +272,8 @@ class Decoder:
         details: list[list[TokenLogprob]] = [[] for _ in answers]
         asked = [i for i, answer in enumerate(answers) if answer.top is not None]
         if asked:
-            found = top_logprobs(logits[asked], [tokens[i] for i in asked], max(answers[i].top or 0 for i in asked))
-            for i, one in zip(asked, found, strict=True):
+            entries = top_logprobs(logits[asked], [tokens[i] for i in asked], max(answers[i].top or 0 for i in asked))
+            for i, one in zip(asked, entries, strict=True):
                 details[i] = [one._replace(top=one.top[: answers[i].top])]
         return list(zip(tokens, logprobs, details, strict=True))
 
@@ -295,9 +296,14 @@ class Decoder:
         if one == other:
             return
         rows = self.rows
-        self.cache.swap(one, other, max(rows[one].cached, rows[other].cached))
+        self._move(self.cache.swap, one, other, max(rows[one].cached, rows[other].cached))
         rows[one], rows[other] = rows[other], rows[one]
         rows[one].slot, rows[other].slot = one, other
+
+    def _move(self, move: Callable[..., None], *args: int) -> None:
+        self.broken = True
+        move(*args)
+        self.broken = False
 
     @torch.inference_mode()
     def _free(self, row: Prompt | Answer) -> None:
@@ -337,10 +343,10 @@ def generate(
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
     decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
-    found: list[list[Answer]] = []
-    while len(found) < len(prompts) or decoder.rows:
-        while len(found) < len(prompts) and (not decoder.rows or len(samplings[len(found)]) <= decoder.free):
-            found.append(decoder.add(prompts[len(found)], samplings[len(found)], new[len(found)]))
+    groups: list[list[Answer]] = []
+    while len(groups) < len(prompts) or decoder.rows:
+        while len(groups) < len(prompts) and (not decoder.rows or len(samplings[len(groups)]) <= decoder.free):
+            groups.append(decoder.add(prompts[len(groups)], samplings[len(groups)], new[len(groups)]))
         between()
         decoder.step()
-    return found
+    return groups

@@ -116,7 +116,7 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenL
     """What logits [R, V] say of tokens [R] and of the `top` likeliest; temperature, top_k and top_p do not count."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    values, ids = (found.tolist() for found in logprobs.topk(min(top, logprobs.shape[1]), dim=-1))
+    values, ids = (tensor.tolist() for tensor in logprobs.topk(min(top, logprobs.shape[1]), dim=-1))
     rows = zip(tokens, own, ids, values, strict=True)
     return [TokenLogprob(token, logprob, list(zip(*best, strict=True))) for token, logprob, *best in rows]
 

@@ -26,7 +26,7 @@ from dataset.fields import objects_of
 from dataset.json_records import BadRecord
 from dataset.token_text import printable
 from model.answers import answer_message
-from model.sampling import DEFAULTS, default_sampling
+from model.sampling import COLDEST, DEFAULTS, default_sampling
 from scripts.conversation import Conversation, generate
 from scripts.terminal import Screen, Stop, line_editing
 from scripts.toolbox import ROUNDS, Toolbox, names_of
@@ -129,7 +129,7 @@ class Chat:
         answer = self._hear([message])
         for _ in range(ROUNDS if self.toolbox else 0):
             calls = [call["function"] for call in answer.get("tool_calls", ())]
-            if not calls:
+            if not calls or self.stop.asked:
                 return answer
             replies = self.toolbox.reply(calls) if self.toolbox else []
             for call, reply in zip(calls, replies, strict=True):
@@ -158,9 +158,11 @@ class Chat:
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
         """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
-        args, sampling, stop = self.args, self.sampling, Stop()
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": args.repetition_penalty}
-        if sampling.temperature > 0:
+        args, sampling = self.args, self.sampling
+        self.stop = stop = Stop()
+        samples = sampling.temperature >= COLDEST
+        options: dict[str, Any] = {"do_sample": samples, "repetition_penalty": args.repetition_penalty}
+        if samples:
             options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         if self.is_terminal:
             options["stopping_criteria"] = StoppingCriteriaList([stop])

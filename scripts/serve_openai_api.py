@@ -12,10 +12,12 @@ import importlib.util
 import ipaddress
 import os
 import re
+import resource
 import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +107,23 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
         """A connection that brings no request within a minute is closed, also if it never brought one."""
 
         def data_received(self, data: bytes) -> None:
+            timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # part of a request stops no timer
             super().data_received(data)
+            if timer is not None and self._waits() and self.timeout_keep_alive_task is None:
+                self.timeout_keep_alive_task = timer
+            elif timer is not None:
+                timer.cancel()
             self._wait_for_request()
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait_for_request()
 
+        def _waits(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
         def _wait_for_request(self) -> None:
-            if (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None:
+            if self._waits() and self.timeout_keep_alive_task is None:
                 later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
                 self.timeout_keep_alive_task = later
 
@@ -143,6 +153,9 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
 
     # clients keep idle connections for some seconds; they must not find one closed when they use it again
     config = uvicorn.Config(app, http=Protocol, log_level="error", access_log=False, timeout_keep_alive=60)
+    with suppress(ValueError, OSError):  # each client takes an open file
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)

@@ -5,6 +5,7 @@ import gc
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -26,10 +27,11 @@ from scripts.serve.served import Answers, ServedModel, Settings
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 
-Beside = Callable[..., Awaitable[Any]]
+OffLoop = Callable[..., Awaitable[Any]]
+LOGPROBS = ThreadPoolExecutor(1, thread_name_prefix="log-probabilities")  # up to 50 ms of work for each whole reply
 
 
-def written(work: Callable[..., list[int]], *args: Any, param: str) -> list[int]:
+def tokens_or_error(work: Callable[..., list[int]], *args: Any, param: str) -> list[int]:
     """The tokens of a prompt as `work` writes it.
 
     Raises:
@@ -83,10 +85,19 @@ async def respond(
     Raises:
         ApiError: too many wait, or the step that was to write the answer failed.
     """
+    loop = asyncio.get_running_loop()
+
+    async def off_loop(work: Callable[..., Any], *args: Any) -> Any:
+        return work(*args) if asked.top is None else await loop.run_in_executor(LOGPROBS, work, *args)
+
+    async def take_all() -> None:
+        async for piece in answers:
+            await off_loop(reply.take, piece)
+
     answers.submit()
     if asked.stream:
         return EventStream(answers, reply, asked.stream_options.include_usage)
-    work, gone = asyncio.create_task(_take_all(answers, reply)), asyncio.create_task(_hung_up(request))
+    work, gone = asyncio.create_task(take_all()), asyncio.create_task(_hung_up(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -96,12 +107,7 @@ async def respond(
         work.cancel()
         gone.cancel()
         answers.close()
-    return JSONResponse(reply.whole())
-
-
-async def _take_all(answers: Answers, reply: ChatReply | TextReply) -> None:
-    async for piece in answers:
-        reply.take(piece)
+    return await off_loop(lambda: JSONResponse(reply.whole()))
 
 
 async def _hung_up(request: Request) -> None:
@@ -132,13 +138,14 @@ def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     app.state.served, app.state.models = served, models
-    app.add_exception_handler(ApiError, _tell_api_error)
-    app.add_exception_handler(HTTPException, _tell_http_error)
-    app.add_exception_handler(Exception, _tell_failure)
+    bodies = Bodies()
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(HTTPException, handle_http_error)
+    app.add_exception_handler(Exception, handle_failure)
     key = Depends(KeyCheck(settings.api_key))
-    app.include_router(openai_routes(models), dependencies=[key])
+    app.include_router(openai_routes(models, bodies), dependencies=[key])
     app.include_router(runs_router(settings.save_dir), dependencies=[key])
-    app.include_router(tools_router(), dependencies=[key])
+    app.include_router(tools_router(bodies), dependencies=[key])
     app.include_router(page_router())
 
     @app.get("/health")
@@ -163,9 +170,9 @@ class KeyCheck:
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
 
-def openai_routes(offered: Models) -> APIRouter:
+def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
     """The routes of OpenAI's API under /v1."""
-    routes, bodies = APIRouter(prefix="/v1"), Bodies()
+    routes = APIRouter(prefix="/v1")
 
     @routes.get("/models")
     async def models() -> dict[str, Any]:
@@ -176,31 +183,28 @@ def openai_routes(offered: Models) -> APIRouter:
         return await offered.card(name)
 
     @asynccontextmanager
-    async def asked_for(kind: type[Body], request: Request) -> AsyncIterator[tuple[Body, Beside]]:
+    async def asked_for(kind: type[Body], request: Request) -> AsyncIterator[tuple[Body, OffLoop]]:
         """A request, and how to do work whose time grows with its size; its body counts as held meanwhile."""
-        body = await bodies.read(request)
+        async with bodies.read(request) as body:
 
-        async def beside(work: Callable[..., Any], *args: Any) -> Any:
-            if len(body) <= SMALL_BODY:
-                return work(*args)
-            async with bodies.large:
-                return await asyncio.to_thread(work, *args)
+            async def off_loop(work: Callable[..., Any], *args: Any) -> Any:
+                if len(body) <= SMALL_BODY:
+                    return work(*args)
+                async with bodies.large:
+                    return await asyncio.to_thread(work, *args)
 
-        try:
-            yield await beside(parse, kind, body), beside
-        finally:
-            bodies.held -= len(body)
+            yield await off_loop(parse, kind, body), off_loop
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
         async with AsyncExitStack() as stack:
-            async with asked_for(ChatRequest, request) as (asked, beside):
+            async with asked_for(ChatRequest, request) as (asked, off_loop):
                 served = await stack.enter_async_context(offered.use(asked.model))
                 opening = opening_of(asked)
                 thinking = False if opening else asked.chat_template_kwargs.enable_thinking
                 tools = asked.tools if asked.tool_names else []
-                write = partial(written, served.prompts.chat, param="messages")
-                prompt = await beside(write, asked.messages, tools, thinking, opening)
+                write = partial(tokens_or_error, served.prompts.chat, param="messages")
+                prompt = await off_loop(write, asked.messages, tools, thinking, opening)
             asked.messages = []
             reply = ChatReply(served, asked, len(prompt), bool(thinking), opening)
             return await respond(request, Answers(served, [prompt], asked), reply, asked)
@@ -208,15 +212,15 @@ def openai_routes(offered: Models) -> APIRouter:
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
         async with AsyncExitStack() as stack:
-            async with asked_for(CompletionRequest, request) as (asked, beside):
+            async with asked_for(CompletionRequest, request) as (asked, off_loop):
                 if len(asked.prompts) * asked.n > MAX_ANSWERS:
                     message = f"More than {MAX_ANSWERS} answers in one request."
                     raise ApiError(message, param="prompt", code="invalid_value")
                 served = await stack.enter_async_context(offered.use(asked.model))
                 text, tokens = served.prompts.text, served.prompts.tokens
+                write = partial(tokens_or_error, param="prompt")
                 prompts = [
-                    await beside(partial(written, text if isinstance(one, str) else tokens, param="prompt"), one)
-                    for one in asked.prompts
+                    await off_loop(write, text if isinstance(one, str) else tokens, one) for one in asked.prompts
                 ]
             start_of = served.prompts.start_of
             skipped = [len(start_of(one)) if isinstance(one, str) else 0 for one in asked.prompts]
@@ -233,19 +237,19 @@ def opening_of(asked: ChatRequest) -> str:
     return f'{CALL}\n{{"name": "' if asked.tool_choice == "required" else ""
 
 
-async def _tell_api_error(_request: Request, error: Exception) -> Response:
+async def handle_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     later = {"Retry-After": "1"}
     headers = {429: later, 503: later, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-async def _tell_http_error(request: Request, error: Exception) -> Response:
+async def handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ApiError(f"{request.method} {request.scope['path'][:200]}: {error.detail}", status=error.status_code)
-    return JSONResponse(told.body(), status_code=error.status_code, headers=error.headers)
+    api_error = ApiError(f"{request.method} {request.scope['path'][:200]}: {error.detail}", status=error.status_code)
+    return JSONResponse(api_error.body(), status_code=error.status_code, headers=error.headers)
 
 
-async def _tell_failure(_request: Request, error: Exception) -> Response:
-    told = ApiError("The server failed; its log tells why.", status=500, kind="server_error")
-    return JSONResponse(told.body(), status_code=500)
+async def handle_failure(_request: Request, error: Exception) -> Response:
+    api_error = ApiError("The server failed; see its log.", status=500, kind="server_error")
+    return JSONResponse(api_error.body(), status_code=500)

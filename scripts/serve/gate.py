@@ -1,8 +1,8 @@
 """Who may send what, looked at before any route: names of this machine, web pages of other sites, sizes of bodies."""
 
 import asyncio
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -54,7 +54,7 @@ class Gate:
             raise ApiError("Send the header Content-Type: application/json.", status=415)
 
     def _is_own(self, headers: Headers, host: str) -> bool:
-        """Whether no browser says that a page of another site sends this."""
+        """True unless the browser's headers name another site."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if origin is not None and ("*" in self.origins or origin in self.origins):
             return True
@@ -78,33 +78,34 @@ class Bodies:
 
     def __init__(self) -> None:
         self.held = 0
-        self.large = asyncio.Semaphore(1)  # large ones are decoded one after the other, beside the event loop
+        self.large = asyncio.Semaphore(1)  # large ones are decoded one after the other, off the event loop
 
-    async def read(self, request: Request) -> bytes:
-        """The body of a request; whoever calls this subtracts its length from `held` when it is done with.
+    @asynccontextmanager
+    async def read(self, request: Request, most: int = MAX_BODY) -> AsyncIterator[bytes]:
+        """The body of a request, at most so many bytes; it counts as held within.
 
         Raises:
             ApiError: it is too large, takes too long, or does not arrive.
         """
         length = request.headers.get("content-length", "")
-        too_large = ApiError(f"The request is larger than {MAX_BODY >> 20} MB.", status=413, code="request_too_large")
-        if len(length) > 12 or (length.isdecimal() and int(length) > MAX_BODY):
+        too_large = ApiError(f"The request is larger than {most >> 10} KB.", status=413, code="request_too_large")
+        if len(length) > 12 or (length.isdecimal() and int(length) > most):
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    self.held += len(part)
-                    if len(body) > MAX_BODY:
-                        raise too_large
-                    if len(body) > SMALL_BODY and self.held > MAX_BODIES:
-                        raise ApiError("Too many large requests at once; try again later.", 503, "server_error")
-        except BaseException as error:
-            self.held -= len(body)
-            if isinstance(error, TimeoutError):
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    async for part in request.stream():
+                        body += part
+                        self.held += len(part)
+                        if len(body) > most:
+                            raise too_large
+                        if len(body) > SMALL_BODY and self.held > MAX_BODIES:
+                            raise ApiError("Too many large requests at once; try again later.", 503, "server_error")
+            except TimeoutError as error:
                 raise ApiError(f"The body did not arrive within {BODY_SECONDS} s.", status=408) from error
-            if isinstance(error, ClientDisconnect):
+            except ClientDisconnect as error:
                 raise ApiError("The client hung up.", status=499) from error
-            raise
-        return bytes(body)
+            yield bytes(body)
+        finally:
+            self.held -= len(body)

@@ -25,16 +25,16 @@ class TokenTexts:
         self.added = {token: added.content for token, added in tokenizer.added_tokens_decoder.items()}
         self.known: dict[int, tuple[str, bytes]] = {}
 
-    def spelt(self, token: int) -> tuple[str, bytes]:
+    def text_and_bytes(self, token: int) -> tuple[str, bytes]:
         """A token as text, or as `bytes:\\xe4` if it is no whole character, and its bytes; special tokens spell their
         names."""
         if token not in self.known:
-            spelt = self._bytes(token)
+            raw = self._bytes(token)
             try:
-                text = spelt.decode()
+                text = raw.decode()
             except UnicodeDecodeError:
-                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
-            self.known[token] = text, spelt
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self.known[token] = text, raw
         return self.known[token]
 
     def _bytes(self, token: int) -> bytes:
@@ -47,7 +47,7 @@ class TokenTexts:
 
     def whole(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        return b"".join(self.spelt(token)[1] for token in tokens).decode("utf-8", "replace")
+        return b"".join(self.text_and_bytes(token)[1] for token in tokens).decode("utf-8", "replace")
 
     def chat(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """`logprobs.content` of a chat's choice."""
@@ -57,8 +57,8 @@ class TokenTexts:
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, spelt = self.spelt(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(spelt)}
+        text, raw = self.text_and_bytes(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
 
 class TextLogprobs:
@@ -73,19 +73,19 @@ class TextLogprobs:
         lists: dict[str, list] = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         for entry in entries:
             token, logprob, top = (entry, None, None) if isinstance(entry, int) else entry
-            text, spelt = self.texts.spelt(token)
+            text, raw = self.texts.text_and_bytes(token)
             lists["tokens"].append(text)
             lists["token_logprobs"].append(None if logprob is None else finite(logprob))
             lists["top_logprobs"].append(None if logprob is None else self._top(token, logprob, top or []))
             lists["text_offset"].append(self.offset)
-            self.offset += len(self.decoder.decode(spelt))
+            self.offset += len(self.decoder.decode(raw))
         return lists
 
     def _top(self, token: int, logprob: float, top: list[tuple[int, float]]) -> dict[str, float]:
         """The likeliest tokens, and the one that was taken; of several with the same text the likeliest."""
         best: dict[str, float] = {}
         for other, value in [*top, (token, logprob)]:
-            best.setdefault(self.texts.spelt(other)[0], finite(value))
+            best.setdefault(self.texts.text_and_bytes(other)[0], finite(value))
         return best
 
 

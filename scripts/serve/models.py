@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, reason, warn
+from common.errors import reason, warn
 from scripts.serve.protocol import ApiError
 from scripts.serve.served import ServedModel, Settings
 from trainer.components.run_files import shape_in_name
@@ -60,8 +60,10 @@ class Models:
         return self._card(name)
 
     def _card(self, name: str) -> dict[str, Any]:
-        served = self.loaded.get(name, self.first)
-        return {**served.card(), "id": name, "loaded": name in self.loaded}
+        if served := self.loaded.get(name):
+            return served.card() | {"loaded": True}
+        card = {key: value for key, value in self.first.card().items() if key != "sampling"}  # not known yet
+        return card | {"id": name, "loaded": False}
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -87,29 +89,36 @@ class Models:
         async with self.loading:  # one at a time
             if name in self.loaded:
                 return self.loaded[name]
-            await self._make_room()
+            self._replaced()  # one that cannot be loaded now is not read
             try:
-                self.loaded[name] = await asyncio.to_thread(self._open, name, path)
-            except (UserError, OSError, RuntimeError, MemoryError) as error:
+                assert self.settings.load is not None
+                parts = await asyncio.to_thread(self.settings.load, path)
+                if replaced := self._replaced():
+                    del self.loaded[replaced.name]
+                    await asyncio.to_thread(replaced.scheduler.close)
+                self.loaded[name] = await asyncio.to_thread(ServedModel, *parts, self.settings, name)
+            except ApiError:
+                raise
+            except Exception as error:
                 warn(f"the model {name} cannot be loaded: {reason(error)}")
                 message = f"The model '{name}' cannot be loaded; the server's log says why."
-                raise ApiError(message, 503, "server_error", "model", "model_not_loadable") from error
+                raise ApiError(message, 500, "server_error", "model", "model_not_loadable") from error
             return self.loaded[name]
 
-    def _open(self, name: str, path: Path) -> ServedModel:
-        assert self.settings.load is not None
-        return ServedModel(*self.settings.load(path), self.settings, name)
+    def _replaced(self) -> ServedModel | None:
+        """The model that makes room for another one, None if there is room.
 
-    async def _make_room(self) -> None:
+        Raises:
+            ApiError: all are busy.
+        """
         if len(self.loaded) < self.settings.max_models:
-            return
+            return None
         idle = (served for served in self.loaded.values() if served is not self.first and not served.busy)
         oldest = next(idle, None)
         if oldest is None:
             message = f"{len(self.loaded)} models are loaded and all of them are busy; try again later."
             raise ApiError(message, 503, "server_error", "model", "models_busy")
-        del self.loaded[oldest.name]
-        await asyncio.to_thread(oldest.scheduler.close)
+        return oldest
 
     async def _unknown(self, name: str) -> ApiError:
         names = [self.first.name, *await asyncio.to_thread(self.files)]

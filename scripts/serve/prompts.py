@@ -4,7 +4,6 @@ In a conversation only the chat template writes special tokens (model/prompts.py
 taken as it stands, special tokens included.
 """
 
-from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 from common.errors import reason
 from dataset.json_records import BadRecord
 from dataset.messages import parse_message
-from model.prompts import Piece, encode_pieces, prompt_pieces, special_texts
+from model.prompts import encode_pieces, prompt_pieces, special_texts
 
 
 class BadPrompt(ValueError):
@@ -58,16 +57,11 @@ class PromptWriter:
         self._check_size(characters([messages, tools]))  # before the template is run
         try:
             turns = [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
-            pieces = prompt_pieces(self.tokenizer, turns, tools, **options) + self._pieces(opening)
+            pieces = prompt_pieces(self.tokenizer, turns, tools, opening, **options)
         except (BadRecord, ValueError, RecursionError) as error:
             raise BadPrompt(reason(error)) from error
         self._check_size(sum(len(piece.text) for piece in pieces))
         return self._checked(encode_pieces(self.tokenizer, pieces))
-
-    def _pieces(self, text: str) -> list[Piece]:
-        """A text in which the text of a special token stays text."""
-        places = [0, *(place for found in self.special.finditer(text) for place in found.span()), len(text)]
-        return [Piece(text[a:b], is_plain=bool(i % 2)) for i, (a, b) in enumerate(pairwise(places))]
 
     def text(self, text: str) -> list[int]:
         """The tokens of a text, with the token in front that documents begin with, unless it begins with a special one.

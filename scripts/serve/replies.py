@@ -1,8 +1,8 @@
-"""Replies in OpenAI's form, whole or in chunks, from the pieces of text that the scheduler tells."""
+"""Replies in OpenAI's form, whole or in chunks, from the pieces of text that the scheduler sends."""
 
 import secrets
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from model.sampling import TokenLogprob
 from scripts.serve.answers import AnswerParser, merge
@@ -10,30 +10,6 @@ from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Piece
 from scripts.serve.served import ServedModel
-
-
-class Reply(Protocol):
-    """A reply to one request, with all its choices."""
-
-    tokens: list[int]  # of each choice so far
-    prompt_tokens: int
-    streamed: str  # "object" of its chunks
-
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
-        """The choices of the chunks that a piece makes."""
-        ...
-
-    def whole(self) -> dict[str, Any]:
-        """The reply, when all pieces are taken."""
-        ...
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk with these choices."""
-        ...
-
-    def usage(self) -> dict[str, int]:
-        """Tokens of prompts and answers."""
-        ...
 
 
 class BaseReply:
@@ -99,8 +75,8 @@ class TextReply(BaseReply):
             text, entries, self.tokens[piece.number] = "", [], 0
             finish = finish and "length"
         if self.asked.echo and not self.begun[piece.number]:
-            prompt, told = self._prompt(piece)
-            text, entries = prompt + text, [*told, *entries]
+            prompt, prompt_logprobs = self._prompt(piece)
+            text, entries = prompt + text, [*prompt_logprobs, *entries]
         self.begun[piece.number] = True
         logprobs = None if self.asked.top is None else self.details[piece.number].add(entries)
         choice = self.choices[piece.number]

@@ -104,7 +104,8 @@ class Curve:
             if file.read(len(self.tail)) != self.tail:
                 return Curve().read(path, pause)
             while lines := file.readlines(BLOCK):
-                if not lines[-1].endswith(b"\n"):  # still being written
+                is_partial = not lines[-1].endswith(b"\n")  # the last one is still being written
+                if is_partial:
                     lines.pop()
                 self.offset += sum(map(len, lines))
                 self.tail = (self.tail + b"".join(lines[-TAIL:]))[-TAIL:]
@@ -113,6 +114,8 @@ class Curve:
                 for start in range(0, len(records), POINTS):
                     self._take(records[start : start + POINTS])
                 pause()
+                if is_partial:
+                    break
         return self
 
     def _take(self, records: list[dict[str, Any]]) -> None:
@@ -197,12 +200,12 @@ def _short(values: np.ndarray, there: np.ndarray) -> list[float | None]:
 def metrics_files(folder: Path) -> dict[str, Path]:
     """Name of the run -> its file, in the folder and the folders in it; never outside it, whatever a link says. Bytes
     of a name that are no UTF-8 are shown as backslash escapes."""
-    found = {}
+    files = {}
     for path in [*folder.glob(f"*{ENDING}"), *folder.glob(f"*/*{ENDING}")]:
         if path.is_file() and _is_inside(path, folder):
             name = os.fsencode(path.relative_to(folder).as_posix()).decode("utf-8", "backslashreplace")
-            found[name.removesuffix(ENDING)] = path
-    return found
+            files[name.removesuffix(ENDING)] = path
+    return files
 
 
 def _is_inside(path: Path, folder: Path) -> bool:

@@ -92,28 +92,51 @@ class Scheduler:
             self.changed.notify()
 
     def close(self) -> None:
-        """Drop all jobs and end the thread."""
+        """End all jobs with an error, and the thread."""
         with self.changed:
             self.closing = True
             self.changed.notify()
         self.thread.join()
 
+    @property
+    def busy(self) -> bool:
+        """Whether there are jobs."""
+        with self.changed:
+            return bool(self.writing or self.waiting)
+
     def _run(self) -> None:
-        while True:
-            try:
-                if not self._admit():
-                    return
-                for half in (self.decoder.decode, self.decoder.prefill):
-                    self._advance(half)
-            except Exception as error:  # of no job in particular: the thread must go on
-                self._fail(list(self.writing), error)
-                self.decoder.clear()
+        try:
+            while self._admit_and_step():
+                pass
+        except Exception as error:
+            warn(f"no more requests are answered, since the decoder cannot be cleared: {reason(error)}")
+        with self.changed:  # whatever ended it, nobody waits for ever
+            self.closing = True
+            jobs = [(writing.job, writing.number) for writing in self.writing.values()]
+            jobs += [(job, number) for job in self.waiting for number in range(len(job.samplings))]
+            self.writing.clear()
+            self.waiting.clear()
+        for job, number in jobs:
+            self._notify(job, Piece(number, "", 0, "error"))
+
+    def _admit_and_step(self) -> bool:
+        """False when the scheduler is closed."""
+        try:
+            if not self._admit():
+                return False
+            for half in (self.decoder.decode, self.decoder.prefill):
+                self._advance(half)
+        except Exception as error:  # of no job in particular: the thread must go on
+            self._fail(list(self.writing), error)
+        return True
 
     def _advance(self, half: Callable[..., list[Answer]]) -> None:
         """Half a step of the decoder for all answers, and if it fails, for those of each job alone."""
         try:
             advanced = half()
         except Exception:
+            if self.decoder.broken:
+                raise
             for job in {writing.job: None for writing in self.writing.values()}:
                 answers = [answer for answer, writing in self.writing.items() if writing.job is job]
                 try:
@@ -121,17 +144,17 @@ class Scheduler:
                 except Exception as error:
                     self._fail(answers, error)
                     continue
-                self._tell_all(advanced)
-            if not self.writing:
-                self.decoder.clear()  # whatever was wrong with it
+                self._send_all(advanced)
             return
-        self._tell_all(advanced)
+        self._send_all(advanced)
 
-    def _tell_all(self, advanced: list[Answer]) -> None:
+    def _send_all(self, advanced: list[Answer]) -> None:
         for answer in advanced:
             try:
-                self._tell(answer)
+                self._send(answer)
             except Exception as error:  # its text cannot be decoded
+                if self.decoder.broken:
+                    raise
                 self._fail([answer], error)
 
     def _admit(self) -> bool:
@@ -157,7 +180,7 @@ class Scheduler:
             return
         try:
             answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top, job.echo)
-        except Exception as error:  # whoever queued it has not looked
+        except Exception as error:  # the request was not checked before
             warn(f"a request was not answered: {reason(error)}")
             for number in range(len(job.samplings)):
                 self._notify(job, Piece(number, "", 0, "error"))
@@ -165,7 +188,7 @@ class Scheduler:
         for number, answer in enumerate(answers):
             self.writing[answer] = Writing(job, number, TextStream(self.tokenizer, job.stops))
 
-    def _tell(self, answer: Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         """Send the text of the answer's last token, if it is time to."""
         writing = self.writing[answer]
         job, text = writing.job, writing.text
@@ -205,10 +228,13 @@ class Scheduler:
             job.cancelled = True
 
     def _fail(self, answers: list[Answer], error: Exception) -> None:
-        """End answers with an error."""
+        """End answers with an error; if no others are left, clear the decoder, whatever is wrong with it."""
         warn(f"a request failed while its answer was written: {reason(error)}")
         finish = "memory" if is_out_of_memory(error) else "error"
-        for answer in answers:
-            if writing := self.writing.pop(answer, None):
-                self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))
-                self.decoder.remove(answer)
+        failed = {answer: self.writing.pop(answer) for answer in answers if answer in self.writing}
+        for answer, writing in failed.items():
+            self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))
+        if not self.writing:
+            self.decoder.clear()
+        for answer in failed:
+            self.decoder.remove(answer)

@@ -44,7 +44,7 @@ class ServedModel:
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, name: str | None = None):
         self.name, self.settings, self.created = name or settings.name, settings, int(time.time())
         self.sampling = default_sampling(model)
-        self.users = 0  # requests that are on their way to its scheduler
+        self.users = 0  # requests not yet queued
         self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
         self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
@@ -64,7 +64,7 @@ class ServedModel:
     @property
     def busy(self) -> bool:
         """Whether it may not be dropped."""
-        return bool(self.users or self.scheduler.writing or self.scheduler.waiting)
+        return self.users > 0 or self.scheduler.busy
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -108,7 +108,7 @@ class Answers:
                 prompt,
                 samplings_of(asked, served.sampling),
                 min(longest, served.settings.context - len(prompt)),
-                self._hears(asyncio.get_running_loop(), number * asked.n),
+                self._notifier(asyncio.get_running_loop(), number * asked.n),
                 asked.stop,
                 asked.stream,
                 asked.top,
@@ -117,7 +117,7 @@ class Answers:
             for number, prompt in enumerate(prompts)
         ]
 
-    def _hears(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Piece], None]:
+    def _notifier(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Piece], None]:
         def notify(piece: Piece) -> None:
             loop.call_soon_threadsafe(self.pieces.put_nowait, piece._replace(number=first + piece.number))
 
@@ -132,6 +132,8 @@ class Answers:
         try:
             self.served.scheduler.submit(*self.jobs)
         except QueueFull:
+            if self.served.scheduler.closing:
+                raise ApiError("The server can no longer answer; see its log.", 503, "server_error") from None
             message = "Too many requests are waiting; try again later."
             raise ApiError(message, 429, "rate_limit_error", code="queue_full") from None
 

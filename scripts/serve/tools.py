@@ -29,9 +29,9 @@ class Calls(BaseModel):
     calls: Annotated[list[FunctionCall], Field(max_length=32)]
 
 
-def tools_router() -> APIRouter:
+def tools_router(bodies: Bodies) -> APIRouter:
     """The two routes."""
-    router, bodies, toolbox = APIRouter(prefix="/api"), Bodies(), Toolbox([*SHIPPED])
+    router, toolbox = APIRouter(prefix="/api"), Toolbox([*SHIPPED])
 
     @router.get("/tools")
     async def tools() -> dict[str, Any]:
@@ -39,16 +39,11 @@ def tools_router() -> APIRouter:
 
     @router.post("/tools")
     async def run(request: Request) -> dict[str, Any]:
-        body = await bodies.read(request)
-        bodies.held -= len(body)  # it is small, or refused right now
         try:
-            if len(body) > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            asked = Calls.model_validate_json(body)
+            async with bodies.read(request, MAX_BYTES) as body:
+                asked = Calls.model_validate_json(body)
         except ValidationError:
             raise HTTPException(400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}") from None
-        except ValueError as error:
-            raise HTTPException(413, str(error)) from None
         calls = [call for each in asked.calls if (call := parse_call(json.dumps(each.model_dump())))]
         if len(calls) < len(asked.calls):
             raise HTTPException(400, "the arguments of a call are no JSON object")

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,8 @@ def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
     call(chat, *weights, "--prompt", "x", "--top_k", "0")
+    call(chat, *weights, "--prompt", "x", "--temperature", "1e-40")
+    assert not asked.pop()["do_sample"]  # float32 has no room for logits divided by it
     drawn = [[options[name] for name in ("temperature", "top_p", "top_k")] for options in asked]
     assert drawn == [[0.7, 0.9, 50], [0.2, 0.9, 5], [0.2, 0.9, 0]]
 
@@ -161,7 +164,7 @@ def test_a_file_of_no_tools_is_refused(text, weights, call, tmp_path):
     assert done.returncode == 2 and "tools.json" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_path):
+def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_path, monkeypatch):
     """The model calls, the environment answers, the model goes on; a call of another tool gets an error as reply."""
 
     def calls(name: str, **arguments: str) -> str:
@@ -178,6 +181,9 @@ def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_pa
     said += [calls("calculate", expression="1 / 0")] * 20
     done = pipe(b"1 / 0?\n", *weights, "--max_new_tokens", "60", "--tools", "calculator")
     assert done.stderr.count("division by zero") == ROUNDS and "stopped after 8 rounds" in done.stderr
+    monkeypatch.setattr(chat, "Stop", lambda: SimpleNamespace(asked=True))
+    done = pipe(b"1 / 0?\n", *weights, "--max_new_tokens", "60", "--tools", "calculator")
+    assert "stopped" in done.stderr and "division by zero" not in done.stderr
 
 
 # --- on a terminal: a process with a pseudo-terminal of its own -------------------------------------------------------

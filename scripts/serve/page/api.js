@@ -60,7 +60,7 @@ async function failure(response) {
 
 function describe(status, message, code) {
   if (status === 401) return new ServerError(t("errorKey"), 401);
-  if (status === 429 || status === 503) return new ServerError(t("errorBusy"), status);
+  if (status === 429) return new ServerError(t("errorBusy"), status);
   if (code === "context_length_exceeded" || status === 413) return new ServerError(t("errorLong"), status);
   if (status >= 500) return new ServerError(t("errorServer", { status, message }), status);
   return new ServerError(t("errorRequest", { message: message || status }), status);

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
-import { messageView, odds, sends } from "./message.js";
+import { messageView, sends, tokenLogprobs } from "./message.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
@@ -171,7 +171,7 @@ function payload(conversation, thread, model) {
 }
 
 async function answer(conversation, thread) {
-  const model = thread.model ?? byId("model").value;
+  const model = thread.model ?? (byId("model").value || undefined); // unknown yet: the server's default
   const body = payload(conversation, thread, model);
   const message = { role: "assistant", content: "", model, note: "stopped" }; // what it is if the page is closed now
   const job = { stop: new AbortController(), conversation };
@@ -217,7 +217,7 @@ async function receive(body, message, thread, job) {
     if (choice?.finish_reason === "length") message.note = "cut";
     else if (choice?.finish_reason) delete message.note;
     const likely = choice?.logprobs?.content ?? [];
-    if (likely.length) odds.set(message, [...(odds.get(message) ?? []), ...likely]);
+    if (likely.length) tokenLogprobs.set(message, [...(tokenLogprobs.get(message) ?? []), ...likely]);
     const tokens = chunk.usage?.completion_tokens;
     if (tokens) {
       message.tokens = tokens;
@@ -285,6 +285,7 @@ function startComposer() {
 // --- models
 
 let models = null; // as the server lists them
+let retry = 0; // timer
 
 function startModels() {
   byId("model").addEventListener("change", (event) => {
@@ -299,14 +300,15 @@ function startModels() {
 
 /** Have another model answer the same questions beside the first one; "": none any more. */
 function compare(model) {
-  const { other } = current;
+  const conversation = current;
+  const { other } = conversation;
   if (other) stop(other);
   if (!model) delete current.other;
   else if (other) other.model = model;
   else current.other = { model, messages: structuredClone(current.messages) };
   if (current.messages.length) save(current);
   drawMessages();
-  const back = () => ((current.other = other), save(current), open(current));
+  const back = () => ((conversation.other = other), save(conversation), open(conversation));
   if (!model && other?.messages.length) notice(t("comparedNoMore"), t("undo"), back);
 }
 
@@ -335,7 +337,8 @@ async function loadModels() {
     if (problem.status === 401) return (await settings.askForKey(api.hasKey())) ? loadModels() : undefined;
     error.textContent = problem.message;
     error.hidden = false;
-    setTimeout(loadModels, 3000); // until the server is back
+    clearTimeout(retry);
+    retry = setTimeout(loadModels, 3000); // until the server is back
   }
 }
 

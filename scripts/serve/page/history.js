@@ -18,8 +18,8 @@ export function startHistory(chat) {
     const { found, records, messages } = store.imported(await file.text());
     if (found.length) chat.open(found[0]);
     const dropped = [records && t("droppedRecords", { n: records }), messages && t("droppedMessages", { n: messages })];
-    const said = [t("imported", { n: found.length }), ...dropped].filter(Boolean).join(" ");
-    notice(found.length ? said : t("importBad"));
+    const message = [t("imported", { n: found.length }), ...dropped].filter(Boolean).join(" ");
+    notice(found.length ? message : t("importBad"));
     draw();
   });
   window.addEventListener("storage", draw); // another tab

@@ -2,7 +2,7 @@
 // formula: the text stays as it was written.
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const LONGEST = 2000; // characters of a formula
-const DEPTH = 20; // groups within each other
+const DEPTH = 40; // groups and commands within each other
 
 const words = (text) => Object.fromEntries(text.trim().split(/\s+/).map((pair) => pair.split(":")));
 const GREEK = words(`alpha:α beta:β gamma:γ delta:δ epsilon:ϵ varepsilon:ε zeta:ζ eta:η theta:θ vartheta:ϑ iota:ι kappa:κ
@@ -120,7 +120,12 @@ class Reader {
   atom() {
     const token = this.take();
     if (token === "{") return row(this.list("}"));
-    if (token[0] === "\\") return this.command(token.slice(1));
+    if (token[0] === "\\") {
+      if (++this.depth > DEPTH) throw new Unknown();
+      const node = this.command(token.slice(1));
+      this.depth--;
+      return node;
+    }
     if (/^\d/.test(token)) return m("mn", [token]);
     if (/^\p{L}$/u.test(token)) return m("mi", [token]);
     if (/^[-+*/=<>()[\]|,.;:!?]$/.test(token)) return m("mo", [token === "-" ? "−" : token], stretchy(token));
@@ -202,8 +207,8 @@ export function formulaAt(text, at) {
   return node && { nodes: [node], end: end + close.length };
 }
 
-/** Whether what stands between two dollars can be a formula: "$5 and $6" are prices. */
+/** Whether what stands between two dollars can be a formula: "$5 and $6" are prices, $HOME:$PATH are names. */
 function isInline(inner, next) {
-  if (/^\s|\s$|\n\n/.test(inner) || /\d/.test(next ?? "")) return false;
+  if (/^\s|\s$|\n\n/.test(inner) || /[A-Za-z\d]/.test(next ?? "")) return false;
   return !/\s/.test(inner) || /[\\^_=+<>{}|/*-]/.test(inner);
 }

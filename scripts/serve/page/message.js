@@ -4,7 +4,7 @@ import { render } from "./markdown.js";
 import { t } from "./text.js";
 
 /** Message -> its tokens as the API gives them, with log-probabilities; until the page is closed. */
-export const odds = new WeakMap();
+export const tokenLogprobs = new WeakMap();
 const SHADES = [0.9, 0.6, 0.3, 0.1]; // probabilities from which on a token has the shade of its place
 
 /**
@@ -57,7 +57,7 @@ function updateAnswer({ element, foot, parts, message, act }, { writing, last })
   parts.rest.replaceChildren(...calls.map(callView));
   foot.replaceChildren();
   if (writing) return;
-  if (odds.has(message)) parts.rest.append(oddsView(odds.get(message)));
+  if (tokenLogprobs.has(message)) parts.rest.append(oddsView(tokenLogprobs.get(message)));
   if (message.note) parts.rest.append(h("p", { class: "note" }, t(message.note)));
   if (message.error) parts.rest.append(h("div", { class: "error", role: "alert" }, message.error));
   if (last && calls.length && !message.error) parts.rest.append(resultForm(calls, act));

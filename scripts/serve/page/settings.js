@@ -51,11 +51,19 @@ export async function loadToolboxes() {
 }
 
 const switchOf = (toolbox) => `run_${toolbox.name}`;
-const inUse = () => toolboxes.filter((toolbox) => values[switchOf(toolbox)]);
+const nameOf = (tool) => tool.function?.name;
+
+/** The user's own tools, and those that the server runs; of two with the same name the user's own counts. */
+function tools() {
+  const own = toolList(values.tools ?? "") ?? [];
+  const names = new Set(own.map(nameOf));
+  const switchedOn = toolboxes.filter((toolbox) => values[switchOf(toolbox)]).flatMap((toolbox) => toolbox.tools);
+  return { own, run: switchedOn.filter((tool) => !names.has(nameOf(tool))) };
+}
 
 /** Run calls where every one is of a tool that is switched on; returns the texts of their results, else null. */
 export async function runCalls(calls, signal) {
-  const names = new Set(inUse().flatMap(({ tools }) => tools.map((tool) => tool.function.name)));
+  const names = new Set(tools().run.map(nameOf));
   if (!calls.length || !calls.every((call) => names.has(call.function.name))) return null;
   return runOnServer(calls.map((call) => call.function), signal);
 }
@@ -66,8 +74,8 @@ export function requestFields() {
   for (const { name, kind } of FIELDS) if (!kind && typeof values[name] === "number") fields[name] = values[name];
   if (values.odds) Object.assign(fields, { logprobs: true, top_logprobs: 4 });
   if (values.thinking) fields.chat_template_kwargs = { enable_thinking: true };
-  const tools = [...inUse().flatMap((toolbox) => toolbox.tools), ...(toolList(values.tools ?? "") ?? [])];
-  if (tools.length) fields.tools = tools;
+  const { own, run } = tools();
+  if (own.length + run.length) fields.tools = [...run, ...own];
   return fields;
 }
 

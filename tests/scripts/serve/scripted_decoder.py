@@ -18,6 +18,7 @@ class ScriptedDecoder:
         self.tokenizer, self.slots, self.length, self.end_ids = model.tokenizer, slots, length, end_ids
         self.rows: dict[Answer, list[int]] = {}  # what it has still to say
         self.prompts: list[str] = []
+        self.broken = False
 
     @property
     def free(self) -> int:

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from scripts.serve.gate import Bodies
 from scripts.serve.runs import runs_router
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
@@ -88,7 +89,7 @@ class ScriptedServer(Serving):
         app = FastAPI()
         app.include_router(page_router())
         app.include_router(runs_router(save_dir))
-        app.include_router(tools_router())
+        app.include_router(tools_router(Bodies()))
         app.middleware("http")(self.check_key)
         app.get("/v1/models")(self.models)
         app.post("/v1/chat/completions")(self.chat)

@@ -371,7 +371,7 @@ def test_an_echoed_text_has_no_token_in_front(real, tiny, tokenizer):
     assert plain.text.startswith(text) and plain.logprobs is None
 
 
-def test_log_probabilities_end_where_the_text_does(scripted):
+def test_log_probabilities_end_where_the_text_does(scripted, monkeypatch):
     SAYS["list"] = "one, two, three, four"
     for stream, stop in product((False, True), ("three", " three")):
         fields = {"logprobs": True, "stop": stop, "stream": stream}
@@ -386,9 +386,17 @@ def test_log_probabilities_end_where_the_text_does(scripted):
     assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content  # without the end token
     completed = scripted.client.completions.create(model="scripted", prompt="list", logprobs=0).choices[0]
     assert completed.logprobs.tokens[-1] == "<|im_end|>" and completed.finish_reason == "stop"
+    threads, build = [], scripted.model.texts.chat
+
+    def building(entries: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return build(entries)
+
+    monkeypatch.setattr(scripted.model.texts, "chat", building)
     SAYS["tool"] = f"So.\n{CALL}"
     called = chat(scripted, "tool", tools=TOOLS, logprobs=True).choices[0]
     assert "".join(entry.token for entry in called.logprobs.content) == SAYS["tool"]
+    assert threads == ["log-probabilities_0"]  # not that of the event loop
 
 
 def test_more_log_probabilities_than_one_may_ask_for(scripted):

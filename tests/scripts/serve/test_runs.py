@@ -112,6 +112,23 @@ def test_a_growing_file_is_read_on_and_only_the_new_is_sent(folder, get, monkeyp
     assert fourth["first"] == 0 and fourth["columns"]["mean_loss"][0] == 7.0 and fourth["records"] == 6
 
 
+def test_the_rest_of_a_line_that_arrives_while_it_is_read_is_left_for_the_next_time(tmp_path):
+    path = tmp_path / "run_metrics.jsonl"
+    append(path, record(1))
+    with open(path, "a") as file:
+        file.write('{"update": 2, "mean')
+
+    rest = iter(['_loss": 0.25}\n'])
+
+    def go_on() -> None:
+        with open(path, "a") as file:
+            file.writelines(rest)
+
+    first = Curve().read(path, go_on)
+    assert first.records == 1 and first.read(path) is first
+    assert first.records == 2 and first.damaged == 0
+
+
 @pytest.mark.parametrize("count", [POINTS, POINTS + 1, 3 * POINTS + 5])
 def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
     rng = random.Random(count)

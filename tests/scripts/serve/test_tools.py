@@ -7,6 +7,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.errors import UserError
+from scripts.serve.api import handle_api_error
+from scripts.serve.gate import Bodies
+from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
 from scripts.toolbox import Toolbox, names_of
 from trainer.components import environments
@@ -15,7 +18,8 @@ from trainer.components import environments
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = FastAPI()
-    app.include_router(tools_router())
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.include_router(tools_router(Bodies()))
     return TestClient(app)
 
 

@@ -138,6 +138,10 @@ FORMULAS = {  # likewise
     "[msup:[mrow:[mo:(][mfrac:[mi:a][mi:b]][mo:)]][mn:10]]]]",
     r"\[\mathbb{R} \to x^23\]": "[math:[mrow:[mi:ℝ][mo:→][msup:[mi:x][mn:2]][mn:3]]]",
     "costs $5 and $6, or 7$ then": "costs $5 and $6, or 7$ then",
+    "PATH=$HOME/bin:$PATH": "PATH=$HOME/bin:$PATH",
+    "设$x$为": "设[math:[mi:x]]为",
+    f"${chr(92)}sqrt{chr(92)}sqrt x$": "[math:[msqrt:[msqrt:[mi:x]]]]",
+    (deep := "$" + 50 * r"\sqrt" + " x$"): deep,
     r"$\unknown{x}$ $x^$ $}$ $a_b_c$": r"$\unknown{x}$ $x^$ $}$ $a_b_c$",
     r"$\constructor$ `$x$` \$x\$": r"$\constructor$ [CODE:$x$] $x$",
 }
@@ -356,7 +360,8 @@ def test_two_models_answer_side_by_side(chat, server):
     assert exported(chat).count('"two"') == 2  # a record for each model
     Select(chat.one("#other")).select_by_value("")
     chat.wait(lambda: len(chat.all(".message")) == 4)
-    chat.click("#notice button")
+    chat.click("#new-chat")
+    chat.click("#notice button")  # of the conversation that was compared
     chat.wait(lambda: len(chat.all(".side-of-two .body > .text")) == 4)
 
 
@@ -389,6 +394,14 @@ def test_a_tool_that_is_switched_on_runs_at_the_server_for_some_rounds(chat, ser
     chat.click("#new-chat")
     chat.one("#open-settings").click()
     chat.one("#set-run_calculator").click()
+    chat.one("#set-tools").send_keys('[{"type": "function", "function": {"name": "calculate"}}]')
+    chat.keys(Keys.ESCAPE)
+    chat.say("sum")
+    chat.wait(lambda: chat.all(".results textarea"))  # the user's own tool of that name is not run
+    assert server.asked[-1]["tools"] == [{"type": "function", "function": {"name": "calculate"}}]
+    chat.click("#new-chat")
+    chat.one("#open-settings").click()
+    chat.one("#set-tools").send_keys(Keys.CONTROL, "a", Keys.BACKSPACE)
     chat.keys(Keys.ESCAPE)
     server.asked.clear()
     chat.say("sum")
