@@ -238,6 +238,7 @@ def opening_of(asked: ChatRequest) -> str:
 
 
 async def handle_api_error(_request: Request, error: Exception) -> Response:
+    """Answer a request that is refused with its status and OpenAI's form of an error."""
     assert isinstance(error, ApiError)
     later = {"Retry-After": "1"}
     headers = {429: later, 503: later, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
@@ -245,11 +246,13 @@ async def handle_api_error(_request: Request, error: Exception) -> Response:
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
+    """Answer an unknown path or method in the same form."""
     assert isinstance(error, HTTPException)
     api_error = ApiError(f"{request.method} {request.scope['path'][:200]}: {error.detail}", status=error.status_code)
     return JSONResponse(api_error.body(), status_code=error.status_code, headers=error.headers)
 
 
 async def handle_failure(_request: Request, error: Exception) -> Response:
+    """Answer what nobody expected in the same form; the log has the traceback."""
     api_error = ApiError("The server failed; see its log.", status=500, kind="server_error")
     return JSONResponse(api_error.body(), status_code=500)
