@@ -345,7 +345,8 @@ def test_one_rank_killed_at_random_moments():
     assert not Path(re.search(r", in (\S+)", done.stdout)[1]).exists()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow  # one rank is killed above, and the ranks of each stage in tests of their own
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch, capsys, tmp_path, parallel):
     seed = new_seed()
     monkeypatch.setattr(verify_resume, "UPDATES", 18)
