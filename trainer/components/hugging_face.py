@@ -93,8 +93,8 @@ def read_sampling(folder: Path) -> Sampling:
         if name in given and not (type(given[name]) in (int, float) and is_valid(given[name]))
     }
     if wrong:
-        told = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
-        raise UserError(f"{path}: {told} cannot be sampled with; correct the file or remove the line")
+        values = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
+        raise UserError(f"{path}: {values} cannot be sampled with; correct the file or remove the line")
     temperature = 0.0 if given.get("do_sample") is False else given.get("temperature", DEFAULTS.temperature)
     top_k, top_p = given.get("top_k", DEFAULTS.top_k), given.get("top_p", DEFAULTS.top_p)
     return Sampling(float(temperature), int(top_k), float(top_p))

@@ -108,7 +108,7 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(self, hidden: list[dict[str, Any]], adamw: AdamW, lr: float, weight_decay: float):
-        # torch's name of the step size in `Muon.step`, for the checkpoint
+        # adjust_lr_fn: torch's name for the factor in `Muon.step`; checkpoints hold it
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         self.muon, self.adamw = Muon(hidden, **options), adamw
         for group in (*self.muon.param_groups, *adamw.param_groups):

@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.plugins import source_files
 from common.settings import ROOT, StageArgs, setting
 from dataset.prompts import PromptDataset, collate_prompts
+from model.sampling import COLDEST
 from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
 from trainer.components.resume import files_fingerprint
@@ -35,7 +36,7 @@ class RolloutArgs(StageArgs):
     """The flags of all stages that learn from rollouts."""
 
     max_gen_len: int = setting(256, "longest completion (--max_seq_len is the longest prompt)", "tokens", ge=1)
-    temperature: float = setting(1.0, "of the sampling, and of what is trained", ge=1e-5)
+    temperature: float = setting(1.0, "of the sampling, and of what is trained", ge=COLDEST)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
     reward_model: str | None = setting(None, "folder of a Hugging Face sequence classifier; its score is added")
     reward_timeout: float = setting(10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0)

@@ -86,12 +86,12 @@ def is_state(run: str, name: str) -> bool:
 def entries(path: Path) -> list[Path]:
     """The entry of a folder that a path names, and those to which links lead from there: whoever replaces one of them
     changes what the path leads to."""
-    found: list[Path] = []
-    while path not in found:
-        found.append(path := path.parent.resolve() / path.name)
+    visited: list[Path] = []
+    while path not in visited:
+        visited.append(path := path.parent.resolve() / path.name)
         path = path.parent / path.readlink() if path.is_symlink() else path
         path = path.parent.resolve() / path.name
-    return found
+    return visited
 
 
 def same_file(path: Path, written: Path) -> bool:
