@@ -67,6 +67,7 @@ class MiniMindConfig(PretrainedConfig):
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
+    tokenizer_sha256: str | None = None  # `vocabulary_hash` of the tokenizer that the token ids belong to
 
     def __post_init__(self, **kwargs):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads

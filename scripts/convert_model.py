@@ -11,6 +11,7 @@ not, on any number of ranks, resumes from either.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,15 @@ from common.command_line import Parser, one_line_errors
 from common.durable_files import new_path
 from common.errors import UserError, reason, say
 from common.settings import ROOT
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
 from trainer.components.checkpoint import read_state
-from trainer.components.parallel import half_precision
+from trainer.components.model_files import describe, half_state_dict, write_description
 from trainer.components.run_files import run_name, shape_in_name
 from trainer.components.sharded import with_tensors
-from trainer.components.state_files import UNREADABLE, write_file
+from trainer.components.state_files import UNREADABLE, file_digest, write_file
 from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
@@ -55,22 +56,14 @@ def write_weights(path: Path, model: MiniMindForCausalLM) -> dict[str, Tensor]:
     """Write a weights file of this project; returns its tensors in float32.
 
     Raises:
-        UserError: a weights file cannot say what is special about the model.
+        UserError: the file's name is that of another shape.
     """
-    config, named = model.config, shape_in_name(path)
-    usual = MiniMindConfig(hidden_size=config.hidden_size)
-    for name in ("rms_norm_eps", "rope_parameters") + (("norm_topk_prob",) if config.use_moe else ()):
-        if getattr(config, name) != getattr(usual, name):
-            raise UserError(
-                f"a weights file cannot say that {name} is {getattr(config, name)}; without that it would be another "
-                "model, so keep the folder"
-            )
-    name = f"{run_name('NAME', config)}.pth"
-    if (named is None and config.use_moe) or (named and named != shape_in_name(Path(name))):
-        raise UserError(f"--output {path.name}: the name of a weights file tells its shape; call it {name}")
-    weights = half_precision(model.state_dict(keep_vars=True))
+    named, name = shape_in_name(path), f"{run_name('NAME', model.config)}.pth"
+    if named and named != shape_in_name(Path(name)):
+        raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
+    weights = half_state_dict(model)
     with open(path, "w+b") as file:
-        write_file(weights, file)
+        write_file(weights, file, json.dumps(describe(model)).encode())
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -113,6 +106,8 @@ def convert(
         parity = compare(model, tokenizer, other, other_tokenizer)
         if parity.failure:
             raise UserError(f"{output} is not written: read back, it is not the same model; {parity.failure}")
+    if form == "pth":
+        write_description(output.with_suffix(".json"), describe(model) | {"sha256": file_digest(output)})
     rounding = (text_logits(model, tokenizer) - before).abs().max()
     return [f"read back: {parity}", f"the weights as they are stored: the logits differ by at most {rounding:.1e}"]
 

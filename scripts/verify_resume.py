@@ -37,8 +37,8 @@ from common.errors import UserError
 from dataset.demo_corpus import make_corpus
 from scripts.verify.differences import compare_runs
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
-from trainer.components.checkpoint import save_weights
 from trainer.components.metrics import read_metrics
+from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 

@@ -43,7 +43,7 @@ from trainer import (
     train_ppo,
     train_pretrain,
 )
-from trainer.components.checkpoint import half_state_dict
+from trainer.components.model_files import half_state_dict
 from trainer.components.state import Hooks, TrainState
 
 FRONT = ("README.md", "README_zh.md")

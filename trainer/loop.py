@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from common.errors import UserError
+from common.errors import UserError, warn
 from trainer.components.device import peak_memory_mb
 from trainer.components.diagnosis import explain_speed
 from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
+from trainer.components.language_model import held_out_loss
 from trainer.components.meter import Size, seconds_left
 from trainer.components.metrics import headline
 from trainer.components.optimizer import set_learning_rate, should_step
@@ -63,6 +64,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         meter.count(sizes, state.device)
         before, step = step, step + len(fetched)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
+        if state.update == 1:
+            check_first_loss(state, losses)
 
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
         state.save_due = save_is_due(state, before, evaluate_due)
@@ -176,6 +179,20 @@ def add_to_mean_loss(state: TrainState, losses: Tensor) -> None:
     loss = losses[:2].sum()
     sums = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
     state.losses += torch.where(torch.isfinite(loss), sums, 0.0)
+
+
+def check_first_loss(state: TrainState, losses: Tensor) -> None:
+    """Warn if trained weights predict text worse than chance does: they belong to another tokenizer, or are damaged.
+    Only of stages whose loss is the cross entropy. Sync point, once in a run."""
+    vocabulary = getattr(state.lm_config, "vocab_size", 0)
+    if state.args.from_weight == "none" or state.eval_fn is not held_out_loss or not vocabulary:
+        return
+    loss, chance = float(losses[0]), math.log(vocabulary)
+    if loss > chance and is_main_process():
+        warn(
+            f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight {state.args.from_weight} "
+            "does not fit this text; probably it was trained with another tokenizer (--tokenizer_path)"
+        )
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

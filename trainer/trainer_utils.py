@@ -14,11 +14,12 @@ from torch import nn
 from common.errors import UserError
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.components.checkpoint import fill, lm_checkpoint, load_weights
+from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group
 from trainer.components.language_model import (
     SHAPE,
-    check_vocabulary,
+    check_tokenizer,
+    config_fields,
     describe_size,
     frozen_model,
     model_config,
@@ -26,10 +27,11 @@ from trainer.components.language_model import (
     target_log_probs,
     target_logits,
 )
+from trainer.components.model_files import described_config, load_weights, read_model
 from trainer.components.resume import Fingerprint, check_start_weights
-from trainer.components.run_files import is_path, weight_path
+from trainer.components.run_files import is_path, start_path
 from trainer.components.sampler import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
-from trainer.components.trained_weights import read_model, start_config, tokenizer_folder
+from trainer.components.trained_weights import tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,33 +85,53 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
 
 
 def start_shape(args: A) -> A:
-    """The settings with the shape and the tokenizer of a model that --from_weight names by its path; without a path as
-    they are.
+    """The settings with the shape of the model in --from_weight, as far as these weights say it, and the tokenizer
+    beside them if they are named by a path.
 
     Raises:
         UserError: there is no such model, or the shape that was given is another.
     """
-    if not is_path(args.from_weight):
+    config = start_config(args)
+    if config is None:
         return args
-    path = Path(args.from_weight)
-    config = start_config(path, args.num_experts_per_tok if args.use_moe else None)
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
         if getattr(args, name) not in (value, getattr(type(args), name)):
+            path = start_path(args.save_dir, args.from_weight, args)
             raise UserError(f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out")
-    given = args.tokenizer_path != ModelConfig.tokenizer_path
-    return replace(args, **shape, tokenizer_path=args.tokenizer_path if given else str(tokenizer_folder(path)))
+    given = not is_path(args.from_weight) or args.tokenizer_path != ModelConfig.tokenizer_path
+    beside = args.tokenizer_path if given else str(tokenizer_folder(Path(args.from_weight)))
+    return replace(args, **shape, tokenizer_path=beside)
+
+
+def start_config(args: StageArgs) -> "MiniMindConfig | None":
+    """The config of the weights that a stage starts from; None if there are none, or if a name in --save_dir is that of
+    a file from elsewhere: then the flags say the shape.
+
+    Raises:
+        UserError: --from_weight is a path, and there is no model.
+    """
+    path = start_path(args.save_dir, args.from_weight, args)
+    config = described_config(path) if args.from_weight != "none" else None
+    if config is not None or not is_path(args.from_weight):
+        return config
+    if not path.exists():
+        raise UserError(f"--from_weight {path}: no such file or folder")
+    return read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
 
 
 def start_model_config(tokenizer: "PreTrainedTokenizerBase", args: StageArgs) -> "MiniMindConfig":
-    """The config of the model of a stage: that of the settings, or what --from_weight names by its path, with the
-    dropout of the settings."""
-    if not is_path(args.from_weight):
+    """The config of the model of a stage: that of the weights in --from_weight, with the dropout of the settings, or
+    what the settings say.
+
+    Raises:
+        UserError: the weights were trained with another tokenizer.
+    """
+    config = start_config(args)
+    if config is None:
         return model_config(tokenizer, args)
-    config = start_config(Path(args.from_weight), args.num_experts_per_tok if args.use_moe else None)
-    fields = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    fields += ("moe_intermediate_size", "tie_word_embeddings", "max_position_embeddings")
-    return model_config(tokenizer, args, **{name: getattr(config, name) for name in fields})
+    check_tokenizer(tokenizer, args.tokenizer_path, config)
+    return model_config(tokenizer, args, **config_fields(config))
 
 
 def init_model(
@@ -128,12 +150,11 @@ def init_model(
     from model.model_minimind import MiniMindForCausalLM
 
     tokenizer = load_tokenizer(tokenizer_path)
-    check_vocabulary(tokenizer, tokenizer_path, lm_config)
+    check_tokenizer(tokenizer, tokenizer_path, lm_config)
     model = MiniMindForCausalLM(lm_config)
-    if is_path(from_weight):
-        fill(model, read_model(Path(from_weight))[0], Path(from_weight))
-    elif from_weight != "none":
-        load_weights(model, weight_path(save_dir, from_weight, lm_config))
+    if from_weight != "none":
+        stored = load_weights(model, start_path(save_dir, from_weight, lm_config))
+        check_tokenizer(tokenizer, tokenizer_path, stored)
     Logger(f"{describe_size(model)}, weights: {from_weight}")
     cast(nn.Module, model).to(device)  # in place
     return model, tokenizer

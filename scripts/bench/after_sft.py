@@ -31,7 +31,7 @@ from common.settings import ROOT, StageArgs
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import to_pair
 from scripts.bench.pairs import TOLERANCE, minimind_chat, peer_environment
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 from trainer.trainer_utils import init_model, load_tokenizer, model_config, setup_seed
 

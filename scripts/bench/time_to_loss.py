@@ -32,10 +32,10 @@ from common.settings import parse_args as parse_stage_args
 from dataset.lm_dataset import StageDataset
 from scripts.bench.pairs import SCRIPTS, check_peer, first_samples, peer_environment, records_of
 from scripts.benchmark import STAGES
-from trainer.components.checkpoint import load_weights
 from trainer.components.data import open_datasets
 from trainer.components.device import mixed_precision, prepare_device, select_device
 from trainer.components.metrics import read_metrics
+from trainer.components.model_files import load_weights
 from trainer.components.run_files import EXPERTS, metrics_path, run_name, weight_path
 from trainer.components.state import TrainState
 from trainer.loop import evaluate

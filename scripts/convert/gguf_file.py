@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.optional import optional_package
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling, default_sampling
-from scripts.convert.hugging_face import own_tensors
+from scripts.convert.hugging_face import own_tensors, stock_config
 from scripts.train_tokenizer import PIECES
 
 ARCHITECTURES = ("qwen3", "qwen3moe")  # dense, MoE
@@ -72,6 +72,7 @@ def check_representable(config: MiniMindConfig) -> None:
     Raises:
         UserError: with what that is.
     """
+    stock_config(config)
     rope_type = (config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
         raise UserError(f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out")

@@ -23,26 +23,36 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from trainer.components.hugging_face import IN_TENSORS, TOKENIZER_FILE, TOLD, TOLD_MOE
+from trainer.components.language_model import config_fields
+from trainer.components.model_import import TOKENIZER_FILE
 from trainer.components.run_files import CONFIG_FILE, WEIGHTS_FILE
 
+NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")  # which kind it is; training; origin
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
-    """The config of the stock model with the arithmetic of this one."""
-    names = (*IN_TENSORS, *TOLD, *SPECIAL_TOKENS, "intermediate_size", "tie_word_embeddings")
-    if not config.use_moe:
-        return Qwen3Config(**_fields(config, names), architectures=["Qwen3ForCausalLM"])
-    names = (*names, *TOLD_MOE, "num_experts", "moe_intermediate_size")
-    return Qwen3MoeConfig(**_fields(config, names), architectures=["Qwen3MoeForCausalLM"])
+    """The config of the stock model with the arithmetic of this one.
 
-
-def _fields(config: MiniMindConfig, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names}
+    Raises:
+        UserError: a field has a value that stock Qwen3 lacks.
+    """
+    kind, architecture = (
+        (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if config.use_moe else (Qwen3Config, "Qwen3ForCausalLM")
+    )
+    fields = config_fields(config)
+    common = {name: value for name, value in fields.items() if name in kind.__annotations__ and name not in NEUTRAL}
+    stock = kind(**common, architectures=[architecture])
+    carried = {name: getattr(stock, name) for name in common}
+    as_default = config_fields(MiniMindConfig(**carried))
+    lost = [f"{name} {fields[name]!r}" for name in fields if name not in NEUTRAL and as_default[name] != fields[name]]
+    if lost:
+        raise UserError(f"stock Qwen3 has no {', '.join(lost)}; the model can only be used with this repository")
+    return stock
 
 
 def own_tensors(model: MiniMindForCausalLM) -> dict[str, Tensor]:

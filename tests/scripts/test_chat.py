@@ -21,7 +21,7 @@ from scripts import chat
 from scripts.terminal import DIM, NORMAL
 from scripts.toolbox import ROUNDS
 from tests.conftest import ROOT
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]

@@ -20,7 +20,7 @@ from scripts.convert.gguf_file import pattern_name, read_gguf, without_generatio
 from scripts.convert.hugging_face import read_stock
 from scripts.convert.parity import GREEDY_TOKENS, Parity
 from tests.conftest import ROOT
-from trainer.components.checkpoint import read_weights, save_weights
+from trainer.components.model_files import read_model, save_weights
 from trainer.components.run_files import run_name
 from trainer.components.trained_weights import load_path
 
@@ -101,7 +101,7 @@ def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weigh
     assert settings["eos_token_id"] == tokenizer.eos_token_id == 2 and settings["do_sample"] is True
     assert [settings[name] for name in ("temperature", "top_p", "top_k")] == [0.7, 0.9, 50]
     assert f"use it with --tokenizer_path {folder}\n" in convert(folder, "pth", again)
-    before, after = read_weights(weights), read_weights(again)
+    before, after = read_model(weights)[0], read_model(again)[0]
     assert list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
 
 
@@ -195,7 +195,7 @@ def test_minimind_s_own_folder_is_read(convert, tmp_path):
     config |= {"vocab_size": TOKENS, "hidden_act": "silu", "use_moe": False, "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model_minimind.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    torch.save(read_weights(weights), folder / "pytorch_model.bin")
+    torch.save(read_model(weights)[0], folder / "pytorch_model.bin")
     write_tokenizer(folder)
     convert(folder, "hf", tmp_path / "stock")
     convert(folder, "pth", tmp_path / "again_32.pth")
@@ -260,10 +260,10 @@ def test_what_is_there_is_not_replaced(convert, tmp_path):
 def test_names_and_types_that_do_not_go_together(convert, tmp_path):
     weights = saved(tmp_path, **SHAPES["moe"])
     assert "--dtype q8_0 does not go with --to hf" in convert(weights, "hf", tmp_path / "a", "--dtype", "q8_0")
-    for name in ("plain.pth", "w_32_moe.pth", "w_32.pth"):
+    for name in ("w_32_moe.pth", "w_32.pth"):
         line = convert(weights, "pth", tmp_path / name)
-        assert "the name of a weights file tells its shape; call it NAME_32_moe_3x2.pth" in line
-    assert "w_16.pth: the name of a weights file tells" in convert(saved(tmp_path), "pth", tmp_path / "w_16.pth")
+        assert "the name of a weights file has its shape; call it NAME_32_moe_3x2.pth" in line
+    assert "w_16.pth: the name of a weights file has" in convert(saved(tmp_path), "pth", tmp_path / "w_16.pth")
 
 
 def test_what_a_form_cannot_say_is_refused(convert, tmp_path):
@@ -271,14 +271,18 @@ def test_what_a_form_cannot_say_is_refused(convert, tmp_path):
     path = tmp_path / "folder/config.json"
     config = json.loads(path.read_text())
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e6}
-    for changed, pth, gguf in (
-        ({"norm_topk_prob": False}, "cannot say that norm_topk_prob is False", "norm_topk_prob false is not"),
-        ({"rope_parameters": yarn, "rope_scaling": yarn}, "cannot say that rope_param", "rope_scaling of type yarn"),
+    for changed, gguf in (
+        ({"norm_topk_prob": False}, "norm_topk_prob false is not"),
+        ({"rope_parameters": yarn, "rope_scaling": yarn}, "rope_scaling of type yarn"),
     ):
         path.write_text(json.dumps(config | changed))
-        assert pth in convert(tmp_path / "folder", "pth", tmp_path / "w_32_moe_3x2_.pth")
         assert gguf in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")
-    convert(tmp_path / "folder", "hf", tmp_path / "copy")  # a folder can say it
+        convert(tmp_path / "folder", "pth", tmp_path / f"{len(changed)}.pth")  # a weights file and a folder can say it
+        model, reference = load_path(tmp_path / f"{len(changed)}.pth")[0], load_path(tmp_path / "folder")[0]
+        assert torch.equal(logits(model), logits(reference))
+        described = json.loads((tmp_path / f"{len(changed)}.json").read_text())["model"]
+        assert all(described[name] == value for name, value in changed.items() if name != "rope_scaling")
+    convert(tmp_path / "folder", "hf", tmp_path / "copy")
 
 
 def test_llama_cpp_s_names_of_patterns():

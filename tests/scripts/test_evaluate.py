@@ -10,7 +10,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import evaluate
 from tests.conftest import write_jsonl
 from tests.trainer.components.test_lora import adapted, base, written
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 
 QUESTIONS = [{"question": "The sky is", "choices": ["blue", "red"], "answer": 0}] * 3
 

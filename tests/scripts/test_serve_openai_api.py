@@ -16,7 +16,7 @@ import torch
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
 from tests.conftest import ROOT
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
 

@@ -17,8 +17,8 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_lora
-from trainer.components.checkpoint import save_weights
 from trainer.components.metrics import read_metrics
+from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
 STAGES = {

@@ -11,7 +11,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import IMPATIENT, run, start_ranks
 from tests.trainer.stage_flags import flags
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {

@@ -16,8 +16,8 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, records, saved_state
-from trainer.components.checkpoint import half_state_dict
 from trainer.components.metrics import read_metrics
+from trainer.components.model_files import half_state_dict
 from trainer.trainer_utils import load_tokenizer
 
 

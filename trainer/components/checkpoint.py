@@ -1,22 +1,21 @@
-"""The files of a run: weights for use in `out/`, and the state to resume from in `checkpoints/`.
+"""The state to resume from, in `checkpoints/`.
 
 The previous resume state is kept, as a fallback for a damaged newest one. A run whose model is sharded writes its state
 as a folder (sharded.py); either form is read by either kind of run.
 """
 
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.durable_files import atomic_write
 from common.errors import UserError, reason, warn
 from common.settings import ROOT
 from trainer.components.distributed import is_main_process, world_size
-from trainer.components.language_model import SHAPE, config_of_weights
-from trainer.components.parallel import half_precision, is_sharded, unwrap
+from trainer.components.language_model import config_fields
+from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.run_files import NamedShape, resume_path
 from trainer.components.state_files import (
     FORMAT,
@@ -30,22 +29,7 @@ from trainer.components.state_files import (
     write_file,
 )
 
-STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # what tells a state to resume from
-
-
-def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for a sharded
-    model."""
-    return half_precision(unwrap(model).state_dict(keep_vars=True))
-
-
-def save_weights(model: nn.Module, path: Path, writer: Writer | None = None) -> Path:
-    """Write the fp16 weights for use, on rank 0; with a writer in the background, from a copy. Returns the path."""
-    writes = is_main_process()
-    if writes or is_sharded(model):
-        state = half_state_dict(model)
-        _write_state(path, state, writer) if writes else None
-    return path
+STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
 
 
 def _write_state(path: Path, state: dict[str, Any], writer: Writer | None, **options: Any) -> None:
@@ -53,63 +37,6 @@ def _write_state(path: Path, state: dict[str, Any], writer: Writer | None, **opt
         atomic_write(path, lambda file: write_file(state, file), **options)
 
     writer.submit(job) if writer is not None else job()
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a weights file strictly, into the model's own dtype.
-
-    Raises:
-        UserError: the file is missing, is no weights file, or does not fit the model; the difference is named.
-    """
-    fill(model, read_weights(path), path)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a weights file.
-
-    Raises:
-        UserError: the file is missing, or is no weights file.
-    """
-    if not path.is_file():
-        raise missing_weights(path)
-    try:
-        weights = read_file(path)
-        _shapes(weights)
-    except UNREADABLE as error:
-        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
-    return weights
-
-
-def missing_weights(path: Path) -> UserError:
-    """The error of weights that are not there, with those that are."""
-    there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
-    found = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
-    return UserError(
-        f"weights {path} do not exist ({found}); train that stage first, or name another (--from_weight, --weight)"
-    )
-
-
-def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(value.shape) for key, value in weights.items()}
-
-
-def fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Load weights that were read from `path` into a model.
-
-    Raises:
-        UserError: they do not fit; the setting or the tensor that differs is named.
-    """
-    given, wanted = _shapes(weights), _shapes(model.state_dict())
-    if given != wanted:
-        keys = sorted(k for k in {**given, **wanted} if given.get(k) != wanted.get(k))
-        diff = f"{keys[0]} is {given.get(keys[0], 'missing')}, the model wants {wanted.get(keys[0], 'none')}"
-        with suppress(ValueError):
-            found = config_of_weights(weights)
-            here = getattr(model, "config", found)
-            differing = [name for name in SHAPE[:-1] if getattr(found, name) != getattr(here, name)]
-            diff = ", ".join(f"they are of --{name} {int(getattr(found, name))}" for name in differing) or diff
-        raise UserError(f"weights {path} do not fit the model: {diff}; {len(keys)} tensors differ in all")
-    model.load_state_dict(weights, strict=True)
 
 
 def lm_checkpoint(
@@ -126,11 +53,12 @@ def lm_checkpoint(
 ) -> dict[str, Any] | None:
     """Save the resume state when given a model, else return the saved one (None if there is none).
 
-    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, tracker id, and
-    whatever `kwargs` holds (of objects with a `state_dict` that). With a `writer` the call only copies the state, which
-    is then written in the background. Rank 0 writes; of a sharded model all ranks do, and must all call. Loading falls
-    back to the previous state, with a warning, when the newest is damaged, and never runs code from a file
-    (`weights_only=True`). A sharded run's state is returned without its tensors; `sharded.with_tensors` reads them.
+    Saved: fp32 weights, the config of the model, optimizer, epoch, step (micro-batches of this epoch done), world size,
+    tracker id, and whatever `kwargs` holds (of objects with a `state_dict` that). With a `writer` the call only copies
+    the state, which is then written in the background. Rank 0 writes; of a sharded model all ranks do, and must all
+    call. Loading falls back to the previous state, with a warning, when the newest is damaged, and never runs code from
+    a file (`weights_only=True`). A sharded run's state is returned without its tensors; `sharded.with_tensors` reads
+    them.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
@@ -140,6 +68,7 @@ def lm_checkpoint(
     state = {
         FORMAT: 2,
         "model": unwrap(model).state_dict(keep_vars=is_sharded(model)),  # keep_vars: tied weights stay recognisable
+        "config": config_fields(cast(Any, lm_config)) if hasattr(lm_config, "to_dict") else None,
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "epoch": epoch,
         "step": step,

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
 from dataset.tokenizing import TokenizerSpec
-from trainer.components.hugging_face import TOKENIZER_FILE
 from trainer.components.language_model import Batch, target_logits, target_states
+from trainer.components.model_import import TOKENIZER_FILE
 from trainer.components.run_files import is_path
 from trainer.components.trained_weights import find_weights, load_path
 

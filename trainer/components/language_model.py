@@ -1,6 +1,7 @@
 """What makes a run the training of a language model: its config, its loss on flat batches, and their size."""
 
-from collections.abc import Mapping
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.settings import ModelConfig
+from common.settings import ModelConfig, settings_of
 from model.flat_batch import cross_entropy, pad_rows
 from trainer.components.flops import training_flops
 from trainer.components.meter import Size
@@ -18,72 +19,54 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-SHAPE = ("hidden_size", "num_hidden_layers", "use_moe", "num_experts", "num_experts_per_tok")  # settings of a shape
+SHAPE = tuple(name for name in settings_of(ModelConfig) if name not in ("dropout", "tokenizer_path"))
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
+
+
+def config_fields(config: "MiniMindConfig") -> dict[str, Any]:
+    """The fields of a model's config under Hugging Face's names, without what transformers adds for itself: all that
+    `MiniMindConfig(**fields)` needs. Files of weights, checkpoints and the run fingerprint hold them."""
+    values = config.to_dict()
+    return {name: values[name] for name in type(config).__annotations__}
 
 
 def model_config(tokenizer: "PreTrainedTokenizerBase", shape: ModelConfig, **fields: Any) -> "MiniMindConfig":
     """The config of a model of this shape (a stage's settings, or the engine's `config.model`), with this tokenizer's
-    vocabulary and special tokens; `fields`: further ones of the config."""
+    vocabulary and special tokens; `fields`: those of the config that are no settings, such as `head_dim`."""
     from model.model_minimind import MiniMindConfig
 
-    told: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields | special_tokens(tokenizer)
-    told |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
-    return MiniMindConfig(**told)
+    values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields | tokenizer_fields(tokenizer)
+    values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
+    return MiniMindConfig(**values)
 
 
-def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """The fields of a config that name special tokens."""
-    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+def tokenizer_fields(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """The fields of a config that come from the tokenizer: its special tokens and its hash."""
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    return special | {"tokenizer_sha256": vocabulary_hash(tokenizer)}
 
 
-def config_of_weights(weights: Mapping[str, Tensor], **fields: Any) -> "MiniMindConfig":
-    """The config of the model whose state dict this is, under MiniMind's and Qwen3's names.
-
-    fields: what its tensors do not tell: `num_experts_per_tok` of a mixture of experts, the special tokens.
-
-    Raises:
-        ValueError: it is not the state dict of such a model.
-    """
-    from model.model_minimind import MiniMindConfig
-
-    try:
-        layers = {int(key.split(".")[2]) for key in weights if key.startswith("model.layers.")}
-        attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
-        vocab_size, hidden_size = weights["model.embed_tokens.weight"].shape
-        (head_dim,) = weights[f"{attention}.q_norm.weight"].shape
-        heads, kv_heads = (len(weights[f"{attention}.{name}_proj.weight"]) // head_dim for name in ("q", "k"))
-        use_moe = f"{mlp}.gate.weight" in weights
-        width = len(weights[f"{mlp}.experts.0.gate_proj.weight" if use_moe else f"{mlp}.gate_proj.weight"])
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is not a state dict of MiniMind's or Qwen3's names: {error}") from error
-    embedding = weights["model.embed_tokens.weight"]
-    if use_moe:
-        fields |= {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width}
-    return MiniMindConfig(
-        hidden_size=hidden_size,
-        num_hidden_layers=len(layers),
-        use_moe=use_moe,
-        vocab_size=vocab_size,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=0 if use_moe else width,
-        tie_word_embeddings=torch.equal(weights.get("lm_head.weight", embedding), embedding),
-        **fields,
-    )
+def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of a tokenizer's tokens and their ids; its template and its version do not count."""
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
-def check_vocabulary(
+def check_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", path: str | Path, lm_config: "MiniMindConfig", exactly: bool = False
 ) -> None:
-    """Refuse a tokenizer (in the folder `path`) that does not fit the model's vocabulary; `exactly`: nor may it be
-    smaller."""
+    """Refuse a tokenizer (in the folder `path`) that is not the one of the model, as far as its config says which that
+    is, or that does not fit the vocabulary; `exactly`: nor may it be smaller."""
     tokens, vocabulary = len(tokenizer), lm_config.vocab_size
+    advice = "take the tokenizer that the weights were trained with"
     if tokens > vocabulary or (exactly and tokens != vocabulary):
         raise UserError(
-            f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary {vocabulary}; take "
-            "the tokenizer that the weights were trained with"
+            f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary {vocabulary}; {advice}"
+        )
+    if lm_config.tokenizer_sha256 not in (None, vocabulary_hash(tokenizer)):
+        raise UserError(
+            f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which every text "
+            f"would be gibberish; {advice}"
         )
 
 

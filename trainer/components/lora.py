@@ -19,6 +19,7 @@ from common.durable_files import atomic_write
 from common.errors import UserError, reason
 from model.lora import LoRALinear
 from trainer.components.distributed import Logger, is_main_process
+from trainer.components.model_files import Description, describe, write_description
 from trainer.components.parallel import full_tensor, is_sharded, unwrap
 from trainer.components.state_files import UNREADABLE, Writer
 
@@ -72,20 +73,22 @@ def _expect_no_frozen(module: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if ".lora_" in name]
 
 
-def save_adapter(model: nn.Module, path: Path, writer: Writer) -> Path:
+def save_adapter(model: nn.Module, path: Path, writer: Writer, description: Description | None = None) -> Path:
     """Write the adapters of a model as the folder `path` without its suffix, on rank 0, in the background and from a
-    copy; a collective for a sharded model. Returns the folder."""
+    copy, and its description beside it; a collective for a sharded model. Returns the folder."""
     folder, inner = path.with_suffix(""), unwrap(model)
     if not (is_main_process() or is_sharded(model)):
         return folder
     state = inner.state_dict(keep_vars=True)
     tensors = {PREFIX + name: full_tensor(value.detach()).float().cpu().clone() for name, value in state.items()}
+    described = describe(model, description)
     fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
     config = fixed | {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
 
     def job() -> None:
         atomic_write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
+        write_description(path.with_suffix(".json"), described)
 
     writer.submit(job) if is_main_process() else None
     return folder

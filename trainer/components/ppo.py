@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainer.components.checkpoint import save_weights
 from trainer.components.distributed import gather, reduce_sum
 from trainer.components.flops import training_flops
 from trainer.components.language_model import Batch, target_log_probs, target_logits
 from trainer.components.meter import Size
+from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import policy_loss
 from trainer.components.rollouts import Rollouts, moved_to
@@ -61,9 +61,11 @@ class ActorCritic(nn.Module):
             model.activation_checkpointing_enable(options)
 
 
-def save_actor(model: nn.Module, path: Path, writer: Writer | None = None) -> Path:
+def save_actor(
+    model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
+) -> Path:
     """Write the weights for use: those of the policy alone, under the names of any other stage."""
-    return save_weights(unwrapped(model).actor, path, writer)
+    return save_weights(unwrapped(model).actor, path, writer, description)
 
 
 def unwrapped(model: nn.Module) -> ActorCritic:

@@ -17,6 +17,7 @@ from dataset.token_cache import TokenCache, file_hash
 from dataset.tokenizing import SPECIAL_TEXTS
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
+from trainer.components.language_model import config_fields
 from trainer.components.run_files import (
     NAMED_SHAPE,
     entries,
@@ -48,8 +49,7 @@ A = TypeVar("A", bound=StageArgs)
 
 def model_fingerprint(lm_config: "MiniMindConfig") -> Fingerprint:
     """The part of the run fingerprint that describes a language model."""
-    names = ("hidden_size", "num_hidden_layers", "use_moe", "num_experts", "num_experts_per_tok", "vocab_size")
-    return {key: getattr(lm_config, key) for key in (*names, "dropout")}
+    return config_fields(lm_config)
 
 
 def data_fingerprint(cache: TokenCache) -> Fingerprint:
@@ -215,6 +215,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
+    saved = fields_before(saved, run) | saved
     check_not_too_old(args, checkpoint, saved, run)
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
@@ -229,6 +230,16 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         hint += "" if is_path(args.from_weight) else ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
     return run
+
+
+def fields_before(saved: Fingerprint, run: Fingerprint) -> Fingerprint:
+    """The fields of the model's config that a saved fingerprint lacks. One that was added to the model since had its
+    default. A fingerprint of an early version had few of them; its tensors show whether the others are the same."""
+    from model.model_minimind import MiniMindConfig
+
+    own = MiniMindConfig.__annotations__.keys() & run.keys()
+    is_early = "rms_norm_eps" not in saved
+    return {name: run[name] if is_early else getattr(MiniMindConfig, name) for name in own - saved.keys()}
 
 
 def _refuse_other_experts(args: StageArgs) -> None:

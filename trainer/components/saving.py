@@ -12,9 +12,10 @@ from typing import Any
 from common.durable_files import link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
-from trainer.components.checkpoint import lm_checkpoint, save_weights
+from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.distributed import Logger, is_main_process, meet, stop_watching
 from trainer.components.metrics import MetricsLog
+from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.run_files import (
     NamedShape,
@@ -57,8 +58,8 @@ def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
     old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if is_state(run, path.name)]
     metrics, start = metrics_path(out, run), start_path(out, args.from_weight, lm_config)
-    old_best = [out / f"{best}.pth", *(out / best).glob("adapter_*")]
-    weights = [out / f"{run}.pth", *(out / run).glob("adapter_*"), *old_best]
+    old_best = [out / f"{best}.pth", out / f"{best}.json", *(out / best).glob("adapter_*")]
+    weights = [out / f"{run}.pth", out / f"{run}.json", *(out / run).glob("adapter_*"), *old_best]
     old_files = [path for path in weights if path.is_file() and not _is_kept(path, out)]
     if old_states or old_files:  # else it ended before it saved anything
         old_files += [metrics] if metrics.is_file() else []
@@ -115,7 +116,18 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
 def write_weights(state: TrainState, weight: str) -> Path:
     """Write what is used of the model under this name, in the background; returns where."""
     write = state.save_fn or save_weights
-    return write(state.model, weight_path(state.args.save_dir, weight, state.lm_config), state.writer)
+    path = weight_path(state.args.save_dir, weight, state.lm_config)
+    return write(state.model, path, state.writer, description(state))
+
+
+def description(state: TrainState) -> Description:
+    """What a file of weights says of itself: stage, parent weights, position in the run, data and code."""
+    run = state.run
+    parent = {"name": run.get("from_weight"), "sha256": run.get("from_weight_sha256")}
+    data = {key: run.get(key) for key in ("data", "tokenizer", "samples")}
+    position = {"epoch": state.epoch, "update": state.update, "tokens": state.tokens}
+    stage = next(iter(state.code), None)  # the first of its files
+    return {"stage": stage, "from_weight": parent} | position | {"data": data, "code": state.code}
 
 
 def save_best_weights(state: TrainState) -> None:

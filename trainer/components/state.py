@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]]
 EvalFn = Callable[[nn.Module, Batch], dict[str, Tensor]]
-SaveFn = Callable[[nn.Module, Path, Writer], Path]  # (model, path of its .pth, writer) -> what was written
+SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]  # (model, path of its .pth, writer, description)
 Schedule = Callable[[int, int, StageArgs], float | None]
 SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "records", "save_due")
 

@@ -129,14 +129,34 @@ def snapshot(value: Any, copies: dict | None = None) -> Any:
     return value
 
 
-def write_file(value: Any, file: BinaryIO) -> None:
-    """`torch.save` into a file open for reading and writing, with the digest of the whole as its zip comment."""
+def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
+    """`torch.save` into a file open for reading and writing; returns the SHA-256 of the whole file. Its zip comment is
+    `comment`, followed by the digest of all before it.
+
+    comment: at most 65,000 bytes.
+    """
     torch.save(value, file)
     file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
-    file.write(COMMENT_LENGTH.pack(len(DIGEST_MARK) + DIGEST_SIZE))  # part of what is digested
-    length = file.seek(0, os.SEEK_END)
+    length = len(comment) + len(DIGEST_MARK) + DIGEST_SIZE
+    file.write(COMMENT_LENGTH.pack(length) + comment)  # part of what is digested
+    end = file.seek(0, os.SEEK_END)
     file.seek(0)
-    file.write(DIGEST_MARK + _digest(file, length).encode())  # reading it has ended at the end
+    digest = _digest(file, end)
+    last = DIGEST_MARK + digest.hexdigest().encode()
+    file.write(last)  # reading it has ended at the end
+    digest.update(last)
+    return digest.hexdigest()
+
+
+def comment_of(path: Path) -> bytes:
+    """The comment that `write_file` was given; empty for files of other programs.
+
+    Raises:
+        one of UNREADABLE: it is no zip file, or damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        comment, _, digest = archive.comment.rpartition(DIGEST_MARK)
+    return comment if len(digest) == DIGEST_SIZE else b""
 
 
 def read_file(path: Path) -> Any:
@@ -179,12 +199,12 @@ def _load(path: Path, is_whole: bool) -> Any:
 def file_digest(path: Path, length: int | None = None) -> str:
     """SHA-256 of a file, or of its first `length` bytes, in hexadecimal."""
     with open(path, "rb") as file:
-        return _digest(file, path.stat().st_size if length is None else length)
+        return _digest(file, path.stat().st_size if length is None else length).hexdigest()
 
 
-def _digest(file: BinaryIO, length: int) -> str:
+def _digest(file: BinaryIO, length: int) -> "hashlib._Hash":
     digest = hashlib.sha256()
     while length and (part := file.read(min(length, 1 << 20))):
         digest.update(part)
         length -= len(part)
-    return digest.hexdigest()
+    return digest

@@ -4,7 +4,7 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.bench import hostile
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
 

@@ -10,7 +10,7 @@ from model.model_minimind import MiniMindConfig
 from scripts.bench import rollouts
 from tests.conftest import write_jsonl
 from tests.scripts.fake_minimind import make_checkout
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, setup_seed
 
 ENGINE = """

@@ -9,7 +9,7 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig
 from scripts.bench import time_to_loss
 from tests.scripts.fake_minimind import make_checkout
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, setup_seed
 
 ITS_SCRIPT = """

@@ -20,7 +20,7 @@ from scripts.serve.models import weights_in
 from scripts.serve.served import Settings
 from scripts.serve_openai_api import create_app
 from tests.scripts.serve.test_api import chat, serving, user, wait_for
-from trainer.components.checkpoint import save_weights
+from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 from trainer.components.trained_weights import load_path
 

@@ -11,9 +11,9 @@ from tests.conftest import ROOT
 from tests.trainer.components.test_parallel import flat_batch
 from trainer import train_distillation
 from trainer.components import distillation
-from trainer.components.checkpoint import save_weights
 from trainer.components.distillation import divergence, load_teacher
 from trainer.components.language_model import frozen_model
+from trainer.components.model_files import save_weights
 from trainer.trainer_utils import load_tokenizer
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")

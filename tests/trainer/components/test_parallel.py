@@ -12,8 +12,8 @@ from common.errors import UserError
 from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context
-from trainer.components.checkpoint import half_state_dict
 from trainer.components.distributed import init_distributed_mode, leave_process_group
+from trainer.components.model_files import half_state_dict
 from trainer.components.optimizer import build_optimizer
 from trainer.components.parallel import is_sharded, transformer_layers, unwrap, wrap_model
 from trainer.components.state import TrainState

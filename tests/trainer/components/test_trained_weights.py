@@ -9,16 +9,11 @@ from common.command_line import Parser
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
-from trainer.components.checkpoint import lm_checkpoint, load_weights, save_weights
-from trainer.components.language_model import config_of_weights
-from trainer.components.run_files import resume_path, run_name, weight_path
-from trainer.components.trained_weights import (
-    add_trained_model_flags,
-    find_weights,
-    load_model,
-    load_trained,
-    shape_in_name,
-)
+from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.model_files import load_weights, save_weights
+from trainer.components.model_import import shape_of_tensors
+from trainer.components.run_files import resume_path, run_name, shape_in_name, weight_path
+from trainer.components.trained_weights import add_trained_model_flags, find_weights, load_model, load_trained
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
 SHAPES = {
@@ -34,12 +29,16 @@ SHAPES = {
 
 @pytest.fixture
 def save(tmp_path):
-    """Saves small random weights under the names given, or as the file `name`; returns the folder."""
+    """Saves small random weights under the names given, or without a description as the file `name`; returns the
+    folder."""
 
     def write(*shapes: str, name: str = "") -> Path:
         for shape in shapes:
             config = MiniMindConfig(**SHAPES[shape])
-            save_weights(MiniMindForCausalLM(config), tmp_path / name if name else weight_path(tmp_path, "w", config))
+            if name:  # from elsewhere
+                torch.save(MiniMindForCausalLM(config).half().state_dict(), tmp_path / name)
+            else:
+                save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "w", config))
         return tmp_path
 
     return write
@@ -61,14 +60,13 @@ def test_a_state_dict_and_its_name_tell_the_whole_shape(name):
     config = MiniMindConfig(**SHAPES[name])
     state = MiniMindForCausalLM(config).state_dict()
     assert run_name("w", config) == name  # MiniMind's, but for other experts than MiniMind's
-    found = config_of_weights(state, num_experts_per_tok=config.num_experts_per_tok)
-    if config.use_moe:  # has no other MLPs
-        found.intermediate_size = config.intermediate_size
-    assert found.to_dict() == config.to_dict()
+    shown = shape_of_tensors(state)
+    known = {"num_experts_per_tok": config.num_experts_per_tok, "intermediate_size": config.intermediate_size}
+    assert MiniMindConfig(**known | shown).to_dict() == config.to_dict()
     if config.tie_word_embeddings:  # two equal tensors instead of one, as MiniMind writes them, or only one of them
         copies = {key: value.clone() for key, value in state.items()}
-        assert config_of_weights(copies).tie_word_embeddings
-        assert config_of_weights({k: v for k, v in copies.items() if k != "lm_head.weight"}).tie_word_embeddings
+        assert shape_of_tensors(copies)["tie_word_embeddings"]
+        assert shape_of_tensors({k: v for k, v in copies.items() if k != "lm_head.weight"})["tie_word_embeddings"]
     named = shape_in_name(Path(f"some/w_2_{name.removeprefix('w_')}.pth"))
     experts = (config.num_experts, config.num_experts_per_tok) if config.use_moe else (None, None)
     assert tuple(named.values()) == (config.hidden_size, config.use_moe, *experts)
@@ -153,7 +151,7 @@ def test_what_is_no_model_or_of_another_vocabulary_is_refused(save, tmp_path):
 def test_weights_of_other_experts_do_not_become_a_stages_start(save):
     path = save("w_32_moe_8x2") / "w_32_moe_8x2.pth"
     line = refused(load_weights, MiniMindForCausalLM(MiniMindConfig(**SHAPES["w_32_moe"])), path)
-    assert "do not fit the model: they are of --num_experts 8; " in line
+    assert "do not fit the model: they are of num_experts 8, not 4, num_experts_per_tok 2, not 1" in line
 
 
 def test_a_larger_tokenizer_is_refused(save, tmp_path, monkeypatch):
@@ -181,7 +179,7 @@ def test_a_model_by_its_path(save, tmp_path):
         (["--model", folder / "w_32.pth", "--weight", "w"], "both name a model; leave one of them out"),
         (["--model", folder / "w_32.pth", "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
         (["--model", folder], "neither a Hugging Face folder (config.json) nor a checkpoint (state.pth)"),
-        (["--model", ROOT / "README.md"], "README.md: not a readable model ("),
+        (["--model", ROOT / "README.md"], "README.md: not a readable weights file ("),
         ([], "/out/full_sft_*.pth do not exist"),
     ):
         assert line in refused(load_named, *flags)

@@ -1,37 +1,31 @@
-"""Hugging Face folders of a stock architecture, and of MiniMind's own: what MiniMindForCausalLM can represent is read.
+"""Models from elsewhere: Hugging Face folders (stock Qwen3, Qwen3-MoE, MiniMind's own) and MiniMind's .pth files.
 
-Only `config.json`, safetensors (of MiniMind also `pytorch_model.bin`, as plain tensors) and the tokenizer's files are
-read; code that a folder brings is never run.
+What MiniMindForCausalLM can represent is read. Of a folder only `config.json`, safetensors (of MiniMind also
+`pytorch_model.bin`, as plain tensors) and the tokenizer's files are read; code that it brings is never run. A .pth file
+has no config: it is inferred from the names and shapes of the tensors and from the file's name.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError, reason
 from model.sampling import DEFAULTS, Sampling
-from trainer.components.language_model import config_of_weights
-from trainer.components.run_files import CONFIG_FILE, PICKLED_WEIGHTS, model_files
+from trainer.components.run_files import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
 from trainer.components.state_files import UNREADABLE, read_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from model.model_minimind import MiniMindConfig
+
 TOKENIZER_FILE, SAMPLING_FILE = "tokenizer.json", "generation_config.json"
-TOLD = ("max_position_embeddings", "rms_norm_eps", "rope_parameters")  # fields that the tensors do not tell
-TOLD_MOE = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
-IN_TENSORS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
 ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has; a missing field is fine
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -43,29 +37,101 @@ ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has
 }
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a folder under MiniMind's names, and the fields of its config that they do not tell.
+def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    """The tensors of a folder under MiniMind's names, and its config.
 
     Raises:
         UserError: it is damaged, or of a model that MiniMindForCausalLM cannot represent; what that is is named.
     """
+    from model.model_minimind import MiniMindConfig
+
     config = read_config(folder)
     weights = _read_weights(folder)
     embedding = weights.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and embedding is not None:
         weights["lm_head.weight"] = embedding
-    told = {name: getattr(config, name) for name in TOLD}
-    if "model.layers.0.mlp.gate.weight" in weights:
-        told |= {name: getattr(config, name) for name in TOLD_MOE}
     try:
-        found = config_of_weights(weights, **told)
+        shown = shape_of_tensors(weights)
+        stated = {name: getattr(config, name) for name in MiniMindConfig.__annotations__ if hasattr(config, name)}
+        result = MiniMindConfig(**stated | shown)
     except (ValueError, UserError) as error:
         raise UserError(f"{folder}: {reason(error)}") from error
-    for name in IN_TENSORS:
-        said, is_so = getattr(config, name, None), getattr(found, name)
-        if said is not None and said != is_so:
-            raise UserError(f"{folder}: {CONFIG_FILE} says {name} {said}, the tensors {is_so}; it is not a whole model")
-    return weights, told
+    for name in sorted(shown.keys() - {"tie_word_embeddings", "use_moe"}):
+        if stated.get(name) not in (None, shown[name]):
+            values = f"{CONFIG_FILE} says {name} {stated[name]}, the tensors {shown[name]}"
+            raise UserError(f"{folder}: {values}; it is not a whole model")
+    return weights, result
+
+
+def imported_config(
+    path: Path, weights: dict[str, Tensor], experts_per_token: int | None = None, asked: int | None = None
+) -> "MiniMindConfig":
+    """The config of weights from elsewhere, from their tensors and from the name of their file.
+
+    experts_per_token: of a mixture of experts, if it is known; asked: the same, if neither that nor the name says it.
+
+    Raises:
+        UserError: they are of no such model, contradict the name, or nothing says how many experts each token uses.
+    """
+    from model.model_minimind import MiniMindConfig
+
+    try:
+        shown = shape_of_tensors(weights)
+    except ValueError as error:
+        raise UserError(f"weights {path}: {reason(error)}") from error
+    if shown["use_moe"]:
+        per_token = experts_per_token or _experts_per_token(path, shown["num_experts"], asked)
+        shown["num_experts_per_tok"] = per_token
+    return MiniMindConfig(**shown)
+
+
+def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of a config that a state dict under MiniMind's and Qwen3's names shows.
+
+    Raises:
+        ValueError: it is not the state dict of such a model.
+    """
+    try:
+        layers = {int(key.split(".")[2]) for key in weights if key.startswith("model.layers.")}
+        attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+        vocab_size, hidden_size = weights["model.embed_tokens.weight"].shape
+        (head_dim,) = weights[f"{attention}.q_norm.weight"].shape
+        heads, kv_heads = (len(weights[f"{attention}.{name}_proj.weight"]) // head_dim for name in ("q", "k"))
+        use_moe = f"{mlp}.gate.weight" in weights
+        width = len(weights[f"{mlp}.experts.0.gate_proj.weight" if use_moe else f"{mlp}.gate_proj.weight"])
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is not a state dict of MiniMind's or Qwen3's names: {error}") from error
+    embedding = weights["model.embed_tokens.weight"]
+    experts = {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width} if use_moe else {}
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": len(layers),
+        "use_moe": use_moe,
+        "vocab_size": vocab_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": torch.equal(weights.get("lm_head.weight", embedding), embedding),
+    } | (experts or {"intermediate_size": width})
+
+
+def _experts_per_token(path: Path, num_experts: int, asked: int | None) -> int:
+    named = shape_in_name(path)
+    if named and named["num_experts"] == num_experts:
+        return named["num_experts_per_tok"]
+    if named and named["use_moe"] and not path.stem.endswith("_moe"):
+        raise UserError(f"weights {path} have {num_experts} experts per layer, but their name says others; rename them")
+    if asked is None:
+        raise UserError(
+            f"weights {path} have {num_experts} experts per layer, and nothing tells how many of them each token goes "
+            f"through: give --num_experts_per_tok, or name the file ..._moe_{num_experts}xN.pth with that number as N"
+        )
+    return asked
+
+
+def flags_of(shape: dict[str, Any]) -> str:
+    """Settings of a shape as flags."""
+    return " ".join(f"--{name} {int(value)}" for name, value in shape.items())
 
 
 def read_sampling(folder: Path) -> Sampling:

@@ -1,0 +1,230 @@
+"""A model on the disk: its tensors, and its config, which travels with them.
+
+A weights file of `out/` holds a description of itself beside its tensors: the config of the model under Hugging Face's
+names, and where the weights come from. It stands in the zip comment, which `torch.load` passes over, so that a kill can
+never part the two; `<name>.json` beside it is a copy for people and other programs. A checkpoint holds the config as
+well, a Hugging Face folder has `config.json`. Only of a file from elsewhere (MiniMind's .pth) is the config inferred,
+from the names and shapes of its tensors and from the file's name. Nothing in a file is executed.
+"""
+
+import json
+import platform
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from common.durable_files import atomic_write
+from common.errors import UserError, reason
+from trainer.components.checkpoint import STATE_KEYS, read_state
+from trainer.components.distributed import is_main_process
+from trainer.components.language_model import config_fields
+from trainer.components.model_import import flags_of, imported_config, read_folder
+from trainer.components.parallel import half_precision, is_sharded, unwrap
+from trainer.components.run_files import CONFIG_FILE, is_hugging_face
+from trainer.components.state_files import UNREADABLE, Writer, comment_of, read_file, write_file
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
+
+Description = dict[str, Any]  # of a weights file: {"model": the config's fields, ...}
+FREE = ("dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id", "eos_token_id")
+FREE += ("rope_parameters", "inference_rope_scaling", "max_position_embeddings")  # changed for longer texts
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
+# --- writing
+
+
+def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for a sharded
+    model."""
+    return half_precision(unwrap(model).state_dict(keep_vars=True))
+
+
+def save_weights(
+    model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
+) -> Path:
+    """Write the fp16 weights for use with their description, on rank 0; with a writer in the background, from a copy.
+
+    description: what the file says of itself beside the model's config, such as the stage that wrote it.
+    Returns the path.
+    """
+    if not (is_main_process() or is_sharded(model)):
+        return path
+    state, described = half_state_dict(model), describe(model, description)
+    if is_main_process():
+        job = partial(write_described, path, state, described)
+        writer.submit(job) if writer is not None else job()
+    return path
+
+
+def describe(model: nn.Module, more: Description | None = None) -> Description:
+    """The description of a model's weights; empty for a model (of a user's own task) whose config is not MiniMind's."""
+    from model.model_minimind import MiniMindConfig
+
+    config = getattr(unwrap(model), "config", None)
+    if not isinstance(config, MiniMindConfig):
+        return {}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"model": config_fields(config)} | (more or {}) | {"versions": versions}
+
+
+def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
+    """Write a weights file, and its description once more as `<name>.json`."""
+    sha256: list[str] = []
+    comment = json.dumps(description) if description else ""
+    atomic_write(path, lambda file: sha256.append(write_file(weights, file, comment.encode())))
+    if description:
+        write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
+
+
+def write_description(path: Path, description: Description) -> None:
+    """Write a description as JSON, for people."""
+    atomic_write(path, lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()))
+
+
+# --- reading
+
+
+def read_description(path: Path) -> Description | None:
+    """What a weights file says of itself; None if it comes from elsewhere.
+
+    Raises:
+        UserError: it comes from elsewhere, but a description of other weights lies beside it.
+        one of UNREADABLE: it is damaged.
+    """
+    if comment := comment_of(path):
+        return json.loads(comment)
+    beside = path.with_suffix(".json")
+    with suppress(OSError, ValueError, TypeError):
+        if "model" in json.loads(beside.read_text(encoding="utf-8")):
+            raise UserError(
+                f"{beside} describes other weights than {path}, which come from elsewhere or were written anew by "
+                "another program; delete it, then the shape is taken from the tensors"
+            )
+    return None
+
+
+def described_config(path: Path) -> "MiniMindConfig | None":
+    """The config in the description of a weights file, without reading its tensors; None if it has none."""
+    if not path.is_file():
+        return None
+    try:
+        description = read_description(path)
+    except UNREADABLE as error:
+        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
+    return config_from(description["model"], path) if description else None
+
+
+def config_from(fields: dict[str, Any], path: Path) -> "MiniMindConfig":
+    """The config with these fields, which were read from `path`.
+
+    Raises:
+        UserError: it has a field that the present code does not know, and so would leave out of its arithmetic.
+    """
+    from model.model_minimind import MiniMindConfig
+
+    unknown = [name for name, value in fields.items() if name not in MiniMindConfig.__annotations__ and value]
+    if unknown:
+        values = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
+        raise UserError(f"{path} is of a model with {values}, which this version of the code does not have")
+    return MiniMindConfig(**fields)
+
+
+def read_model(
+    path: Path, experts_per_token: int | None = None, **asked: Any
+) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    """The tensors of a model under MiniMind's names, and its config.
+
+    path: a weights file, a checkpoint (a file, or the folder of a sharded run) or a Hugging Face folder.
+    experts_per_token: of a mixture of experts from elsewhere, whose file does not say it.
+    asked: settings of the shape that it must have.
+
+    Raises:
+        UserError: it is not there, damaged, holds no such model, or contradicts `asked`.
+    """
+    if is_hugging_face(path):
+        weights, config = read_folder(path)
+    else:
+        weights, config = _read_file(path, asked.get("num_experts_per_tok", experts_per_token))
+    wrong = {name: value for name, value in asked.items() if getattr(config, name) != value}
+    if wrong:
+        true = flags_of({name: getattr(config, name) for name in wrong})
+        raise UserError(f"{flags_of(wrong)} contradicts the weights {path}, which are of {true}; leave it out")
+    return weights, config
+
+
+def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    from trainer.components.sharded import REST, with_tensors
+
+    if path.is_dir() and not (path / REST).is_file():
+        raise UserError(f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({REST})")
+    if not path.exists():
+        raise missing_weights(path)
+    try:
+        content = with_tensors(read_state(path)) if path.is_dir() else read_file(path)
+        is_state = isinstance(content, dict) and set(content) >= STATE_KEYS
+        weights = content["model"] if is_state else content
+        fields = content.get("config") if is_state else (read_description(path) or {}).get("model")
+        _shapes(weights)
+    except UNREADABLE as error:
+        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
+    if fields:
+        return weights, config_from(fields, path)
+    run = (content.get("run") or {}) if is_state else {}  # of an early version
+    return weights, imported_config(path, weights, run.get("num_experts_per_tok"), experts_per_token)
+
+
+def missing_weights(path: Path) -> UserError:
+    """The error of weights that are not there, with those that are."""
+    there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+    listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
+    return UserError(
+        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight)"
+    )
+
+
+def load_weights(model: nn.Module, path: Path) -> "MiniMindConfig":
+    """Load a file or folder of weights strictly, into the model's own dtype; returns their config.
+
+    Raises:
+        UserError: it is missing, holds no weights, or does not fit the model; the difference is named.
+    """
+    weights, stored = read_model(path, getattr(getattr(model, "config", None), "num_experts_per_tok", None))
+    fill(model, weights, path, stored)
+    return stored
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], path: Path, stored: "MiniMindConfig") -> None:
+    """Load weights that were read from `path`, with the config `stored`, into a model.
+
+    Raises:
+        UserError: they do not fit; the settings or the tensor that differ are named.
+    """
+    config = getattr(model, "config", None)
+    differing = other_arithmetic(stored, config) if isinstance(config, type(stored)) else []
+    given, expected = _shapes(weights), _shapes(model.state_dict())
+    keys = sorted(k for k in {**given, **expected} if given.get(k) != expected.get(k))
+    if keys and not differing:
+        key = keys[0]
+        differing = [f"{key} is {given.get(key, 'missing')}, the model wants {expected.get(key, 'none')}"]
+    if differing:
+        raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
+    model.load_state_dict(weights, strict=True)
+
+
+def other_arithmetic(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
+    """Fields by which weights of one config would compute something else in a model of another, with both values. Those
+    in FREE may be chosen anew for the same weights; of the feed-forward layers only those that the model has count."""
+    unused = ("intermediate_size",) if stored.use_moe else OF_EXPERTS
+    own, wanted = config_fields(stored), config_fields(config)
+    names = ["use_moe"] if stored.use_moe != config.use_moe else [name for name in own if name not in (*FREE, *unused)]
+    return [f"{name} {own[name]}, not {wanted[name]}" for name in names if own[name] != wanted[name]]
+
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in weights.items()}
