@@ -259,8 +259,8 @@ class Decoder:
         """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache."""
         cache = self.cache
         cache.rows, cache.index, cache.end = rows, (slots[:, None], positions), end
-        seen = torch.arange(end, device=self.device) <= positions[..., None]  # [R, T, end]
-        return self.model.model(self.model.model.embed_tokens(tokens), positions, seen[:, None], cache)[0]
+        inner = self.model.model
+        return inner(inner.embed_tokens(tokens), positions, inner.visible(positions, end)[:, None], cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> list[tuple[int, float, list[TokenLogprob]]]:
         """The next token of each answer, with what is kept of its log-probabilities."""

@@ -236,6 +236,11 @@ class MiniMindModel(nn.Module):
             routings.append(routing)
         return self.norm(x), routings
 
+    @staticmethod
+    def visible(positions: Tensor, end: int) -> Tensor:
+        """Which of the keys at positions 0 to end - 1 the queries at `positions` [R, T] see -> bool [R, T, end]."""
+        return torch.arange(end, device=positions.device) <= positions[..., None]
+
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     """MiniMind with its language-model head."""

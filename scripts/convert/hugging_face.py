@@ -49,7 +49,8 @@ def stock_config(config: MiniMindConfig) -> PretrainedConfig:
     stock = kind(**common, architectures=[architecture])
     carried = {name: getattr(stock, name) for name in common}
     as_default = config_fields(MiniMindConfig(**carried))
-    lost = [f"{name} {fields[name]!r}" for name in fields if name not in NEUTRAL and as_default[name] != fields[name]]
+    other = (name for name in fields if (as_default[name] or None) != (fields[name] or None))  # 0, False: without it
+    lost = [f"{name} {fields[name]!r}" for name in other if name not in NEUTRAL]
     if lost:
         raise UserError(f"stock Qwen3 has no {', '.join(lost)}; the model can only be used with this repository")
     return stock
