@@ -188,7 +188,7 @@ def check_first_loss(state: TrainState, losses: Tensor) -> None:
     if state.args.from_weight == "none" or state.eval_fn is not held_out_loss or not vocabulary:
         return
     loss, chance = float(losses[0]), math.log(vocabulary)
-    if loss > chance:
+    if loss > 1.01 * chance:  # random weights are about as good as chance
         warn(
             f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight "
             f"{state.args.from_weight} does not fit the text; was it trained with another tokenizer (--tokenizer_path)?"

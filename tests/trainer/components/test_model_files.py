@@ -67,10 +67,8 @@ def test_the_copy_for_people(tmp_path):
     path = save_weights(model_of(**ODD), tmp_path / "w.pth", description={"stage": "s", "update": 3})
     described = json.loads(path.with_suffix(".json").read_text())
     assert described["model"]["rms_norm_eps"] == 1e-5 and described["model"]["num_experts_per_tok"] == 2
-    assert (
-        described["stage"] == "s" and described["update"] == 3
+    assert described["stage"] == "s" and described["update"] == 3
     assert described["versions"]["torch"] == torch.__version__
-    )
     assert described["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -169,5 +167,6 @@ def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):
     assert described["stage"] == "trainer/train_full_sft.py" and described["from_weight"]["name"] == "pretrain"
     start = hashlib.sha256((tmp_path / "out/pretrain_32.pth").read_bytes()).hexdigest()
     assert described["from_weight"]["sha256"] == start and described["update"] > 1 and described["data"]["data"]
-    argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1, save_weight="second", from_weight="full_sft")
+    torch.save(model_of(hidden_size=32, num_hidden_layers=1).half().state_dict(), tmp_path / "out/random_32.pth")
+    argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1, save_weight="second", from_weight="random")
     assert "of guessing" not in run("full_sft", argv).err
