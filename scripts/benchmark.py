@@ -39,6 +39,7 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.bench.pairs import Peer, check_peer, compare_losses
 from scripts.plot_metrics import new_figure
 from trainer import train_full_sft, train_pretrain
+from trainer.components.checkpoint import snapshot
 from trainer.components.compiling import compiles
 from trainer.components.data import open_datasets
 from trainer.components.device import (
@@ -56,7 +57,6 @@ from trainer.components.parallel import unwrap, wrap_model
 from trainer.components.resume import data_fingerprint, model_fingerprint, run_fingerprint
 from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
-from trainer.components.state_files import snapshot
 from trainer.loop import train_update, update_size
 from trainer.trainer_utils import (
     Logger,

@@ -31,11 +31,10 @@ from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
-from trainer.components.checkpoint import read_state
+from trainer.components.checkpoint import UNREADABLE, file_digest, read_state, write_file
 from trainer.components.model_files import describe, half_state_dict, write_description
 from trainer.components.run_files import run_name, shape_in_name
 from trainer.components.sharded import with_tensors
-from trainer.components.state_files import UNREADABLE, file_digest, write_file
 from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}

@@ -35,6 +35,7 @@ from dataset.prompts import Prompt, PromptDataset, collate_prompts
 from scripts.bench.pairs import PeerProcess, check_peer
 from scripts.convert.hugging_face import own_tensors, stock_config
 from trainer import train_grpo
+from trainer.components.checkpoint import snapshot
 from trainer.components.device import mixed_precision
 from trainer.components.language_model import SHAPE, frozen_model
 from trainer.components.optimizer import build_optimizer
@@ -44,7 +45,6 @@ from trainer.components.resume import model_fingerprint, run_fingerprint
 from trainer.components.rewards import load_rewards
 from trainer.components.rollouts import Rollouts
 from trainer.components.state import TrainState
-from trainer.components.state_files import snapshot
 from trainer.components.trained_weights import add_trained_model_flags, load_model
 from trainer.components.trajectories import Sampler
 from trainer.loop import train_update, update_size

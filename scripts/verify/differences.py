@@ -12,10 +12,9 @@ from torch import Tensor
 
 from common.errors import reason
 from trainer.components import distillation, preference
-from trainer.components.checkpoint import read_state
+from trainer.components.checkpoint import UNREADABLE, read_file, read_state
 from trainer.components.metrics import read_metrics
 from trainer.components.sharded import with_tensors
-from trainer.components.state_files import UNREADABLE, read_file
 
 FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
 FIELDS += (*preference.SHOWN, *distillation.SHOWN, "eval_accuracy", "eval_divergence")

@@ -30,10 +30,9 @@ from trainer import (
     train_ppo,
     train_pretrain,
 )
-from trainer.components.checkpoint import read_state
+from trainer.components.checkpoint import UNREADABLE, newest_first, read_state, state_paths
 from trainer.components.lora import WEIGHTS as ADAPTER
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
-from trainer.components.state_files import UNREADABLE, newest_first, state_paths
 
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
 STAGES |= {"dpo": train_dpo, "distillation": train_distillation, "lora": train_lora}

@@ -1,42 +1,228 @@
-"""The state to resume from, in `checkpoints/`.
+"""The state to resume from, in `checkpoints/`: what it holds, how it is written, and how it is read back.
 
-The previous resume state is kept, as a fallback for a damaged newest one. A run whose model is sharded writes its state
-as a folder (sharded.py); either form is read by either kind of run.
+The previous state is kept, as a fallback for a damaged newest one. A run whose model is sharded writes its state as a
+folder (sharded.py); either form is read by either kind of run.
+
+Every byte that is read is checked, and nothing in a file is executed. The SHA-256 of a file is its zip comment, which
+torch.load and zipfile pass over: the checksums inside a zip file cover its records, but not its directory.
 """
 
+import hashlib
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from common.durable_files import atomic_write
+from common.durable_files import atomic_write, remove
 from common.errors import UserError, reason, warn
 from common.settings import ROOT
 from trainer.components.distributed import is_main_process, world_size
 from trainer.components.language_model import config_fields
 from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.run_files import NamedShape, resume_path
-from trainer.components.state_files import (
-    FORMAT,
-    UNREADABLE,
-    Writer,
-    mark_damaged,
-    newest_first,
-    read_file,
-    rotate,
-    snapshot,
-    write_file,
-)
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
 
+# what zipfile and torch.load raise on a damaged or foreign file
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
+    *(MemoryError, OverflowError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
 
-def _write_state(path: Path, state: dict[str, Any], writer: Writer | None, **options: Any) -> None:
-    def job() -> None:
-        atomic_write(path, lambda file: write_file(state, file), **options)
+DIGEST_MARK, DIGEST_SIZE = b"sha256:", 64  # the comment of a zip file: the mark and 64 hexadecimal digits
+COMMENT_LENGTH = struct.Struct("<H")  # the last field of a zip file before its comment
+FORMAT = "state_format"  # key in a resume state, from version 2 on: its file has a digest
 
-    writer.submit(job) if writer is not None else job()
+
+# --- files that are checked
+
+
+def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
+    """`torch.save` into a file open for reading and writing; returns the SHA-256 of the whole file. Its zip comment is
+    `comment`, followed by the digest of all before it.
+
+    comment: at most 65,000 bytes.
+    """
+    torch.save(value, file)
+    file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
+    length = len(comment) + len(DIGEST_MARK) + DIGEST_SIZE
+    file.write(COMMENT_LENGTH.pack(length) + comment)  # part of what is digested
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    digest = _digest(file, end)
+    last = DIGEST_MARK + digest.hexdigest().encode()
+    file.write(last)  # reading it has ended at the end
+    digest.update(last)
+    return digest.hexdigest()
+
+
+def comment_of(path: Path) -> bytes:
+    """The comment that `write_file` was given; empty for files of other programs.
+
+    Raises:
+        one of UNREADABLE: it is no zip file, or damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        comment, _, digest = archive.comment.rpartition(DIGEST_MARK)
+    return comment if len(digest) == DIGEST_SIZE else b""
+
+
+def read_file(path: Path) -> Any:
+    """The content of a file of `torch.save`, checked against its digest; no code in it is executed.
+
+    A file of another program, or of an early version of this one, has no digest: of such a file each record is checked
+    against its checksum.
+
+    Raises:
+        one of UNREADABLE: the file is damaged, of another kind, or holds code.
+        UserError: it is whole, but there is not enough memory for it.
+    """
+    with open(path, "rb") as file:
+        length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
+        file.seek(length)
+        comment = file.read()
+    if comment.startswith(DIGEST_MARK):
+        if file_digest(path, length).encode() != comment.removeprefix(DIGEST_MARK):
+            raise zipfile.BadZipFile("its digest is wrong")
+    else:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself leaves the checksums out
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    content = _load(path, is_whole=comment.startswith(DIGEST_MARK))
+    if isinstance(content, dict) and FORMAT in content and not comment.startswith(DIGEST_MARK):
+        raise zipfile.BadZipFile("its digest is missing")
+    return content
+
+
+def _load(path: Path, is_whole: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, RuntimeError) as error:
+        if is_whole and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+            raise UserError(f"out of memory while {path} is read ({reason(error)}); the file is whole") from error
+        raise
+
+
+def file_digest(path: Path, length: int | None = None) -> str:
+    """SHA-256 of a file, or of its first `length` bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return _digest(file, path.stat().st_size if length is None else length).hexdigest()
+
+
+def _digest(file: BinaryIO, length: int) -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    while length and (part := file.read(min(length, 1 << 20))):
+        digest.update(part)
+        length -= len(part)
+    return digest
+
+
+# --- writing in the background
+
+
+class Writer:
+    """A thread that writes files one after another in the order given, so that training does not wait for a disk.
+
+    What a job writes must not change any more. After a failure nothing further is written, and the next call of any
+    method raises it: the files on the disk stay those of the last complete save.
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._jobs: list[Future] = []
+        self._failed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job; raises the failure of an earlier one."""
+        self.check()
+        self._jobs.append(self._thread.submit(self._run, job))
+
+    def check(self) -> None:
+        """Raise the failure of a job; does not wait."""
+        done = [job for job in self._jobs if job.done()]
+        self._jobs = [job for job in self._jobs if job not in done]
+        for job in done:
+            job.result()
+
+    def wait(self) -> None:
+        """Wait until everything is on the disk; raises the failure of a job."""
+        while self._jobs:
+            self._jobs.pop(0).result()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            job()
+        except BaseException:
+            self._failed = True
+            raise
+
+
+def snapshot(value: Any, copies: dict | None = None) -> Any:
+    """A copy on the host of nested dicts, lists and tensors; tensors that share memory (tied weights) still do."""
+    copies = {} if copies is None else copies
+    if isinstance(value, Tensor):
+        key = (value.data_ptr(), value.dtype, value.shape)
+        if value.numel() == 0 or key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, dict):
+        return {key: snapshot(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(item, copies) for item in value)
+    return value
+
+
+# --- the places of a state
+
+
+def state_paths(path: Path) -> tuple[Path, Path]:
+    """The two forms of a state: the file `<name>.pth`, or the folder `<name>` of a sharded run."""
+    return path, path.with_suffix("")
+
+
+def previous(path: Path) -> Path:
+    """The file of the state before that of the file `path`."""
+    return path.with_name(f"{path.stem}_previous.pth")
+
+
+def newest_first(path: Path) -> tuple[Path, ...]:
+    """All places of a resume state: the newest in either form, then the previous one."""
+    return *state_paths(path), *state_paths(previous(path))
+
+
+_damaged: set[Path] = set()  # states that this process found to be unreadable
+
+
+def mark_damaged(path: Path) -> None:
+    """Note that a state is unreadable: it never takes the place of the previous one."""
+    _damaged.add(path.absolute())
+
+
+def rotate(path: Path) -> None:
+    """Make the state at `path`, in whichever form, the previous one, and delete what was that before."""
+    for current, spare in zip(state_paths(path), state_paths(previous(path)), strict=True):
+        if current.absolute() in _damaged:
+            _damaged.remove(current.absolute())
+            if current.is_dir():  # a file is replaced in one step, but not a folder
+                remove(current)
+        elif current.exists():
+            for old in state_paths(previous(path)):
+                remove(old)
+            os.replace(current, spare)
+
+
+# --- saving and loading
 
 
 def lm_checkpoint(
@@ -81,7 +267,12 @@ def lm_checkpoint(
 
         sharded.save(path, state, writer)
     else:
-        _write_state(path, snapshot(state) if writer is not None else state, writer, rotate=rotate)
+        copy = snapshot(state) if writer is not None else state
+
+        def write() -> None:
+            atomic_write(path, lambda file: write_file(copy, file), rotate=rotate)
+
+        writer.submit(write) if writer is not None else write()
     return None
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from common.durable_files import atomic_write
 from common.errors import UserError, reason
 from model.lora import LoRALinear
+from trainer.components.checkpoint import UNREADABLE, Writer
 from trainer.components.distributed import Logger, is_main_process
 from trainer.components.model_files import Description, describe, write_description
 from trainer.components.parallel import full_tensor, is_sharded, unwrap
-from trainer.components.state_files import UNREADABLE, Writer
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from common.durable_files import atomic_write
 from common.errors import UserError, reason
-from trainer.components.checkpoint import STATE_KEYS, read_state
+from trainer.components.checkpoint import STATE_KEYS, UNREADABLE, Writer, comment_of, read_file, read_state, write_file
 from trainer.components.distributed import is_main_process
 from trainer.components.language_model import config_fields
 from trainer.components.model_import import flags_of, imported_config, read_folder
 from trainer.components.parallel import half_precision, is_sharded, unwrap
 from trainer.components.run_files import CONFIG_FILE, is_hugging_face
-from trainer.components.state_files import UNREADABLE, Writer, comment_of, read_file, write_file
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig

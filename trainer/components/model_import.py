@@ -17,8 +17,8 @@ from torch import Tensor
 
 from common.errors import UserError, reason
 from model.sampling import DEFAULTS, Sampling
+from trainer.components.checkpoint import UNREADABLE, read_file
 from trainer.components.run_files import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
-from trainer.components.state_files import UNREADABLE, read_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

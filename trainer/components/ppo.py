@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainer.components.checkpoint import Writer
 from trainer.components.distributed import gather, reduce_sum
 from trainer.components.flops import training_flops
 from trainer.components.language_model import Batch, target_log_probs, target_logits
@@ -21,7 +22,6 @@ from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import policy_loss
 from trainer.components.rollouts import Rollouts, moved_to
 from trainer.components.state import TrainState
-from trainer.components.state_files import Writer
 from trainer.components.trajectories import Trajectory
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from common.durable_files import atomic_write
 from common.launcher import launch
 from common.locks import locked
 from dataset.lm_dataset import DPODataset, collate_pairs
+from trainer.components.checkpoint import UNREADABLE
 from trainer.components.device import autocast_dtype
 from trainer.components.distributed import Logger, gather, reduce_sum
 from trainer.components.language_model import Batch, flat_size, frozen_model, target_log_probs
 from trainer.components.meter import Size
 from trainer.components.resume import Fingerprint
 from trainer.components.sampler import eval_loader
-from trainer.components.state_files import UNREADABLE
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM

@@ -15,6 +15,7 @@ from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from dataset.tokenizing import SPECIAL_TEXTS
+from trainer.components.checkpoint import FORMAT
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.language_model import config_fields
@@ -31,7 +32,6 @@ from trainer.components.run_files import (
     start_path,
     weight_path,
 )
-from trainer.components.state_files import FORMAT
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig

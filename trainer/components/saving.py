@@ -12,7 +12,7 @@ from typing import Any
 from common.durable_files import link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
-from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.checkpoint import lm_checkpoint, state_paths
 from trainer.components.distributed import Logger, is_main_process, meet, stop_watching
 from trainer.components.metrics import MetricsLog
 from trainer.components.model_files import Description, save_weights
@@ -29,7 +29,6 @@ from trainer.components.run_files import (
 )
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
-from trainer.components.state_files import state_paths
 
 
 def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:

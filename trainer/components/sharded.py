@@ -4,11 +4,9 @@ torch.distributed.checkpoint writes the tensors; everything else, with a name in
 `state.pth`. Nothing in a folder is executed when it is read. scripts/convert_model.py makes one file of a folder.
 """
 
-import io
 import os
 import pickle
 import warnings
-import zipfile
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -27,11 +25,11 @@ from torch.distributed.tensor import zeros as sharded_zeros
 
 from common.durable_files import atomic_write, remove, sync_folder, write_error
 from common.errors import UserError, reason
+from trainer.components.checkpoint import Writer, file_digest, read_file, rotate, snapshot, state_paths, write_file
 from trainer.components.distributed import is_main_process
-from trainer.components.state_files import Writer, file_digest, read_file, rotate, snapshot, state_paths, write_file
 
 REST = "state.pth"  # everything but the tensors
-PARTS = ("model", "optimizer")  # whose tensors are sharded
+PARTS = ("model", "optimizer", "hooks")  # whose tensors may be sharded; hooks: a moving average of the weights ...
 DIGESTS = "digests"  # key for the SHA-256 of each other file of the folder
 SHARDS = "shards"  # key for the folder from which a state's tensors are still to be read
 SAFE = {"torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"}}
@@ -91,7 +89,7 @@ def save(path: Path, state: dict[str, Any], writer: Writer | None = None) -> Non
     folder = state_paths(path)[1]
     temp = folder.with_name(f".{folder.name}.tmp")
     taken: dict[int, tuple[str, Tensor]] = {}
-    rest = snapshot(state | {part: take_tensors(state[part], taken, part) for part in PARTS})
+    rest = snapshot(state | {part: take_tensors(state.get(part), taken, part) for part in PARTS})
     leads = is_main_process()
     if leads and temp.exists():  # of a run that was killed
         remove(temp)
@@ -161,12 +159,6 @@ class _Reader(dcp.FileSystemReader):
             return _Unpickler(file).load()
 
 
-def _pieces(folder: Path) -> list[tuple[str, int, int]]:
-    """File, offset and length of each piece of a tensor."""
-    stored = _Reader(folder).read_metadata().storage_data.values()
-    return [(Path(piece.relative_path).name, piece.offset, piece.length) for piece in stored]
-
-
 def read_rest(folder: Path) -> dict[str, Any]:
     """The state in a folder without its tensors, of which every byte is checked.
 
@@ -174,24 +166,10 @@ def read_rest(folder: Path) -> dict[str, Any]:
         one of UNREADABLE: something is damaged or missing.
     """
     rest = read_file(folder / REST)
-    if DIGESTS in rest:
-        for name, digest in rest.pop(DIGESTS).items():
-            if file_digest(folder / name) != digest:
-                raise ValueError(f"the digest of {name} is wrong")
-    else:
-        _check_pieces(folder)
+    for name, digest in rest.pop(DIGESTS).items():
+        if file_digest(folder / name) != digest:
+            raise ValueError(f"the digest of {name} is wrong")
     return rest | {SHARDS: folder}
-
-
-def _check_pieces(folder: Path) -> None:
-    """Check the checksums inside the shards, of a folder without digests (an early version's)."""
-    for name, offset, length in _pieces(folder):
-        with open(folder / name, "rb") as file:
-            file.seek(offset)
-            piece = io.BytesIO(file.read(length))
-        with zipfile.ZipFile(piece) as archive:
-            if archive.testzip() is not None:
-                raise zipfile.BadZipFile(f"a checksum in {name} is wrong")
 
 
 def with_tensors(saved: dict[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
@@ -205,15 +183,20 @@ def with_tensors(saved: dict[str, Any], model: nn.Module | None = None) -> dict[
     own = model.state_dict() if model is not None else {}
     mesh = next((value.device_mesh for value in own.values() if isinstance(value, DTensor)), None)
 
-    def split(name: str, size: torch.Size) -> bool:  # the optimizer's tensors are numbers, or shaped like a parameter
+    def split(name: str, size: torch.Size) -> bool:
         part, _, key = name.partition("/")
-        return mesh is not None and len(size) > 0 and (part == "optimizer" or isinstance(own[key], DTensor))
+        if mesh is None or not len(size):
+            return False
+        if part == "optimizer":  # its tensors are numbers, or shaped like a parameter
+            return True
+        like = own.get(key.rpartition("/")[2])  # hooks: what has the name and the shape of a parameter
+        return isinstance(like, DTensor) and like.shape == size
 
     if SHARDS in saved:
         rest, tensors = saved, _read_tensors(saved[SHARDS], mesh, split)
     elif mesh is not None:
         full: dict[int, tuple[str, Tensor]] = {}
-        rest = saved | {part: take_tensors(saved[part], full, part) for part in PARTS}
+        rest = saved | {part: take_tensors(saved.get(part), full, part) for part in PARTS}
         cut = {"device_mesh": mesh, "placements": [Shard(0)], "src_data_rank": None}  # each rank has read the file
         tensors = {name: distribute_tensor(t, **cut) if split(name, t.shape) else t for name, t in full.values()}
     else:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from common.settings import StageArgs
 from trainer.components.bad_updates import BadUpdates
+from trainer.components.checkpoint import Writer
 from trainer.components.distributed import Logger, world_size
 from trainer.components.expert_load import ExpertLoad
 from trainer.components.language_model import Batch, flat_size, held_out_loss
@@ -31,7 +32,6 @@ from trainer.components.resume import (
 )
 from trainer.components.run_files import NamedShape
 from trainer.components.signals import StopRequest
-from trainer.components.state_files import Writer
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig

@@ -21,14 +21,13 @@ from common.errors import UserError, reason, say, warn
 from common.launcher import launch
 from llm.training.core.config import Config
 from llm.training.core.console import LEVELS, copy_console
-from trainer.components.checkpoint import lm_checkpoint, read_state
+from trainer.components.checkpoint import UNREADABLE, lm_checkpoint, read_state, state_paths
 from trainer.components.device import select_device
 from trainer.components.distributed import abandon_process_group, reduce_sum, world_size
 from trainer.components.parallel import unwrap
 from trainer.components.run_files import is_state, resume_path, run_name
 from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
-from trainer.components.state_files import UNREADABLE, state_paths
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
 
 

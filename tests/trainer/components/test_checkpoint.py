@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from common.durable_files import atomic_write
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.components.checkpoint import UNREADABLE, Writer, read_file, write_file
 from trainer.components.model_files import load_weights, save_weights
 from trainer.components.optimizer import build_optimizer
 from trainer.components.run_files import weight_path
-from trainer.components.state_files import UNREADABLE, Writer, read_file, write_file
 from trainer.trainer_utils import lm_checkpoint
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)

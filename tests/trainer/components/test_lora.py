@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_parallel import flat_batch
+from trainer.components.checkpoint import Writer
 from trainer.components.lora import TARGETS, add_adapters, load_adapter, merge_adapter, save_adapter, unknown_targets
-from trainer.components.state_files import Writer
 from trainer.trainer_utils import next_token_loss, target_logits
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from common.durable_files import atomic_write
 from common.errors import UserError
@@ -17,9 +20,11 @@ from scripts.convert_model import main
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import flags, records
 from trainer.components import sharded
+from trainer.components.checkpoint import UNREADABLE, read_file, write_file
 from trainer.components.sharded import (
     DIGESTS,
     REST,
+    SHARDS,
     put_tensors,
     read_rest,
     save,
@@ -27,7 +32,6 @@ from trainer.components.sharded import (
     take_tensors,
     with_tensors,
 )
-from trainer.components.state_files import UNREADABLE, read_file, write_file
 from trainer.trainer_utils import lm_checkpoint
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -157,9 +161,32 @@ def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
     rest = read_file(folder / REST)
     del rest[DIGESTS]  # as an early version wrote it, or somebody who means harm
     atomic_write(folder / REST, lambda file: write_file(rest, file))
-    with pytest.raises(pickle.UnpicklingError, match=r"does not belong in a checkpoint"):
+    with pytest.raises(KeyError, match=DIGESTS):
         read_rest(folder)
+    with pytest.raises(pickle.UnpicklingError, match=r"does not belong in a checkpoint"):  # even if nobody had checked
+        with_tensors(rest | {SHARDS: folder})
     assert not (tmp_path / "harm").exists()
+
+
+def test_tensors_that_a_hook_keeps_are_sharded_like_the_weights(tmp_path):
+    """A moving average of sharded weights comes back sharded, or whole for a model that is not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+        average = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
+        whole = {name: value.full_tensor() for name, value in average.items()}
+        hooks = {"callbacks": {"average": average | {"updates": torch.tensor(7)}}}
+        save(tmp_path / "s.pth", {"model": model.state_dict(), "optimizer": {}, "hooks": hooks})
+        back = with_tensors(read_rest(tmp_path / "s"), model)["hooks"]["callbacks"]["average"]
+        assert isinstance(back["weight"], DTensor) and int(back["updates"]) == 7
+        assert torch.equal(back["weight"].full_tensor(), whole["weight"])
+        plain = with_tensors(read_rest(tmp_path / "s"))
+        assert torch.equal(plain["hooks"]["callbacks"]["average"]["bias"], whole["bias"])
+        again = with_tensors(plain, model)["hooks"]["callbacks"]["average"]["bias"]
+        assert isinstance(again, DTensor) and torch.equal(again.full_tensor(), whole["bias"])
+    finally:
+        saving_group.cache_clear()
+        dist.destroy_process_group()
 
 
 def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, request, monkeypatch):
