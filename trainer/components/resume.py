@@ -15,7 +15,6 @@ from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from dataset.tokenizing import SPECIAL_TEXTS
-from trainer.components.checkpoint import FORMAT
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.language_model import config_fields
@@ -148,28 +147,6 @@ def _is_own_state(args: StageArgs, path: Path) -> bool:
     return any(entry.parent == folder and is_state(run, entry.name) for entry in entries(path))
 
 
-def check_not_too_old(args: StageArgs, checkpoint: dict[str, Any], saved: Fingerprint, run: Fingerprint) -> None:
-    """Refuse the checkpoint of an early version, which lacks what is compared today or hashed it in another way.
-
-    saved, run: the fingerprints of the checkpoint and of the run.
-    """
-    needed = (*COMPARED, "global_batch", "from_weight", "from_weight_sha256")
-    lacking = [name for name in needed if name not in saved]
-    hashed = [name for name in ("data", "tokenizer") if FORMAT not in checkpoint and run.get(name) != saved.get(name)]
-    if "computing" not in checkpoint:  # of a Hugging Face folder all files were hashed
-        folders = {"from_weight": start_path(args.save_dir, args.from_weight, args)} | args.frozen_weights()
-        digests = {flag: "teacher_sha256" if "teacher" in flag else f"{flag}_sha256" for flag in folders}
-        hashed += [f for f, key in digests.items() if is_hugging_face(folders[f]) and run.get(key) != saved.get(key)]
-    other_tokens = run.get("data") == f"{saved.get('data')}{SPECIAL_TEXTS}"
-    if lacking or hashed or other_tokens:
-        why = f"did not note {', '.join(lacking)}" if lacking else f"hashed {' and '.join(hashed)} in another way"
-        why = "made tokens of the text of special tokens in the data" if other_tokens else why
-        raise UserError(
-            f"--from_resume 1: the checkpoint was written by an earlier version, which {why}; finish the run with that "
-            "version, or start anew with --from_resume 0"
-        )
-
-
 def total_updates(run: Fingerprint) -> int:
     """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
     return math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
@@ -213,10 +190,14 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
+    if "computing" not in checkpoint:
+        raise UserError(
+            "--from_resume 1: the checkpoint was written by an early version, which did not save all that is compared "
+            "today; finish the run with that version, or start anew with --from_resume 0"
+        )
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
     saved = fields_before(saved, run) | saved
-    check_not_too_old(args, checkpoint, saved, run)
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
     if same_file(start, before) and (run["from_weight_sha256"] is None or is_own):

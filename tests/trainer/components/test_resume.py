@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
-from dataset.token_cache import TokenCache
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
@@ -31,7 +29,6 @@ from trainer.components.resume import (
     check_resume,
     check_same_run,
     computing,
-    data_fingerprint,
     held_out_fingerprint,
     model_fingerprint,
     run_fingerprint,
@@ -109,7 +106,8 @@ FINGERPRINT |= {"vocab_size": 6400, "dropout": 0.0, "global_batch": 16, "samples
 def test_the_fingerprint_of_a_run_with_defaults_stays_that_of_older_checkpoints(tmp_path):
     args = train_full_sft.Args(from_weight="none", save_dir=str(tmp_path))
     model = model_fingerprint(model_config(load_tokenizer(ROOT / "model"), args))
-    assert run_fingerprint(args, model, {}, 9) == FINGERPRINT | {"from_weight_sha256": None}
+    assert run_fingerprint(args, model, {}, 9) == model | FINGERPRINT | {"from_weight_sha256": None}
+    assert model.items() >= {key: value for key, value in FINGERPRINT.items() if key in model}.items()
 
 
 @pytest.mark.parametrize("others", ["w_512_moe_8x2_resume.pth", "w_512_moe_resume", "w_512_moe_4x2_resume_previous"])
@@ -231,7 +229,7 @@ def test_start_weights_that_were_replaced(tmp_path):
     args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="start", from_resume=True)
     start.write_bytes(b"at the start")
     saved = run_fingerprint(args, {}, {}, 9)
-    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
     start.write_bytes(b"replaced")
     with pytest.raises(UserError) as error:
         check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint)
@@ -301,7 +299,7 @@ def test_a_run_goes_on_whose_start_weights_it_has_written_over(own_files, tmp_pa
     """Whatever way it names them; and if it names them in another way, too."""
     args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight=STARTS[start], from_resume=True)
     saved = run_fingerprint(args, {}, {}, 9)
-    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
     path = start_path(args.save_dir, args.from_weight, args)
     path.resolve().write_text("after update 1")
     assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
@@ -320,7 +318,7 @@ def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
     os.rename("out/other_512.pth", "moved.pth")
     args = replace(args, from_weight="moved.pth")
     run = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 768}
-    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
     assert check_resume(args, run, checkpoint) == saved
     with pytest.raises(UserError, match=r"\(teacher_sha256: a -> b; teacher_hidden_size: 0 -> 768\)"):
         check_resume(args, run | {"teacher_sha256": "b"}, checkpoint)
@@ -381,39 +379,26 @@ def test_the_checkpoint_of_an_early_version_says_so():
     args = StageArgs(from_weight="none", from_resume=True)
     run = run_fingerprint(args, {"num_experts": 4}, {"data": "b", "tokenizer": "c"}, 9)
     checkpoint = {"run": run, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
-    older = {key: value for key, value in run.items() if key not in ("optimizer", "num_experts")}
-    told = (
-        "written by an earlier version, which {}; finish the run with that version, or start anew with --from_resume 0"
-    )
-    with pytest.raises(UserError, match=told.format("did not note optimizer")):
-        check_resume(args, run, checkpoint | {"run": older})
-    old = checkpoint | {"run": run | {"data": "a", "tokenizer": "a"}}
-    with pytest.raises(UserError, match=told.format("hashed data and tokenizer in another way")):
-        check_resume(args, run, old)
+    with pytest.raises(UserError, match=r"written by an early version, .* start anew with --from_resume 0"):
+        check_resume(args, run, checkpoint)
+    old = checkpoint | {"run": run | {"data": "a", "tokenizer": "a"}, "computing": {}}
     with pytest.raises(UserError, match=r"another run \(data: a -> b; tokenizer: a -> c\)"):
-        check_resume(args, run, old | {FORMAT: 2})
-    meta = {"format": 3, "kind": "sft", "data": ["a"], "tokenizer": "c"}
-    plain, special = (
-        run | data_fingerprint(cast(TokenCache, SimpleNamespace(meta=meta, report={"special_texts": count})))
-        for count in (0, 1)
-    )
-    with pytest.raises(UserError, match=told.format("made tokens of the text of special tokens in the data")):
-        check_resume(args, special, checkpoint | {"run": plain, FORMAT: 2})
-    assert check_resume(args, special, checkpoint | {"run": special, FORMAT: 2}) == special
+        check_resume(args, run, old)
 
 
-def test_a_folder_that_was_hashed_with_all_its_files_says_so(tmp_path):
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
-    args = StageArgs(from_weight=str(tmp_path), from_resume=True, cache_dir=str(tmp_path / "cache"))
-    run = run_fingerprint(args, {}, {}, 9)
-    state = {"epoch": 0, "step": 1, "update": 1, "world_size": 1, FORMAT: 2}
-    early = state | {"run": run | {"from_weight_sha256": "of three files"}}
-    with pytest.raises(UserError, match="an earlier version, which hashed from_weight in another way"):
-        check_resume(args, run, early)
-    with pytest.raises(UserError, match=r"another run .*put that one back"):
-        check_resume(args, run, early | {"computing": {}})
-    assert check_resume(args, run, state | {"run": run}) == run
+def test_a_field_that_is_added_to_the_model_does_not_end_its_runs(monkeypatch):
+    """What a fingerprint lacks was the default; one that had only the shape has the rest of the tensors."""
+    args = StageArgs(from_weight="none", from_resume=True)
+    config = model_config(load_tokenizer(ROOT / "model"), args)
+    run = run_fingerprint(args, model_fingerprint(config), {}, 9)
+    checkpoint = {"epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
+    before = {key: value for key, value in run.items() if key != "norm_topk_prob"}
+    assert check_resume(args, run, checkpoint | {"run": before}) == run
+    with pytest.raises(UserError, match=r"another run \(norm_topk_prob: True -> False\)"):
+        check_resume(args, run | {"norm_topk_prob": False}, checkpoint | {"run": before})
+    shape = {key: value for key, value in run.items() if key not in model_fingerprint(config) or key in FINGERPRINT}
+    other = run | {"head_dim": 16, "rms_norm_eps": 1e-5}
+    assert check_resume(args, other, checkpoint | {"run": shape}) == other
 
 
 @pytest.mark.parametrize("cache", [{"a": 1}, np.zeros(2), None])
@@ -481,7 +466,7 @@ def test_a_flag_that_is_added_to_a_stage_does_not_end_its_runs():
         return run_fingerprint(args, {}, {}, 9)
 
     start = {"from_weight": "none", "from_resume": True}
-    checkpoint = {"run": fingerprint(Before(**start)), "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    checkpoint = {"run": fingerprint(Before(**start)), "epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
     current = fingerprint(After(**start))
     assert check_resume(After(**start), current, checkpoint) == current and current["added"] == 0.5
     for other, told in (({"added": 0.7}, "added: 0.5 -> 0.7"), ({"mine": 2}, "mine: 1 -> 2")):
