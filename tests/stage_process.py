@@ -1,5 +1,6 @@
 """Runs of a stage, or of the engine, as real processes, forked from a server that has torch loaded: they can be
-signalled, killed and limited like any other, and start in a fraction of a second instead of several.
+signalled, killed and limited like any other, and start in a fraction of a second instead of several. What the modules
+under test load only when they need it, the server has too (tests/preloaded.py).
 """
 
 import atexit
@@ -17,8 +18,10 @@ from pathlib import Path
 
 import torch
 
+from trainer.components import flops
+
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.stage_process", "llm.training.train", "trainer.train_full_sft"])
+context.set_forkserver_preload(["tests.stage_process", "tests.preloaded"])
 
 
 @dataclass
@@ -89,6 +92,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
+    flops.matrix_rate = lambda device, dtype: 1e11  # to measure it takes as long as the run; test_device.py does
     exec(faults.script, {"os": os, "sys": sys})
     if "." in stage:
         import_module(stage).main()
