@@ -7,6 +7,7 @@ import atexit
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import socket
 import sys
@@ -20,8 +21,11 @@ import torch
 
 from trainer.components import flops
 
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.stage_process", "tests.preloaded"])
+QUICK_RATE = "matrix_rate = lambda device, dtype: 1e11\n"  # in flops.py: to measure it takes as long as a small run
 
 
 @dataclass
@@ -92,14 +96,27 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
-    flops.matrix_rate = lambda device, dtype: 1e11  # to measure it takes as long as the run; test_device.py does
+    exec(QUICK_RATE, vars(flops))
     exec(faults.script, {"os": os, "sys": sys})
-    if "." in stage:
+    if stage.endswith(".py"):
+        _run_file(Path(stage))
+    elif "." in stage:
         import_module(stage).main()
     elif stage == "engine":
         _run_engine(faults)
     else:
         _run_stage(stage, faults)
+
+
+def _run_file(path: Path) -> None:
+    """As `python path` does. A file of another copy of the repository gets the modules of that copy."""
+    if not path.is_relative_to(ROOT):
+        for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+            del sys.modules[name]
+        sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    sys.argv[0] = str(path)
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _signal_in_evaluation(number: int) -> None:
@@ -198,8 +215,8 @@ def start_ranks(
 def run(
     stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0, timeout: float = 120
 ) -> StageProcess:
-    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, or the
-    module of another script."""
+    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, the
+    module of another script, or the file of one, which is run as `python FILE` does."""
     if ranks > 1:
         processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None)
     else:
