@@ -99,7 +99,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     exec(QUICK_RATE, vars(flops))
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):
-        _run_file(Path(stage))
+        _run_file(Path(stage).resolve())
     elif "." in stage:
         import_module(stage).main()
     elif stage == "engine":
@@ -213,14 +213,20 @@ def start_ranks(
 
 
 def run(
-    stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0, timeout: float = 120
+    stage: str,
+    argv: list,
+    faults: Faults | None = None,
+    ranks: int = 1,
+    status: int = 0,
+    timeout: float = 120,
+    **env: str,
 ) -> StageProcess:
     """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, the
     module of another script, or the file of one, which is run as `python FILE` does."""
     if ranks > 1:
-        processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None)
+        processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None, **env)
     else:
-        processes = [StageProcess(stage, argv, faults)]
+        processes = [StageProcess(stage, argv, faults, **env)]
     ends = [process.wait(timeout) for process in processes]
     assert ends == [status] * len(processes), "".join(p.out[-1500:] + p.err[-3000:] for p in processes)
     return processes[0]
