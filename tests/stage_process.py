@@ -1,11 +1,13 @@
 """Runs of a stage, or of the engine, as real processes, forked from a server that has torch loaded: they can be
-signalled, killed and limited like any other, and start in a fraction of a second instead of several.
+signalled, killed and limited like any other, and start in a fraction of a second instead of several. What the modules
+under test load only when they need it, the server has too (tests/preloaded.py).
 """
 
 import atexit
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import socket
 import sys
@@ -17,8 +19,13 @@ from pathlib import Path
 
 import torch
 
+from trainer.components import flops
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.stage_process", "llm.training.train", "trainer.train_full_sft"])
+context.set_forkserver_preload(["tests.stage_process", "tests.preloaded"])
+QUICK_RATE = "matrix_rate = lambda device, dtype: 1e11\n"  # in flops.py: to measure it takes as long as a small run
 
 
 @dataclass
@@ -89,13 +96,27 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
+    exec(QUICK_RATE, vars(flops))
     exec(faults.script, {"os": os, "sys": sys})
-    if "." in stage:
+    if stage.endswith(".py"):
+        _run_file(Path(stage).resolve())
+    elif "." in stage:
         import_module(stage).main()
     elif stage == "engine":
         _run_engine(faults)
     else:
         _run_stage(stage, faults)
+
+
+def _run_file(path: Path) -> None:
+    """As `python path` does. A file of another copy of the repository gets the modules of that copy."""
+    if not path.is_relative_to(ROOT):
+        for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+            del sys.modules[name]
+        sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    sys.argv[0] = str(path)
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _signal_in_evaluation(number: int) -> None:
@@ -192,14 +213,20 @@ def start_ranks(
 
 
 def run(
-    stage: str, argv: list, faults: Faults | None = None, ranks: int = 1, status: int = 0, timeout: float = 120
+    stage: str,
+    argv: list,
+    faults: Faults | None = None,
+    ranks: int = 1,
+    status: int = 0,
+    timeout: float = 120,
+    **env: str,
 ) -> StageProcess:
-    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, or the
-    module of another script."""
+    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, the
+    module of another script, or the file of one, which is run as `python FILE` does."""
     if ranks > 1:
-        processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None)
+        processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None, **env)
     else:
-        processes = [StageProcess(stage, argv, faults)]
+        processes = [StageProcess(stage, argv, faults, **env)]
     ends = [process.wait(timeout) for process in processes]
     assert ends == [status] * len(processes), "".join(p.out[-1500:] + p.err[-3000:] for p in processes)
     return processes[0]

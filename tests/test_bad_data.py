@@ -18,7 +18,8 @@ import pytest
 
 from common.command_line import STOP_SIGNALS
 from dataset.lm_dataset import PretrainDataset, SFTDataset
-from tests.conftest import ROOT, launch, write_jsonl
+from tests.conftest import ROOT, write_jsonl
+from tests.stage_process import StageProcess, run
 from trainer import train_full_sft, train_pretrain
 from trainer.components.failures import training_errors
 from trainer.trainer_utils import load_tokenizer
@@ -508,25 +509,25 @@ def test_a_document_of_200_000_tokens(tokenizer, tmp_path):
 # --- the same in processes of their own ------------------------------------------------------------------------------
 
 
-def launch_stage(kind: str, tmp_path: Path, data_path, ranks: int = 0):
+def start_script(kind: str, tmp_path: Path, data_path, ranks: int = 1) -> StageProcess:
     folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
     script = ROOT / "trainer" / {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[kind]
-    return launch(script, "--data_path", data_path, *folders, ranks=ranks, check=False, timeout=120)
+    return run(str(script), ["--data_path", data_path, *folders], ranks=ranks, status=2)
 
 
 @pytest.mark.parametrize("name", ["missing file", "malformed behind odd lines", "tool_calls that do not parse"])
 def test_the_real_script_ends_the_same_way(name, stage, tmp_path):
     case, path = CASES[name], tmp_path / CASES[name].name
     prepare(case, path)
-    done = launch_stage(case.kind, tmp_path, path)
-    assert done.returncode == 2 and expected(case, path) in done.stderr
-    assert done.stderr == stage(case.kind, str(path))[0]
+    done = start_script(case.kind, tmp_path, path)
+    assert expected(case, path) in done.err
+    assert done.err == stage(case.kind, str(path))[0]
 
 
 def test_all_ranks_end_soon(tmp_path):
     path, begin = write_jsonl(tmp_path / "x.jsonl", [TEXT, TEXT, {"text": 7}, {}]), time.monotonic()
-    done = launch_stage("pretrain", tmp_path, path, ranks=2)
-    assert done.returncode != 0 and time.monotonic() - begin < 60
+    done = start_script("pretrain", tmp_path, path, ranks=2)
+    assert time.monotonic() - begin < 60
     message = f"error: {path}:3: 'text' is a number instead of text"
-    assert any(entry.startswith(message) and "1 more bad record follows" in entry for entry in done.stderr.splitlines())
+    assert any(entry.startswith(message) and "1 more bad record follows" in entry for entry in done.error_lines)
     assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("*.tmp*"))

@@ -32,7 +32,8 @@ from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.benchmark import BenchmarkArgs
 from scripts.convert_model import convert
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
+from tests.stage_process import run
 from trainer import (
     train_agent,
     train_distillation,
@@ -516,8 +517,8 @@ def test_the_example_records_are_accepted(page):
 def test_the_mistake_on_the_front_page_is_told_as_it_says():
     (shown,) = [block for block in fenced("README.md", "text") if block.startswith("error: ")]
     (command,) = [block for block in fenced("README.md", "bash") if "--learning_rate -1" in block]
-    done = launch(*shlex.split(command)[1:], check=False)
-    assert done.returncode == 2 and done.stderr == shown
+    _, script, *argv = shlex.split(command)
+    assert run(str(ROOT / script), argv, status=2).err == shown
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)

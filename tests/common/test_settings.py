@@ -16,7 +16,8 @@ from common.errors import UserError
 from common.settings import StageArgs, Switch, own_defaults, parse_args, setting, settings_of
 from dataset.token_cache import STAGE_LENGTH
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
+from tests.stage_process import Faults, run
 from trainer import train_dpo, train_full_sft, train_pretrain
 from trainer.components.language_model import SHAPE
 from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer
@@ -450,9 +451,10 @@ def test_the_help_has_unit_and_default(capsys):
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_help_of_a_stage_script_is_grouped_by_section(stage, tmp_path):
     """The script itself, started from another folder."""
-    done = launch(ROOT / f"trainer/{stage}.py", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT), COLUMNS="100")
-    by_section = groups(done.stdout)
-    assert list(by_section) == ["options", *SECTIONS] and done.stderr == ""
+    elsewhere = Faults(script=f"os.chdir({str(tmp_path)!r})")
+    done = run(str(ROOT / f"trainer/{stage}.py"), ["--help"], elsewhere, COLUMNS="100")
+    by_section = groups(done.out)
+    assert list(by_section) == ["options", *SECTIONS] and done.err == ""
     for section, names in SECTIONS.items():
         assert re.findall(r"(?:^|\s)--(\w+) [\[{A-Z]", by_section[section]) == names.split()
     defaults = STAGE_DEFAULTS[stage]

@@ -8,7 +8,8 @@ import pytest
 
 from common.errors import UserError
 from scripts import plot_metrics
-from tests.conftest import launch, write_jsonl
+from tests.conftest import write_jsonl
+from tests.stage_process import run
 
 SCRIPT = "scripts/plot_metrics.py"
 
@@ -117,8 +118,8 @@ def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
         (tmp_path / folder).mkdir()
         write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1), record(2)])
     files = [tmp_path / folder / "sft_64_metrics.jsonl" for folder in ("one", "two")]
-    done = launch(SCRIPT, *files, "--x", "tokens", "--png", tmp_path / "curves.png")
-    assert done.stdout == f"wrote {tmp_path / 'curves.png'}\n"
+    done = run(SCRIPT, [*files, "--x", "tokens", "--png", tmp_path / "curves.png"])
+    assert done.out == f"wrote {tmp_path / 'curves.png'}\n"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

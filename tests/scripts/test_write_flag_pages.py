@@ -9,7 +9,7 @@ from common.errors import UserError
 from common.settings import ROOT, StageArgs, setting, settings_of
 from scripts import write_flag_pages
 from scripts.write_flag_pages import PAGES, default, english, rewritten, tables, value
-from tests.conftest import launch
+from tests.stage_process import run
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -40,8 +40,8 @@ def test_the_command_writes_the_tables_and_leaves_the_text(tmp_path, monkeypatch
 
 
 def test_a_mistake_on_its_command_line_is_one_line():
-    done = launch("scripts/write_flag_pages.py", "--check", check=False)
-    assert done.returncode == 2 and done.stderr == "error: unrecognized arguments: --check; see --help\n"
+    done = run(str(ROOT / "scripts/write_flag_pages.py"), ["--check"], status=2)
+    assert done.err == "error: unrecognized arguments: --check; see --help\n"
 
 
 def test_a_setting_without_a_chinese_text_and_a_text_without_a_setting_are_named():

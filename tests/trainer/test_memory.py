@@ -20,7 +20,13 @@ from trainer.trainer_utils import load_tokenizer
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_memory_of_a_run_is_flat(corpus, tmp_path, workers):
     """Peak memory in the log of a run with packing, samples of all lengths, saves and evaluations."""
-    settings = {"epochs": 15 if not workers else 4, "batch_size": 1, "packing": 1, "max_seq_len": 200}
+    settings = {
+        "epochs": 4 if workers else 8,
+        "num_hidden_layers": 1,
+        "batch_size": 1,
+        "packing": 1,
+        "max_seq_len": 200,
+    }
     settings |= {"save_interval": 20, "eval_interval": 0, "num_workers": workers}
     run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
     found = [record["memory_mb"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]

@@ -4,6 +4,7 @@ changes in a stage script."""
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
-from tests.stage_process import Faults, run
+from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records, saved_state
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import half_state_dict
@@ -27,41 +28,51 @@ def clone(tmp_path) -> Path:
     for name in ("common", "dataset", "model", "trainer"):
         ignored = shutil.ignore_patterns("__pycache__", "cache", "demo", "*.jsonl")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    with open(tmp_path / "trainer/components/flops.py", "a") as file:
+        file.write(QUICK_RATE)
     return tmp_path
 
 
-def typed(clone: Path, line: str, status: int = 0) -> subprocess.CompletedProcess:
-    """Run a line of a shell in the clone's trainer/."""
-    env = os.environ | {"PYTHONPATH": str(clone), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        line, shell=True, cwd=clone / "trainer", env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert (done.returncode == 0) == (status == 0), done.stdout[-2000:] + done.stderr[-3000:]
-    return done
+def typed(clone: Path, line: str, status: int = 0) -> StageProcess:
+    """Run a line in the clone's trainer/, in a process that has torch loaded."""
+    folder, (script, *argv) = clone / "trainer", shlex.split(line)
+    return run(str(folder / script), argv, Faults(script=f"os.chdir({str(folder)!r})"), status=status)
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "full_sft"])
 def test_without_data_one_line_says_how_to_get_some(clone, stage):
-    done = typed(clone, f"python train_{stage}.py", status=2)
+    done = typed(clone, f"train_{stage}.py", status=2)
     name = {"pretrain": "pretrain_hq", "full_sft": "sft_mini_512"}[stage]
     assert re.fullmatch(
-        rf"error: \S+/dataset/{name}\.jsonl: no such file; .*python -m dataset\.demo_corpus.*\n", done.stderr
+        rf"error: \S+/dataset/{name}\.jsonl: no such file; .*python -m dataset\.demo_corpus.*\n", done.err
     )
 
 
 def test_the_users_launch_lines_as_typed(clone):
-    """Two ranks from pretrained weights with the default data, epochs and batch size given, and resumed."""
+    """Two ranks from pretrained weights with the default data, epochs and batch size given, and resumed. The default
+    model is made smaller."""
+    settings = clone / "common/settings.py"
+    text, number = settings.read_text(encoding="utf-8"), 0
+    for name, value in (("hidden_size", 32), ("num_hidden_layers", 1)):
+        text, number = re.subn(rf"(    {name}: int = setting\()\d+", rf"\g<1>{value}", text)
+        assert number == 1
+    settings.write_text(text, encoding="utf-8")
     chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(40)]
     write_jsonl(clone / "dataset" / "sft_mini_512.jsonl", [{"conversations": chat} for chat in chats])
-    config = MiniMindConfig(vocab_size=len(load_tokenizer(ROOT / "model")))
+    shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
     (clone / "out").mkdir()
-    torch.save(half_state_dict(MiniMindForCausalLM(config)), clone / "out" / "pretrain_512.pth")
+    torch.save(half_state_dict(MiniMindForCausalLM(shape)), clone / "out" / "pretrain_32.pth")
+    env = os.environ | {"PYTHONPATH": str(clone), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     launch = "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py"
-    first = typed(clone, launch)
-    assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_512.pth").is_file()
-    again = typed(clone, f"{launch} --epochs 2 --batch_size 16 --from_resume 1")
-    assert "resuming full_sft at epoch 2, update 4 of 4" in again.stdout and "done: 4 updates" in again.stdout
-    assert "warning: trainer" not in again.stderr  # the code is the same
+    first = subprocess.run(
+        launch, shell=True, cwd=clone / "trainer", env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-3000:]
+    assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_32.pth").is_file()
+    argv = ["--epochs", "2", "--batch_size", "16", "--from_resume", "1"]
+    again = run(str(clone / "trainer/train_full_sft.py"), argv, ranks=2)
+    assert "resuming full_sft at epoch 2, update 4 of 4" in again.out and "done: 4 updates" in again.out
+    assert "warning: trainer" not in again.err  # the code is the same
 
 
 def edited(clone: Path, old: str, new: str) -> Path:
@@ -93,17 +104,17 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
     script.write_text(script.read_text().replace("schedule = ", f"import torch\n{Z_LOSS}schedule = ", 1))
     found = {}
     for z in ("0", "1e-3"):
-        typed(clone, f"python train_full_sft.py {small} --z_loss {z}")
+        typed(clone, f"train_full_sft.py {small} --z_loss {z}")
         found[z] = read_metrics(clone / "out/full_sft_32_metrics.jsonl")
     losses = {z: [record["loss"] for record in rows] for z, rows in found.items()}
     assert losses["1e-3"][0] > losses["0"][0] + 0.05
     assert found["1e-3"][-1]["eval_loss"] == pytest.approx(found["0"][-1]["eval_loss"], abs=0.05)
     shutil.copytree(ROOT / "llm", clone / "llm", ignore=shutil.ignore_patterns("__pycache__"))
-    typed(clone, f"python -m llm.training.train --task full_sft {small} --set z_loss=1e-3")
+    typed(clone, f"../llm/training/train.py --task full_sft {small} --set z_loss=1e-3")
     engine = [record["loss"] for record in read_metrics(clone / "out/full_sft_32_metrics.jsonl")]
     assert engine == losses["1e-3"]
-    refused = typed(clone, f"python train_full_sft.py {small} --from_resume 1 --z_loss 0.5", status=2)
-    assert "the checkpoint belongs to another run (z_loss: 0.001 -> 0.5)" in refused.stderr
+    refused = typed(clone, f"train_full_sft.py {small} --from_resume 1 --z_loss 0.5", status=2)
+    assert "the checkpoint belongs to another run (z_loss: 0.001 -> 0.5)" in refused.err
 
 
 def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_other_code(clone, corpus):
@@ -120,11 +131,11 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
         "schedule = lambda u, total, args: max(args.floor, warmup_cosine(u, total, args))",
     )
     small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, from_resume=1))
-    assert typed(clone, f"python train_full_sft.py {small} --floor -1", status=2).stderr.startswith(
+    assert typed(clone, f"train_full_sft.py {small} --floor -1", status=2).err.startswith(
         "error: --floor must be 0 or more"
     )
-    assert "lowest rate" in typed(clone, "python train_full_sft.py --help").stdout
-    typed(clone, f"python train_full_sft.py {small} --floor 0.009")
+    assert "lowest rate" in typed(clone, "train_full_sft.py --help").out
+    typed(clone, f"train_full_sft.py {small} --floor 0.009")
     rates = [record["learning_rate"] for record in read_metrics(clone / "out/full_sft_32_metrics.jsonl")]
     assert min(rates) == 0.009 and max(rates) > 0.009
     torch.manual_seed(42)  # as the run's seed
@@ -134,8 +145,8 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
     assert same == {name for name in fresh if name.startswith("model.layers.0.")}
     assert len(trained["optimizer"]["state"]) == len({id(p) for p in fresh.values()}) - len(same) - 1  # tied head
     edited(clone, "schedule = lambda", "schedule  = lambda")
-    done = typed(clone, f"python train_full_sft.py {small} --floor 0.009")
-    assert done.stderr == (
+    done = typed(clone, f"train_full_sft.py {small} --floor 0.009")
+    assert done.err == (
         "warning: trainer/train_full_sft.py changed since the checkpoint was written; the resumed run uses the present "
         "code\n"
     )

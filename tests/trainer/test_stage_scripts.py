@@ -20,14 +20,8 @@ PRETRAIN, SFT = ROOT / "trainer" / "train_pretrain.py", ROOT / "trainer" / "trai
 
 @pytest.mark.parametrize("moe", [0, 1])
 def test_pretrain_then_sft_on_two_ranks(corpus, tmp_path, moe):
-    sft = flags(corpus, tmp_path, "sft", use_moe=moe, batch_size=4)
-    if moe:
-        run("pretrain", flags(corpus, tmp_path, "pretrain", use_moe=moe))
-        run("sft", sft, ranks=2)
-    else:  # as a user types it
-        done = launch(PRETRAIN.name, *flags(corpus, tmp_path, "pretrain"), cwd=PRETRAIN.parent)
-        assert "done: 16 updates" in done.stdout
-        launch(SFT.name, *sft, cwd=SFT.parent, ranks=2)
+    assert "done: 16 updates" in run(str(PRETRAIN), flags(corpus, tmp_path, "pretrain", use_moe=moe)).out
+    run(str(SFT), flags(corpus, tmp_path, "sft", use_moe=moe, batch_size=4), ranks=2)
     suffix = "_moe" if moe else ""
     for stage in ("pretrain", "full_sft"):
         for path in (f"out/{stage}_32{suffix}.pth", f"out/{stage}_best_32{suffix}.pth"):
@@ -85,25 +79,33 @@ def test_resuming(corpus, tmp_path):
     assert (tmp_path / "out/pretrain_32.pth").read_bytes() == before
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path, ranks):
+def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path):
     """As a user meets it; tests/trainer/test_settings.py and tests/test_bad_data.py have the tables of them."""
-    begin = time.time()
-    done = launch(SFT, *flags(corpus, tmp_path, "sft"), ranks=ranks, check=False)
-    line = f"error: weights {tmp_path}/out/pretrain_32.pth do not exist"
-    assert line in done.stderr and not list(tmp_path.rglob("*.pth"))
-    if ranks:  # torchrun's own report closes with the reason; all ranks are gone
-        assert f"traceback : {line}" in done.stderr[done.stderr.rindex("Root Cause") :]
-        assert time.time() - begin < 60
-        assert sum(text.startswith(line) for text in done.stderr.splitlines()) == 1
-    else:
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
+    begin, line = time.time(), f"error: weights {tmp_path}/out/pretrain_32.pth do not exist"
+    (alone,) = run(str(SFT), flags(corpus, tmp_path, "sft"), status=2).error_lines
+    assert alone.startswith(line)
+    done = launch(SFT, *flags(corpus, tmp_path, "sft"), ranks=2, check=False)
+    assert sum(text.startswith(line) for text in done.stderr.splitlines()) == 1
+    # torchrun's own report closes with the reason; all ranks are gone
+    assert f"traceback : {line}" in done.stderr[done.stderr.rindex("Root Cause") :]
+    assert time.time() - begin < 60 and not list(tmp_path.rglob("*.pth"))
+
+
+INSTEAD_OF_PYTHON = f"""#!/bin/sh
+[ "$1" != - ] || exec {sys.executable} "$@"
+printf '%s\\0' "$@" >> "$COMMANDS" && printf '\\n' >> "$COMMANDS"
+"""
 
 
 def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
+    """The commands that it gives to `python`, run in processes that have torch loaded."""
     if shutil.which("bash") is None:
         pytest.skip("no bash")
     small = "--max_seq_len 64 --epochs 1 --dtype float32 --accumulation_steps 1 --cache_dir " + str(corpus["cache"])
+    python, commands = tmp_path / "bin/python", tmp_path / "commands"
+    python.parent.mkdir()
+    python.write_text(INSTEAD_OF_PYTHON)
+    python.chmod(0o755)
     env = {
         **os.environ,
         "PRETRAIN_DATA": str(corpus["pretrain"]),
@@ -115,14 +117,18 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
         "PRETRAIN_ARGS": small,
         "SFT_ARGS": small,
         "VIRTUAL_ENV": os.environ.get("VIRTUAL_ENV", sys.prefix),
-        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "COMMANDS": str(commands),
     }
     script = ["bash", str(ROOT / "scripts/run_pretrain_sft.sh")]
     for expected in ("starting afresh", "resuming full_sft"):
-        done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
+        typed = [line.split("\0")[:-1] for line in commands.read_text().splitlines()]
+        said = [run(file, argv).out for file, *argv in typed]
+        assert len(said) == 2 and expected in said[1]
+        commands.unlink()
     assert (tmp_path / "out/full_sft_32.pth").is_file()
     del env["SFT_DATA"]
     done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: SFT_DATA is not set")
+    assert done.returncode == 2 and done.stderr.startswith("error: SFT_DATA is not set") and not commands.exists()

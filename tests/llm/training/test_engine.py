@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llm.training.core.utils import _link_state
-from tests.conftest import ROOT
+from tests.conftest import ROOT, launch
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.components.metrics import read_metrics
@@ -38,19 +38,18 @@ NAME = "regression_64"
 
 
 def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
-    """One process, two spawned, two of torchrun: the same validation loss for the same global batch."""
-    module = [sys.executable, "-m", "llm.training.train"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    torchrun += ["-m", "llm.training.train"]
-    starts = {"one": (module, 32, 1), "spawned": (module, 16, 2), "torchrun": (torchrun, 16, 2)}
+    """One process, two spawned by the engine as typed, two of torchrun: the same validation loss for the same global
+    batch."""
     losses = {}
-    for name, (command, batch_size, world_size) in starts.items():
+    for name, batch_size, world_size in (("one", 32, 1), ("spawned", 16, 2), ("torchrun", 16, 2)):
         argv = regression(tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=5, num_samples=1280)
-        done = subprocess.run([*command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+        if name == "spawned":
+            out = launch(ROOT / "llm/training/train.py", *argv).stdout
+        else:
+            out = run("engine", argv, ranks=world_size).out
         found = read_metrics(tmp_path / name / f"out/{NAME}_metrics.jsonl")
         losses[name] = [record["eval_loss"] for record in found if "eval_loss" in record]
-        assert done.stdout.count("done: 160 updates") == 1
+        assert out.count("done: 160 updates") == 1
     assert len(losses["one"]) == 5 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)  # there is no noise
     for name in ("spawned", "torchrun"):
         assert losses[name] == pytest.approx(losses["one"], abs=1e-5)
@@ -321,11 +320,11 @@ def test_the_engine_stays_small():
 
 
 def test_print_config_shows_where_settings_come_from():
-    command = [sys.executable, "-m", "llm.training.train", "--task", "full_sft", "--batch_size", "3", "--print_config"]
-    done = subprocess.run(command, env=os.environ | {"MINIMIND_SEED": "7"}, capture_output=True, text=True, check=True)
-    assert re.search(r"batch_size: 3 +# command line", done.stdout)
-    assert re.search(r"seed: 7 +# MINIMIND_SEED", done.stdout)
-    assert re.search(r"max_seq_len: 768 +# task full_sft", done.stdout)
+    argv = engine("full_sft", ["--batch_size", "3", "--print_config"])
+    out = run("engine", argv, MINIMIND_SEED="7").out
+    assert re.search(r"batch_size: 3 +# command line", out)
+    assert re.search(r"seed: 7 +# MINIMIND_SEED", out)
+    assert re.search(r"max_seq_len: 768 +# task full_sft", out)
 
 
 def test_log_file(tmp_path):

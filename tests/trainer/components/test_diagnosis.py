@@ -85,6 +85,7 @@ def test_the_figures_are_in_the_block():
 def test_a_run_prints_it_once_at_its_50th_update_also_after_a_resume(corpus, tmp_path, ranks):
     """40 updates, a signal, 80 more: the second process counts its own."""
     settings = {"batch_size": 2 // ranks, "log_interval": 1000, "save_interval": 1000, "epochs": 4, "max_seq_len": 32}
+    settings["num_hidden_layers"] = 1
     argv = flags(corpus, tmp_path, "pretrain", from_resume=1, eval_interval=0, **settings)
     first = run("pretrain", argv, Faults(signals={40: 15}), ranks=ranks, status=143)
     assert "speed of updates" not in first.out

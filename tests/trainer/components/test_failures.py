@@ -1,6 +1,7 @@
 """What a machine lacks becomes one line: shared memory for the loader's processes, room for the compiler's cache."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import resource
@@ -36,6 +37,15 @@ def test_without_descriptors_no_loader_process_is_started():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.fixture
+def soon_ended(monkeypatch):
+    """Loader processes that are left behind are ended here, and not after torch's five seconds."""
+    for module in (torch.utils.data._utils, torch.utils.data._utils.worker):
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()
+
+
 class SmallMemory(torch.utils.data.Dataset):
     """Fails in a loader process as torch does when /dev/shm is full."""
 
@@ -49,7 +59,7 @@ class SmallMemory(torch.utils.data.Dataset):
         raise RuntimeError(self.text)
 
 
-def test_a_batch_that_does_not_fit_into_shared_memory_is_one_line():
+def test_a_batch_that_does_not_fit_into_shared_memory_is_one_line(soon_ended):
     text = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
     with pytest.raises(UserError, match="--num_workers 0"), translated_failures():
         list(torch.utils.data.DataLoader(SmallMemory(text), num_workers=1, multiprocessing_context="fork"))

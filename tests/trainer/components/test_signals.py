@@ -148,7 +148,9 @@ def test_before_training_a_signal_ends_at_once(corpus, tmp_path):
     assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.glob("cache/*.tmp-*"))
 
 
-@pytest.mark.parametrize("target", ["torchrun", "torchrun, which cannot pass it on", "a rank"])
+@pytest.mark.parametrize(
+    "target", ["torchrun", "torchrun, which cannot pass it on", pytest.param("a rank", marks=pytest.mark.slow)]
+)
 def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path, target):
     import psutil
 
