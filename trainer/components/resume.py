@@ -214,6 +214,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
+    saved = {args.aliases.get(name, name): value for name, value in saved.items()}  # a flag was renamed since
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
     saved = fields_before(saved, run) | saved
     check_not_too_old(args, checkpoint, saved, run)
