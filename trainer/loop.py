@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
 from trainer.components.device import peak_memory_mb
-from trainer.components.diagnosis import explain_speed
 from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.components.language_model import held_out_loss
-from trainer.components.meter import Size, seconds_left
+from trainer.components.meter import Size
 from trainer.components.metrics import headline
 from trainer.components.optimizer import set_learning_rate, should_step
 from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
@@ -76,7 +75,6 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         if state.save_due and not state.bad_updates.in_a_row:  # keep the last good checkpoint while updates are skipped
             save_checkpoint(state, wandb)
         finish_update(state, wandb)  # log, after evaluating if that is due
-        explain_speed(state)
         if log_due:
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
@@ -239,7 +237,7 @@ def read_meter(state: TrainState) -> dict[str, float]:
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
-        "seconds_left": seconds_left(state),
+        "seconds_left": state.meter.seconds_left(state.total_updates - state.update),
         "memory_mb": peak_memory_mb(state.device),
     }
 
@@ -261,8 +259,7 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
     """
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        with state.meter.timing("evaluate"):
-            held_out = state.hooks.validate(state, evaluate)
+        held_out = state.hooks.validate(state, evaluate)
         if held_out is None:
             raise interrupted(state)
         record |= held_out

@@ -31,12 +31,12 @@ from trainer.components.parallel import wrap_model
 from trainer.components.policy_loss import SHOWN, sampled_tokens_loss
 from trainer.components.reinforcement import (
     ReinforcementArgs,
-    build_sampler,
     open_prompts,
     prompt_loader,
     reward_model_fingerprint,
     rollout_code,
     samples_per_epoch,
+    trajectory_writer,
 )
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
 from trainer.components.rewards import load_rewards
@@ -75,7 +75,7 @@ class Args(ReinforcementArgs):
     learning_rate: float = 1e-5
     max_seq_len: int = 512
     reward: str = "numeric_answer"
-    environment: str = setting("calculator", "tools and their replies: module:Class, calculator or lookup")
+    environment: str = setting("calculator", "tools and their replies: module:Class, or calculator")
     max_turns: int = setting(3, "turns of a trajectory at most", ge=2)
     max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
 
@@ -121,7 +121,7 @@ def main() -> None:
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, restored from the checkpoint. Rollouts are made where a micro-batch becomes samples.
-    rollouts = Rollouts(args, lm_config, build_sampler(args, tokenizer, prompts, environment), rewards, reference)
+    rollouts = Rollouts(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards, reference)
     parts = (lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop, SHOWN, rollouts.size)
     state = TrainState(args, *parts, eval_fn=rollouts.held_out, hooks=rollouts, monitor=("eval_reward", "max"))
     state.eval_loader = eval_loader(held_out, args.batch_size, collate_prompts) if held_out else None

@@ -127,7 +127,7 @@ frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g.
 
 def build_models(args, lm_config, tokenizer, device, resumed):
     """The student, from its weights unless a checkpoint replaces them, and the teacher."""
-    teacher = load_teacher(args.teacher(), tokenizer, args.tokenizer_path, **args.teacher_shape())
+    teacher = load_teacher(args.teacher(), tokenizer, **args.teacher_shape())
     student, _ = init_model(lm_config, "none" if resumed else args.from_weight, args.tokenizer_path, args.save_dir)
     freeze(student, frozen)
     return student, frozen_model(teacher, device)

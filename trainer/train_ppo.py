@@ -31,12 +31,12 @@ from trainer.components.parallel import wrap_model
 from trainer.components.ppo import SHOWN, ActorCritic, ValuedRollouts, actor_critic_loss, save_actor
 from trainer.components.reinforcement import (
     RolloutArgs,
-    build_sampler,
     open_prompts,
     prompt_loader,
     reward_model_fingerprint,
     rollout_code,
     samples_per_epoch,
+    trajectory_writer,
 )
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
 from trainer.components.rewards import load_rewards
@@ -65,6 +65,13 @@ class Args(RolloutArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in components/reinforcement.py."""
 
+    aliases: ClassVar[dict[str, str]] = {  # MiniMind's names, and one of earlier versions
+        "clip_epsilon": "epsilon",
+        "kl_coef": "beta",
+        "ppo_update_iters": "num_iterations",
+        "value_clip": "cliprange_value",
+    }
+
     data_path: str | None = str(ROOT / "dataset" / "rlaif-mini.jsonl")
     save_weight: str = "ppo_actor"
     from_weight: str = "full_sft"
@@ -75,12 +82,12 @@ class Args(RolloutArgs):
     num_iterations: int = 4
     critic_learning_rate: float = setting(5e-5, "peak learning rate of the critic", gt=0)
     gamma: float = setting(1.0, "discount of a reward, per token", gt=0, le=1)
-    lam: float = setting(0.95, "of the advantage estimate: 0 trusts the critic, 1 the reward", ge=0, le=1)
+    lam: float = setting(0.95, "GAE lambda: 0 = TD(0), 1 = Monte Carlo", ge=0, le=1)
     vf_coef: float = setting(0.5, "weight of the critic's loss, in the gradient that --grad_clip limits", gt=0)
-    value_clip: float = setting(0.2, "how far a value may move, with --num_iterations 2 or more", gt=0)
+    cliprange_value: float = setting(0.2, "how far a value may move, with --num_iterations 2 or more", gt=0)
     early_stop_kl: float = setting(0.25, "KL divergence per token that ends a rollout's updates; 0: no limit", ge=0)
 
-    clips: ClassVar[tuple[str, ...]] = ("epsilon", "value_clip", "early_stop_kl")
+    clips: ClassVar[tuple[str, ...]] = ("epsilon", "cliprange_value", "early_stop_kl")
     num_generations: ClassVar[int] = 1  # completions are compared with the critic's values, not with each other
 
     @property
@@ -131,7 +138,7 @@ def main() -> None:
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     # 7. The state of the run, restored from the checkpoint. Rollouts are made where a micro-batch becomes samples.
-    rollouts = ValuedRollouts(args, lm_config, build_sampler(args, tokenizer, prompts), rewards, reference)
+    rollouts = ValuedRollouts(args, lm_config, trajectory_writer(args, tokenizer, prompts), rewards, reference)
     parts = (lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop, SHOWN, rollouts.size)
     state = TrainState(args, *parts, save_actor, eval_fn=rollouts.held_out, hooks=rollouts, monitor=MONITOR)
     state.eval_loader = eval_loader(held_out, args.batch_size, collate_prompts) if held_out else None

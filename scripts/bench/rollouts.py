@@ -40,13 +40,13 @@ from trainer.components.device import mixed_precision
 from trainer.components.language_model import SHAPE, frozen_model
 from trainer.components.optimizer import build_optimizer
 from trainer.components.policy_loss import SHOWN
-from trainer.components.reinforcement import build_sampler
+from trainer.components.reinforcement import trajectory_writer
 from trainer.components.resume import model_fingerprint, run_fingerprint
 from trainer.components.rewards import load_rewards
 from trainer.components.rollouts import Rollouts
 from trainer.components.state import TrainState
 from trainer.components.trained_weights import add_trained_model_flags, load_model
-from trainer.components.trajectories import Sampler
+from trainer.components.trajectories import TrajectoryWriter
 from trainer.loop import train_update, update_size
 
 Way = Callable[[list[Prompt], int], tuple[float, list[int]]]  # prompts, a number -> seconds, tokens of each completion
@@ -90,8 +90,8 @@ def timed(write: Callable[[list[Prompt], int], list[int]]) -> Way:
 
 def ours(model: Any, tokenizer: Any, group: int, max_gen_len: int) -> Way:
     """Rollouts as training makes them."""
-    sampler = Sampler(tokenizer, group, 1.0, max_gen_len, seed=0)
-    return timed(lambda prompts, number: [each.sampled for each in sampler.write(model, prompts, number)])
+    writer = TrajectoryWriter(tokenizer, group, 1.0, max_gen_len, seed=0)
+    return timed(lambda prompts, number: [each.sampled for each in writer.write(model, prompts, number)])
 
 
 def generated(model: Any, tokenizer: Any, group: int, max_gen_len: int) -> Way:
@@ -136,7 +136,7 @@ def our_updates(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: P
     reference = frozen_model(type(model)(config), device)
     reference.load_state_dict(model.state_dict())
     rewards = load_rewards(settings.reward)
-    rollouts = Rollouts(settings, config, build_sampler(settings, tokenizer, prompts), rewards, reference)
+    rollouts = Rollouts(settings, config, trajectory_writer(settings, tokenizer, prompts), rewards, reference)
     run = run_fingerprint(settings, model_fingerprint(config), prompts.fingerprint, len(prompts))
     autocast, scaler = mixed_precision("float32", device)  # on a CPU MiniMind's precision, whatever its --dtype says
     optimizer = build_optimizer(model, settings.learning_rate, settings.weight_decay)

@@ -18,7 +18,7 @@ from trainer.components.sharded import with_tensors
 
 FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
 FIELDS += (*preference.SHOWN, *distillation.SHOWN, "eval_accuracy", "eval_divergence")
-FIELDS += ("reward", "reward_std", "entropy", "completion_length", "kl", "clipped", "samples", "eval_reward")
+FIELDS += ("reward", "reward_std", "entropy", "completion_length", "kl", "clip_ratio", "samples", "eval_reward")
 FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "overflows", "expert_load", "dead_experts")  # no speed, time
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 

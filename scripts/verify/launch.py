@@ -45,7 +45,7 @@ AFTER_SFT = {"dpo": {"from_weight": "full_sft"}, "lora": {"from_weight": "full_s
 AFTER_SFT |= {"distillation": {"from_weight": "full_sft", "from_teacher_weight": "teacher"}}
 ROLLOUTS = {"from_weight": "full_sft", "reward": "length,repetition", "max_gen_len": 16}
 GROUPS = ROLLOUTS | {"num_generations": 4}
-AFTER_SFT |= {"grpo": GROUPS, "agent": GROUPS | {"environment": "lookup", "max_seq_len": 512}}
+AFTER_SFT |= {"grpo": GROUPS, "agent": GROUPS | {"max_seq_len": 512}}
 AFTER_SFT |= {"ppo": ROLLOUTS | {"num_iterations": 3, "early_stop_kl": 0.002}}  # some passes are not made
 POLL, TIMEOUT, GRACE = 0.001, 600.0, 60.0  # seconds: between polls; without output; for a run to save and end
 

@@ -10,7 +10,7 @@ from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
 from trainer.components.metrics import read_metrics
 
-SAMPLED = ("loss", "grad_norm", "reward", "entropy", "completion_length", "kl", "clipped", "samples", "eval_reward")
+SAMPLED = ("loss", "grad_norm", "reward", "entropy", "completion_length", "kl", "clip_ratio", "samples", "eval_reward")
 # Ends the process, as kill -9 would, or stops it, as SIGTERM would, before the Nth token of all rollouts.
 IN_A_ROLLOUT = """
 import signal

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
-from dataset.tokenizing import TokenizerSpec
-from trainer.components.language_model import Batch, target_logits, target_states
+from dataset.token_cache import load_tokenizer
+from trainer.components.distributed import Logger
+from trainer.components.language_model import Batch, describe_size, target_logits, target_states, vocabulary_hash
+from trainer.components.model_files import fill, read_model
 from trainer.components.model_import import TOKENIZER_FILE
 from trainer.components.run_files import is_path
-from trainer.components.trained_weights import find_weights, load_path
+from trainer.components.trained_weights import find_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,8 +29,8 @@ SHOWN = ("cross_entropy", "divergence")
 PIECE = 1024  # targets whose predictions are compared at once
 
 
-def teacher_path(weight: str, save_dir: str, **asked: Any) -> Path:
-    """The teacher's file or folder: a path, or the name of weights in `save_dir`; asked: settings of its shape.
+def teacher_path(weight: str, save_dir: str, **shape: Any) -> Path:
+    """The teacher's file or folder: a path, or the name of weights in `save_dir`, of which `shape` chooses one.
 
     Raises:
         UserError: there is none, or there are several.
@@ -38,35 +40,32 @@ def teacher_path(weight: str, save_dir: str, **asked: Any) -> Path:
             raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
         return Path(weight)
     try:
-        return find_weights(save_dir, weight, **asked)
+        return find_weights(save_dir, weight, **shape)
     except UserError as error:
-        names = (("--hidden_size", "--teacher_hidden_size"), ("--use_moe", "--teacher_use_moe"))
-        text = str(error)
-        for name, own in names:
-            text = text.replace(name, own)
-        raise UserError(f"teacher: {text}") from error
+        message = str(error).replace("--hidden_size", "--teacher_hidden_size").replace("--use_moe", "--teacher_use_moe")
+        raise UserError(f"teacher: {message}") from error
 
 
-def load_teacher(
-    path: Path, tokenizer: "PreTrainedTokenizerBase", tokenizer_path: str, **asked: Any
-) -> "MiniMindForCausalLM":
-    """The teacher in a file or folder; tokenizer: the student's, which must be the teacher's as well.
+def load_teacher(path: Path, tokenizer: "PreTrainedTokenizerBase", **shape: Any) -> "MiniMindForCausalLM":
+    """The teacher in a file or folder; tokenizer: the student's.
 
     Raises:
-        UserError: it is no model, of another shape than `asked`, or has another tokenizer.
+        UserError: it is no model, of another shape than `shape`, or has other tokens than the student.
     """
+    from model.model_minimind import MiniMindForCausalLM
+
+    weights, config = read_model(path, **shape)
     folder = path if path.is_dir() else path.parent
-    own = folder if (folder / TOKENIZER_FILE).is_file() else tokenizer_path
-    teacher, teachers = load_path(path, own, **asked)
-    if TokenizerSpec.of(teachers).backend != TokenizerSpec.of(tokenizer).backend:
+    beside = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
+    hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(beside)} - {None}
+    if len(hashes) > 1 or config.vocab_size != len(tokenizer):
         raise UserError(
-            f"the teacher {path} has another tokenizer ({own}) than the student ({tokenizer_path}); their predictions "
-            "are of different tokens: take a teacher with the student's tokenizer"
+            f"the teacher {path} has another tokenizer than the student, so their predictions are of different tokens; "
+            "take a teacher with the student's tokenizer"
         )
-    if teacher.config.vocab_size != len(tokenizer):
-        raise UserError(
-            f"the teacher {path} has a vocabulary of {teacher.config.vocab_size}, the student one of {len(tokenizer)}"
-        )
+    teacher = MiniMindForCausalLM(config)
+    fill(teacher, weights, path, config)
+    Logger(f"teacher: {describe_size(teacher)}, weights: {path}")
     return teacher
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.settings import ModelConfig, settings_of
-from model.flat_batch import cross_entropy, pad_rows
+from model.flat_batch import cross_entropy
 from trainer.components.flops import training_flops
 from trainer.components.meter import Size
 
@@ -129,4 +129,4 @@ def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a flat batch for a language model of this shape."""
     targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["cu_seqlens"]) - 1
     flops = training_flops(lm_config, tokens, targets, batch["cu_seqlens"])
-    return Size(targets, tokens, batch["target_bytes"], flops, samples, pad_rows(batch["input_ids"]))
+    return Size(targets, tokens, batch["target_bytes"], flops, samples)

@@ -133,7 +133,7 @@ def describe(record: dict[str, Any], shown: tuple[str, ...] = ()) -> str:
     forms = {"loss": ".4f", "logits_loss": ".4f", "aux_loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f"}
     parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
     parts.insert(1, number("mean loss", record["mean_loss"], ".4f"))
-    parts[2:2] = [number(name, record[name], ".4f") for name in shown]
+    parts[2:2] = [number(name, record[name], ".4f") for name in shown if name in record]
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
     parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
     if record.get("dead_experts") is not None:

@@ -20,33 +20,35 @@ def build_optimizer(
     """Fused AdamW; with `kind` muon, Muon for the layers' matrices and AdamW for embedding, router and norms.
 
     `lr` is on AdamW's scale: with Muon all groups run at MUON_LR_SCALE times as much, noted as their `lr_scale`. Weight
-    decay acts on matrices only (norm weights keep their scale). Frozen parameters are left out. lr_scales: names of
-    modules of the model whose rate is a multiple of `lr`, and that multiple.
+    decay acts on matrices only (norm weights keep their scale). Frozen parameters are left out.
+
+    Args:
+        lr_scales: learning rates of modules of the model as multiples of `lr`, such as {"layers.0": 0.5}.
 
     Raises:
-        UserError: Muon finds nothing to optimize.
+        UserError: there is nothing to optimize, or nothing for Muon; `lr_scales` names no trained module.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise UserError("nothing to train: all parameters of the model are frozen")
     if kind == "muon" and not any(is_hidden_matrix(*each) for each in named):
         raise UserError("--optimizer muon: this model has no matrices in `layers`; use adamw")
+    rate = lr * MUON_LR_SCALE if kind == "muon" else lr
     hidden, groups = [], []
     for module, scale in {"": 1.0, **(lr_scales or {})}.items():
         own = [(name, p) for name, p in named if _module_of(name, lr_scales) == module]
-        by_muon = [p for name, p in own if kind == "muon" and is_hidden_matrix(name, p)]
-        taken = set(map(id, by_muon))
-        matrices = [p for _, p in own if p.ndim >= 2 and id(p) not in taken]
+        if module and not own:
+            raise UserError(f"lr_scales: no trained parameter is in a module {module!r}; one is {named[0][0]!r}")
+        by_muon = {name for name, p in own if kind == "muon" and is_hidden_matrix(name, p)}
+        matrices = [p for name, p in own if p.ndim >= 2 and name not in by_muon]
         vectors = [p for _, p in own if p.ndim < 2]
-        told = {"lr_scale": scale} if module else {}
-        hidden += [{"params": by_muon} | told]
-        groups += [{"params": matrices, "weight_decay": weight_decay} | told]
-        groups += [{"params": vectors, "weight_decay": 0.0} | told]
-    fused = named[0][1].device.type in ("cpu", "cuda", "mps")
-    if kind == "adamw":
-        return AdamW(groups, lr=lr, fused=fused)
-    lr *= MUON_LR_SCALE
-    return MuonWithAdamW(hidden, AdamW(groups, lr=lr, fused=fused), lr, weight_decay)
+        scaled = {"lr": rate * scale, "lr_scale": scale} if module else {}
+        hidden += [{"params": [p for name, p in own if name in by_muon]} | scaled]
+        groups += [{"params": matrices, "weight_decay": weight_decay} | scaled]
+        groups += [{"params": vectors, "weight_decay": 0.0} | scaled]
+    device = named[0][1].device.type
+    adamw = AdamW(groups, lr=rate, fused=device in ("cpu", "cuda", "mps"))
+    return adamw if kind == "adamw" else MuonWithAdamW(hidden, adamw, rate, weight_decay)
 
 
 def _module_of(name: str, lr_scales: Mapping[str, float] | None) -> str:
@@ -114,8 +116,8 @@ class MuonWithAdamW(Optimizer):
         for group in (*self.muon.param_groups, *adamw.param_groups):
             group["lr_scale"] = MUON_LR_SCALE * group.get("lr_scale", 1.0)
         self.grad_scale = self.found_inf = None  # set by `should_step` where the next line says so: on a GPU
-        self._step_supports_amp_scaling = hidden[0]["params"][0].is_cuda
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+        self._step_supports_amp_scaling = next(p.is_cuda for group in self.param_groups for p in group["params"])
 
     def step(self, closure=None) -> None:  # type: ignore[override]
         """Step both, or, as a fused optimizer, neither if `found_inf` [] is set; a closure is not supported."""

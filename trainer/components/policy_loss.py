@@ -18,12 +18,12 @@ from trainer.components.language_model import Batch, target_log_probs
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 TOKEN_LEVEL = ("dapo", "cispo")
-SHOWN = ("kl", "clipped")  # beside the loss
+SHOWN = ("kl", "clip_ratio")  # beside the loss
 
 
 class PolicyLoss(NamedTuple):
-    """Sums over the tokens of a batch, each []. All but the loss are to be shown: their means over what the loss is
-    divided by are means over tokens, for grpo and dr_grpo first over those of a completion."""
+    """Sums over the tokens of a batch, each []. The metrics use the loss's denominator: means over all tokens for dapo
+    and cispo, over the tokens of a completion and then completions for grpo and dr_grpo."""
 
     loss: Tensor
     kl: Tensor  # from the reference
@@ -88,12 +88,12 @@ def policy_loss(
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss of a stage, from the batches of components/rollouts.py: the sum of the policy loss over the sampled
-    tokens, that of the auxiliary losses over all tokens, and sums to show. args: the settings of the stage."""
+    """The loss of GRPO on a batch of components/rollouts.py: sum of the policy loss over the M sampled tokens, sum of
+    the auxiliary losses over all tokens, and the sums SHOWN. args: the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
     options = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "max_gen_len", "beta")}
-    found = policy_loss(
+    policy = policy_loss(
         log_probs,
         old,
         batch["advantages"],
@@ -102,4 +102,4 @@ def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tens
         ref_logp=batch.get("ref_log_probs"),
         **options,
     )
-    return found.loss, aux_loss, {"kl": found.kl, "clipped": found.clipped}
+    return policy.loss, aux_loss, {"kl": policy.kl, "clip_ratio": policy.clipped}

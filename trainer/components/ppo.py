@@ -1,4 +1,4 @@
-"""PPO: a critic tells the value of each token, so each token has an advantage of its own (arXiv:1707.06347).
+"""PPO: a critic estimates the value before each token, so each token has its own advantage (arXiv:1707.06347).
 
 The critic is a second transformer, of the policy's shape and start weights, with one value per position as its head. Of
 one trunk with two heads the value loss would move the policy, and two learning rates would mean nothing.
@@ -27,11 +27,11 @@ from trainer.components.trajectories import Trajectory
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
-SHOWN = ("value_loss", "kl", "policy_kl", "clipped")  # beside the loss
+SHOWN = ("value_loss", "kl", "approx_kl", "clip_ratio")  # beside the loss
 
 
 class ActorCritic(nn.Module):
-    """The policy that writes, and the critic that tells how much reward is to come; the critic's first values are 0."""
+    """The policy that writes, and the critic that estimates the reward to come; the critic's first values are 0."""
 
     supports_gradient_checkpointing = True
 
@@ -76,13 +76,13 @@ def unwrapped(model: nn.Module) -> ActorCritic:
 def token_advantages(values: list[float], reward: float, gamma: float, lam: float) -> list[float]:
     """Generalised advantage estimates (arXiv:1506.02438) of a completion's tokens: `values` before each of them, and
     the reward for the last one, which ends the completion."""
-    found: list[float] = []
-    following = carried = 0.0
+    advantages: list[float] = []
+    next_value = advantage = 0.0
     for value in reversed(values):
-        carried = reward + gamma * following - value + gamma * lam * carried
-        found.append(carried)
-        following, reward = value, 0.0
-    return found[::-1]
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        advantages.append(advantage)
+        next_value, reward = value, 0.0
+    return advantages[::-1]
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -107,9 +107,9 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     options = {"ref_logp": batch.get("ref_log_probs"), "beta": args.beta}
     of_token = (batch["advantages"], batch["lengths"])
     policy = policy_loss(log_probs, old, *of_token, "dapo", args.epsilon, args.epsilon, **options)
-    critic = value_loss(values, old_values, batch["returns"], args.value_clip)
-    shown = {"value_loss": critic.detach(), "policy_kl": policy_divergence(log_probs.detach(), old)}
-    return policy.loss + args.vf_coef * critic, aux_loss, shown | {"kl": policy.kl, "clipped": policy.clipped}
+    critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
+    shown = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
+    return policy.loss + args.vf_coef * critic, aux_loss, shown | {"kl": policy.kl, "clip_ratio": policy.clipped}
 
 
 class ValuedRollouts(Rollouts):
@@ -120,14 +120,14 @@ class ValuedRollouts(Rollouts):
 
     def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
         """The micro-batches of a rollout; empty ones when the policy has moved too far for another pass over it."""
-        found = super().prepare(state, window)
+        batches = super().prepare(state, window)
         is_first = state.update % self.args.num_iterations == 0
         if is_first or not any(batch["prompts"] for batch in window):
-            return found
-        is_over = 0 < self.args.early_stop_kl < self._moved(state, found)
+            return batches
+        is_over = 0 < self.args.early_stop_kl < self._moved(state, batches)
         self.fresh["passes"] += 1
         self.fresh["stopped"] += is_over
-        return self._nothing(window) if is_over else found
+        return self._nothing(window) if is_over else batches
 
     @torch.no_grad()
     def _moved(self, state: TrainState, batches: list[Batch]) -> float:
@@ -162,22 +162,22 @@ class ValuedRollouts(Rollouts):
             batch["old_values"] = values
         return batch | self._log_probs(self.policy(model), batch)
 
-    def _complete(self, found: list[Batch] | None) -> list[Batch] | None:
+    def _complete(self, batches: list[Batch] | None) -> list[Batch] | None:
         """With advantages that have mean 0 and deviation 1 over the tokens of the update, on all ranks."""
-        own = torch.cat([batch["advantages"] for batch in found]).double() if found is not None else None
+        own = torch.cat([batch["advantages"] for batch in batches]).double() if batches is not None else None
         sums = None if own is None else (len(own), float(own.sum()), float(own.square().sum()))
         everyone = gather(sums)
-        if found is None or None in everyone:
-            return found
+        if batches is None or None in everyone:
+            return batches
         count, total, squares = (sum(each) for each in zip(*everyone, strict=True))
         mean = total / count
         scale = 1 / sqrt(max(0.0, squares - count * mean**2) / max(count - 1, 1) + 1e-8)  # as in TRL
-        return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in found]
+        return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
-        found = super()._means(total)
-        del found["equal_groups"]  # one completion is no group
-        return found | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later passes, not made
+        figures = super()._means(total)
+        del figures["frac_reward_zero_std"]  # one completion is no group
+        return figures | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later updates, not made
 
     def size(self, batch: Batch) -> Size:
         """The size of a flat batch for both models, or of held-out prompts."""

@@ -1,6 +1,6 @@
 """What the stages of reinforcement learning share: their flags, prompts and loaders, and the frozen reference."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -18,7 +18,7 @@ from trainer.components.resume import files_fingerprint
 from trainer.components.rewards import reward_parts
 from trainer.components.run_files import start_path
 from trainer.components.sampler import epoch_order, ordered_loader
-from trainer.components.trajectories import Sampler
+from trainer.components.trajectories import TrajectoryWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,17 +35,19 @@ CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/
 class RolloutArgs(StageArgs):
     """The flags of all stages that learn from rollouts."""
 
-    max_gen_len: int = setting(256, "longest completion (--max_seq_len is the longest prompt)", "tokens", ge=1)
-    temperature: float = setting(1.0, "of the sampling, and of what is trained", ge=COLDEST)
+    max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
+    temperature: float = setting(1.0, "sampling temperature; also applied in the loss", ge=COLDEST)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
     reward_model: str | None = setting(None, "folder of a Hugging Face sequence classifier; its score is added")
     reward_timeout: float = setting(10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0)
     beta: float = setting(0.0, "weight of the KL divergence from the start weights", ge=0)
     num_iterations: int = setting(1, "updates per rollout", ge=1)
-    epsilon: float = setting(EPSILON, "the ratio is clipped to 1 - this, with --num_iterations 2 or more", gt=0, lt=1)
+    epsilon: float = setting(
+        EPSILON, "lower clip: the ratio is at least 1 - epsilon; needs --num_iterations 2", gt=0, lt=1
+    )
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
 
-    clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # what holds the updates after a rollout's first one back
+    clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
 
     def frozen_weights(self) -> dict[str, Path]:
         return {"from_weight": start_path(self.save_dir, self.from_weight, self)} if self.beta else {}
@@ -73,7 +75,7 @@ class ReinforcementArgs(RolloutArgs):
     num_generations: int = setting(8, "completions per prompt: the group that they are compared in", ge=2)
     scale_rewards: bool = setting(True, "1: divide an advantage by the group's standard deviation")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = setting("dapo", "loss and its normalisation")
-    epsilon_high: float = setting(EPSILON, "and to 1 + this", gt=0)
+    epsilon_high: float = setting(EPSILON, "upper clip: the ratio is at most 1 + epsilon_high", gt=0)
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
 
@@ -98,18 +100,19 @@ def open_prompts(
     return cast(PromptDataset, train), held_out
 
 
-def build_sampler(
+def trajectory_writer(
     args: Any,
     tokenizer: "PreTrainedTokenizerBase",
     prompts: PromptDataset,
     environment: type[Environment] | None = None,
-) -> Sampler:
-    """What writes completions to the prompts, or, in an environment, trajectories of several turns."""
-    options = (args.num_generations, args.temperature, args.max_gen_len, args.seed, prompts.source)
-    sampler = Sampler(tokenizer, *options)
-    if environment is not None:
-        sampler.act_in(environment, args.max_turns, args.max_total_len, args.reward_timeout)
-    return sampler
+) -> TrajectoryWriter:
+    """What lets the model write completions to the prompts, or, in an environment, trajectories of several turns."""
+    sampling = (args.num_generations, args.temperature, args.max_gen_len, args.seed, prompts.source)
+    writer = TrajectoryWriter(tokenizer, *sampling, reply_timeout=args.reward_timeout)
+    if environment is None:
+        return writer
+    limits = {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
+    return replace(writer, environment=environment, **limits)
 
 
 def samples_per_epoch(prompts: PromptDataset, args: RolloutArgs) -> int:
@@ -125,7 +128,7 @@ def samples_per_epoch(prompts: PromptDataset, args: RolloutArgs) -> int:
 
 
 def prompt_loader(prompts: PromptDataset, args: RolloutArgs, epoch: int, skip_batches: int = 0) -> DataLoader:
-    """The micro-batches of prompts of one epoch on this rank; those of an update come --num_iterations times."""
+    """This rank's micro-batches of prompts of one epoch; those of an update come --num_iterations times."""
     per_update = args.batch_size * args.accumulation_steps * world_size()
     order = epoch_order(len(prompts), args.seed, epoch)
     updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)

@@ -196,6 +196,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
             "today; finish the run with that version, or start anew with --from_resume 0"
         )
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
+    saved = {args.aliases.get(name, name): value for name, value in saved.items()}  # a flag was renamed since
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
     saved = fields_before(saved, run) | saved
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))

@@ -90,9 +90,9 @@ def spoken(completion: str) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; commas between digits separate thousands."""
-    found = NUMBER.findall(text)
+    numbers = NUMBER.findall(text)
     try:
-        return Decimal(found[-1].replace(",", "")) if found else None
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:
         return None
 
@@ -146,10 +146,10 @@ def _reward_named(part: str) -> Reward:
         return Reward(name, SHIPPED[name], factor)
     if ":" not in name:
         raise UserError(f"--reward {name}: give module:function, or one of {', '.join(SHIPPED)}")
-    found = import_named("--reward", name)
-    if not callable(found):
+    function = import_named("--reward", name)
+    if not callable(function):
         raise UserError(f"--reward {name} is not a function")
-    return Reward(name, found, factor)
+    return Reward(name, function, factor)
 
 
 def reward_model(folder: str, device: torch.device) -> RewardFn:
@@ -214,13 +214,19 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def user_code(what: str, where: str, limit: float) -> Iterator[None]:
-    """Run a user's code in the block: whatever it raises, also `SystemExit`, becomes one line.
+    """Around a call of a user's code, in the main thread: whatever it raises, also `SystemExit`, becomes a UserError.
 
-    what: which code. where: FILE:LINE of the record. limit: seconds that it may take.
+    what: which code. where: FILE:LINE of the record. limit: seconds that it may take; code that does not return to
+    Python, as in an extension, is not interrupted.
     """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
-        with time_limit(limit):
-            yield
+        yield
     except (Interrupted, KeyboardInterrupt):
         raise
     except OutOfTime:
@@ -230,28 +236,6 @@ def user_code(what: str, where: str, limit: float) -> Iterator[None]:
     except BaseException as error:
         raised = f"{type(error).__name__}: {reason(error)}"
         raise UserError(f"{where}: {what} failed ({raised}); the last checkpoint is intact") from error
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime if the block takes more than so many seconds, even if the block catches what interrupts it. For
-    the main thread of a process that has no other alarm; code that never returns to Python is not interrupted."""
-    is_over = False
-
-    def over(number: int, frame: object) -> None:
-        nonlocal is_over
-        is_over = True
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
-        yield
-    except BaseException:
-        if not is_over:
-            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    if is_over:
-        raise OutOfTime

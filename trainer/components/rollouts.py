@@ -27,14 +27,14 @@ from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
 from trainer.components.rewards import Reward, compute
 from trainer.components.state import Batch, Hooks, TrainState
-from trainer.components.trajectories import Sampler, Trajectory
+from trainer.components.trajectories import Trajectory, TrajectoryWriter
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
-COUNTS += ("seconds", "reward_seconds", "rollouts")
+COUNTS += ("seconds", "reward_seconds", "rollouts")  # sums from which the figures of a record are computed
 
 
 class Stopped(Exception):
@@ -46,8 +46,8 @@ class Rollouts(Hooks):
 
     Args:
         args: the settings of the stage. lm_config: of its model.
-        sampler: writes the trajectories.
-        rewards: of which the weighted sum counts.
+        writer: lets the model write the trajectories.
+        rewards: a trajectory's reward is their weighted sum.
         reference: a frozen model for the KL divergence; None with --beta 0.
     """
 
@@ -59,18 +59,17 @@ class Rollouts(Hooks):
         self,
         args: Any,
         lm_config: "MiniMindConfig",
-        sampler: Sampler,
+        writer: TrajectoryWriter,
         rewards: list[Reward],
         reference: nn.Module | None = None,
     ):
-        self.args, self.lm_config, self.sampler, self.rewards = args, lm_config, sampler, rewards
+        self.args, self.lm_config, self.writer, self.rewards = args, lm_config, writer, rewards
         self.reference = reference
+        self.sums = (*self.counts, *(f"reward_{reward.name}" for reward in rewards))  # their names
         self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of all ranks
         self.fresh: defaultdict[str, float] = defaultdict(float)  # of this rank's rollout whose update is still to come
         self.samples: list[dict] = []  # of the last rollout
-        self.kept: list[
-            list[Batch]
-        ] = []  # with several iterations: the last rollout's batches of all ranks, on the CPU
+        self.kept: list[list[Batch]] = []  # for --num_iterations: the last rollout's batches of all ranks, on the CPU
 
     # ---- the loop's hooks
 
@@ -81,40 +80,36 @@ class Rollouts(Hooks):
         several = self.args.num_iterations > 1
         if several and state.update % self.args.num_iterations:
             return self._cut_again(window)
-        self.sampler.between = lambda: _stop_if_asked(state)
+        self.writer.between = lambda: _stop_if_asked(state)
         model = unwrap(state.model)
         model.eval()
         self.samples = []
         self.fresh.clear()
         try:
-            found = [self._roll_out(state, batch["prompts"]) for batch in window]
+            batches = [self._roll_out(state, batch["prompts"]) for batch in window]
         except Stopped:
-            found = None
+            batches = None
         model.train()
-        found = self._complete(found)
+        batches = self._complete(batches)
         if several:
-            everyone = gather(found and [moved_to(torch.device("cpu"), batch) for batch in found])
+            everyone = gather(batches and [_to_keep(batch) for batch in batches])
             self.kept = [] if None in everyone else everyone
-        return found if found is not None else self._nothing(window)
+        return batches if batches is not None else self._nothing(window)
 
     def batch_start(self, state: TrainState) -> None:
         """The update will be made: its rollout counts, on all ranks. Of one that a signal stops nothing is kept."""
-        names = self._names()
-        host = torch.tensor([self.fresh[name] for name in names], dtype=torch.float64)
-        for name, value in zip(names, reduce_sum(host).tolist(), strict=True):
+        host = torch.tensor([self.fresh[name] for name in self.sums], dtype=torch.float64)
+        for name, value in zip(self.sums, reduce_sum(host).tolist(), strict=True):
             self.totals[name] += value
         self.fresh.clear()
 
     def figures(self, state: TrainState) -> dict[str, Any]:
         """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last rollout."""
-        means = self._means({name: self.totals[name] for name in self._names()})
+        means = self._means({name: self.totals[name] for name in self.sums})
         self.totals.clear()
         for sample in self.samples:
             Logger(f"  reward {sample['reward']:.3f}: {sample['prompt']!r} -> {sample['completion']!r}")
         return means | {"samples": self.samples}
-
-    def _names(self) -> list[str]:
-        return [*self.counts, *(f"reward_{reward.name}" for reward in self.rewards)]
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
         """The reward statistics of a record; None where there was no rollout since the last one."""
@@ -122,11 +117,11 @@ class Rollouts(Hooks):
         mean = total["reward"] / completions
         figures: dict[str, float | None] = {"reward": mean}
         if len(self.rewards) > 1:
-            figures |= {name: total[name] / completions for name in (f"reward_{each.name}" for each in self.rewards)}
+            figures |= {name: total[name] / completions for name in self.sums[len(self.counts) :]}
         figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
         figures |= {"completion_length": total["length"] / completions, "cut_share": total["cut"] / completions}
         figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
-        figures["equal_groups"] = total["equal_groups"] / max(total["groups"], 1)  # nothing is learned from them
+        figures["frac_reward_zero_std"] = total["equal_groups"] / max(total["groups"], 1)
         figures["rollout_seconds"] = total["seconds"] / rollouts
         figures["reward_seconds"] = total["reward_seconds"] / rollouts
         figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
@@ -134,13 +129,12 @@ class Rollouts(Hooks):
 
     def state_dict(self) -> dict[str, Any]:
         """Reward statistics since the last record, and the rollout that further updates use."""
-        kept = [[_without_arrays(batch) for batch in window] for window in self.kept]
-        return {"totals": dict(self.totals), "kept": kept, "samples": self.samples}
+        return {"totals": dict(self.totals), "kept": self.kept, "samples": self.samples}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
         self.totals, self.samples = defaultdict(float, saved["totals"]), saved["samples"]
-        self.kept = [[_with_arrays(batch) for batch in window] for window in saved["kept"] or []]
+        self.kept = saved["kept"] or []
 
     # ---- a rollout
 
@@ -165,7 +159,7 @@ class Rollouts(Hooks):
         """The flat batch of the trajectories of these prompts."""
         model, update = unwrap(state.model), state.update
         begin = time.perf_counter()
-        written = self.sampler.write(self.policy(model), prompts, update)
+        written = self.writer.write(self.policy(model), prompts, update)
         middle = time.perf_counter()
         rewards = self._rewards(written)  # [P, G]
         self.fresh["seconds"] += middle - begin
@@ -192,30 +186,30 @@ class Rollouts(Hooks):
 
     def _log_probs(self, policy: nn.Module, batch: Batch) -> Batch:
         """Log-probabilities of the targets [M] that are compared with those under later weights."""
-        found, temperature = {}, self.args.temperature
+        log_probs, temperature = {}, self.args.temperature
         if self.reference is not None:
-            found["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
+            log_probs["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
         if self.args.num_iterations > 1:
-            found["old_log_probs"], _ = target_log_probs(policy, batch, temperature)
-        return found
+            log_probs["old_log_probs"], _ = target_log_probs(policy, batch, temperature)
+        return log_probs
 
-    def _complete(self, found: list[Batch] | None) -> list[Batch] | None:
+    def _complete(self, batches: list[Batch] | None) -> list[Batch] | None:
         """This rank's rollout, when all ranks have theirs; None: a signal stopped it."""
-        return found
+        return batches
 
     def _rewards(self, written: list[Trajectory]) -> Tensor:
         values = []
         for each in written:
-            self.sampler.between()
+            self.writer.between()
             parts = self._judge(each)
             for name, value in parts.items():
                 self.fresh[f"reward_{name}"] += value
             values.append(self._weighted(parts))
-        return torch.tensor(values, dtype=torch.float64).view(-1, self.sampler.group)
+        return torch.tensor(values, dtype=torch.float64).view(-1, self.writer.group)
 
     def _judge(self, each: Trajectory) -> dict[str, float]:
         """Each reward of a trajectory, by name."""
-        prompt, where = each.prompt.messages + each.messages[:-1], self.sampler.source(each.prompt.sample_id)
+        prompt, where = each.prompt.messages + each.messages[:-1], self.writer.source(each.prompt.sample_id)
         return compute(self.rewards, prompt, each.text, each.prompt.record, where, self.args.reward_timeout)
 
     def _weighted(self, parts: dict[str, float]) -> float:
@@ -241,8 +235,8 @@ class Rollouts(Hooks):
         ]
 
     def _flat(self, written: list[Trajectory], counted: int, device: torch.device | None = None) -> Batch:
-        """The flat batch, with `lengths` of each target's completion [M], zeros for what else is told of a target, and
-        `counted`, what the loss is divided by."""
+        """The flat batch with, for each target [M], the length of its completion (`lengths`) and zeros for the fields
+        `of_target`; and with this micro-batch's part of what the loss is divided by (`counted`)."""
         samples = [
             {
                 "input_ids": np.array(each.tokens, dtype=np.int64),
@@ -271,16 +265,12 @@ class Rollouts(Hooks):
     def held_out(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
         weighted one."""
-        sampler = replace(self.sampler, group=1, temperature=0.0, between=lambda: None)
-        parts = (
-            [self._judge(each) for each in sampler.write(self.policy(model), batch["prompts"], 0)]
-            if batch["prompts"]
-            else []
-        )
+        writer, prompts = replace(self.writer, group=1, temperature=0.0, between=lambda: None), batch["prompts"]
+        parts = [self._judge(each) for each in writer.write(self.policy(model), prompts, 0)] if prompts else []
         sums = {f"reward_{reward.name}": sum(part[reward.name] for part in parts) for reward in self.rewards}
         total = sum(self._weighted(part) for part in parts)
-        found = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        figures = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
 
 def moved_to(device: torch.device | None, batch: Batch) -> Batch:
@@ -299,7 +289,7 @@ def _samples_of(batch: Batch) -> Iterator[dict[str, Any]]:
     targets."""
     is_target = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
     is_target[batch["target_index"] + 1] = True
-    names, at, edges = _of_target(batch), 0, batch["host_cu_seqlens"].tolist()
+    names, at, edges = _of_target(batch), 0, batch["cu_seqlens"].tolist()
     for sample_id, begin, end in zip(batch["sample_ids"].tolist(), edges, edges[1:], strict=False):
         loss_mask = is_target[begin:end].numpy()
         sample = {"input_ids": batch["input_ids"][begin:end].numpy(), "loss_mask": loss_mask, "sample_id": sample_id}
@@ -308,13 +298,9 @@ def _samples_of(batch: Batch) -> Iterator[dict[str, Any]]:
         at = following
 
 
-def _without_arrays(batch: Batch) -> Batch:
-    """A batch as a checkpoint holds it: of numpy's arrays a checkpoint knows nothing."""
-    return {name: value for name, value in batch.items() if name != "host_cu_seqlens"}
-
-
-def _with_arrays(batch: Batch) -> Batch:
-    return batch | {"host_cu_seqlens": batch["cu_seqlens"].cpu().numpy()}
+def _to_keep(batch: Batch) -> Batch:
+    """A batch as it is kept and saved: on the CPU, and without the array, which a checkpoint cannot hold."""
+    return moved_to(torch.device("cpu"), {name: batch[name] for name in batch if name != "host_cu_seqlens"})
 
 
 def _stop_if_asked(state: TrainState) -> None:

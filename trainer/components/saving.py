@@ -99,17 +99,16 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
     """Write the resume state, then the weights for use, in the background; called on all ranks. The pending record is
     saved too: a run killed while it evaluates completes that report when it is resumed."""
     args = state.args
-    with state.meter.timing("save"):
-        state.save_due = False
-        state.writer.wait()  # at most one copy of the state waits in memory
-        if state.metrics is not None:
-            state.metrics.sync()
-        where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
-        parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
-        lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
-        write_weights(state, args.save_weight)
-        path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
-        state.hooks.checkpoint_saved(state, state_paths(path)[is_sharded(state.model)])
+    state.save_due = False
+    state.writer.wait()  # at most one copy of the state waits in memory
+    if state.metrics is not None:
+        state.metrics.sync()
+    where = {"epoch": state.epoch, "step": state.step, "wandb": wandb, "save_dir": args.checkpoint_dir}
+    parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
+    lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
+    write_weights(state, args.save_weight)
+    path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    state.hooks.checkpoint_saved(state, state_paths(path)[is_sharded(state.model)])
 
 
 def write_weights(state: TrainState, weight: str) -> Path:

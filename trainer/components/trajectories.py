@@ -39,8 +39,8 @@ class Trajectory:
     messages: list[dict] = field(default_factory=list)  # turns and replies after the prompt's
     environment: Environment | None = None
     text: str = ""  # of the last turn
-    log_prob: float = 0.0  # of all that was sampled
-    is_cut: bool = False  # it ran out of tokens or turns
+    log_prob: float = 0.0  # sum over the sampled tokens
+    is_cut: bool = False  # ended by a limit of tokens or turns
 
     @property
     def sampled(self) -> int:
@@ -55,8 +55,8 @@ def seed_of(seed: int, update: int, sample_id: int, number: int, turn: int = 0) 
 
 
 @dataclass
-class Sampler:
-    """Writes trajectories.
+class TrajectoryWriter:
+    """Lets a model write trajectories: one turn each, or with an environment several.
 
     Args:
         tokenizer: with the chat template of the prompts.
@@ -66,6 +66,9 @@ class Sampler:
         seed: of the run.
         source: FILE:LINE of a prompt, for errors.
         between: called between two tokens; may raise.
+        environment: made anew for each trajectory; replies to its calls.
+        max_turns, max_total_len: turns and tokens of a trajectory at most, with prompt and replies.
+        reply_timeout: seconds that a reply may take.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -78,49 +81,44 @@ class Sampler:
     environment: type[Environment] | None = None
     max_turns: int = 1
     max_total_len: int = 1 << 20
-    limit: float = 10.0
+    reply_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         self.end_id = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
 
-    def act_in(self, environment: type[Environment], max_turns: int, max_total_len: int, limit: float) -> None:
-        """Make an agent of it: turns and tokens of a trajectory at most, seconds that a reply may take."""
-        self.environment, self.max_turns, self.max_total_len, self.limit = environment, max_turns, max_total_len, limit
-
     def write(self, model: Any, prompts: Sequence[Prompt], update: int) -> list[Trajectory]:
         """`group` trajectories of each prompt, prompt by prompt."""
-        found = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
-        active = found
+        trajectories = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
+        active = trajectories
         for turn in range(self.max_turns):
             self._write_turn(model, active, update, turn)
             active = [each for each in active if self._reply(each, is_last=turn == self.max_turns - 1)]
             if not active:
                 break
-        return found
+        return trajectories
 
     def _begin(self, prompt: Prompt, number: int) -> Trajectory:
         tokens = list(prompt.input_ids)
-        begun = Trajectory(prompt, number, tokens, [False] * len(tokens))
+        trajectory = Trajectory(prompt, number, tokens, [False] * len(tokens))
         if self.environment is not None:
             with self._user_code(prompt):
-                begun.environment = self.environment(deepcopy(prompt.record))
-        return begun
+                trajectory.environment = self.environment(deepcopy(prompt.record))
+        return trajectory
 
     def _user_code(self, prompt: Prompt) -> AbstractContextManager[None]:
-        return user_code("the environment", self.source(prompt.sample_id), self.limit)
+        """Around code of the environment: its errors become a UserError that names the prompt's record."""
+        return user_code("the environment", self.source(prompt.sample_id), self.reply_timeout)
 
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
-        """One turn of each; those that still have equal tokens share one reading of them."""
+        """Write one turn of each; those whose tokens are still equal share one prefill."""
         groups: dict[tuple[int, ...], list[Trajectory]] = {}
         for each in active:
             groups.setdefault(tuple(each.tokens), []).append(each)
-        samplings = [
-            [
-                Sampling(self.temperature, seed=seed_of(self.seed, update, each.prompt.sample_id, each.number, turn))
-                for each in group
-            ]
-            for group in groups.values()
-        ]
+
+        def sampling(each: Trajectory) -> Sampling:
+            return Sampling(self.temperature, seed=seed_of(self.seed, update, each.prompt.sample_id, each.number, turn))
+
+        samplings = [[sampling(each) for each in group] for group in groups.values()]
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
         slots = max(SLOTS, *map(len, groups.values()))
         with torch.autocast(model.lm_head.weight.device.type, enabled=False):  # the cache holds the weights' own dtype
@@ -135,7 +133,7 @@ class Sampler:
                 each.messages.append({"role": "assistant", "content": each.text})
 
     def _reply(self, each: Trajectory, is_last: bool) -> bool:
-        """Let the environment answer the calls of the last turn; whether another turn follows."""
+        """Append the environment's replies to the calls of the last turn; returns whether another turn follows."""
         calls = calls_of(each.text) if each.environment is not None and not each.is_cut else []
         if not calls or each.environment is None:
             return False
@@ -154,7 +152,7 @@ class Sampler:
         return True
 
     def _between_turns(self, each: Trajectory, replies: list[dict]) -> list[int]:
-        """The tokens from behind a turn's end token to where the next turn begins."""
+        """The tokens between two turns: what follows the end token of one, up to the beginning of the next."""
         start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         before = str(self.tokenizer.apply_chat_template(start, tokenize=False)).rstrip()  # up to the end token
         try:

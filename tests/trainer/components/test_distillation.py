@@ -38,10 +38,10 @@ def test_divergences_are_their_definitions(kind):
     torch.manual_seed(0)
     student, teacher = (torch.randn(6, 50, requires_grad=True) for _ in range(2))
     for temperature, beta in ((1.0, 0.5), (1.5, 0.1), (4.0, 0.9)):
-        found = divergence(student, teacher.detach(), temperature, kind, beta)
+        value = divergence(student, teacher.detach(), temperature, kind, beta)
         wanted = plain(student, teacher.detach(), temperature, kind, beta)
-        assert found.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-6)
-        gradients = [torch.autograd.grad(value, student)[0] for value in (found, wanted)]
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-6)
+        gradients = [torch.autograd.grad(value, student)[0] for value in (value, wanted)]
         assert (gradients[0] - gradients[1]).norm() <= 1e-6 * max(1.0, gradients[1].norm().item())
     assert divergence(student, student, 2.0, kind).item() == pytest.approx(0, abs=1e-5)
 
@@ -82,15 +82,25 @@ def test_an_empty_batch_has_a_zero_gradient():
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     tokenizer = load_tokenizer(ROOT / "model")
     save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)), tmp_path / "t_32.pth")
-    assert load_teacher(tmp_path / "t_32.pth", tokenizer, str(ROOT / "model")).config.hidden_size == 32
+    assert load_teacher(tmp_path / "t_32.pth", tokenizer).config.hidden_size == 32
     with pytest.raises(UserError, match="contradicts the weights"):
-        load_teacher(tmp_path / "t_32.pth", tokenizer, str(ROOT / "model"), num_hidden_layers=3)
+        load_teacher(tmp_path / "t_32.pth", tokenizer, num_hidden_layers=3)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((ROOT / "model" / name).read_bytes())
-    other = json.loads((ROOT / "model/tokenizer.json").read_text()) | {"normalizer": {"type": "NFC"}}
+    other = json.loads((ROOT / "model/tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match="has another tokenizer"):
-        load_teacher(tmp_path / "t_32.pth", tokenizer, str(ROOT / "model"))
+        load_teacher(tmp_path / "t_32.pth", tokenizer)
+
+
+@pytest.mark.parametrize("field", [{"vocab_size": 6401}, {"tokenizer_sha256": "0" * 64}])
+def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_path, field):
+    shape = {"hidden_size": 32, "num_hidden_layers": 1} | field
+    save_weights(MiniMindForCausalLM(MiniMindConfig(**shape)), tmp_path / "t_32.pth")
+    with pytest.raises(UserError, match="has another tokenizer"):
+        load_teacher(tmp_path / "t_32.pth", load_tokenizer(ROOT / "model"))
 
 
 def test_minimind_names_of_the_student_are_the_common_flags():

@@ -11,7 +11,7 @@ from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.components import optimizer as optimizers
 from trainer.components.metrics import read_metrics
-from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer, should_step
+from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer, set_learning_rate, should_step
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -130,6 +130,32 @@ def test_muon_without_a_matrix_is_refused():
         build_optimizer(torch.nn.Linear(4, 4), 1e-3, 0.1, "muon")
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_each_layer_may_have_a_rate_of_its_own(kind):
+    """Also where no matrix is left for the rate of the others."""
+    model, other = tiny(use_moe=False), tiny(use_moe=False)
+    scales = {"layers.0": 0.5, "embed_tokens": 0.0}
+    optimizer, usual = build_optimizer(model, 1e-3, 0.0, kind, scales), build_optimizer(other, 1e-3, 0.0, kind)
+    built = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for part in (optimizer, usual):
+        set_learning_rate(part, 2e-3)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        scale = 0.5 if "layers.0" in name else 0.0 if "embed" in name else 1.0
+        scale *= MUON_LR_SCALE if kind == "muon" else 1.0
+        assert rates[id(p)] == 2 * built[id(p)] == pytest.approx(2e-3 * scale)
+    start = [p.detach().clone() for p in model.parameters()]
+    for each, part in ((model, optimizer), (other, usual)):
+        give_gradients(each, 0)
+        part.step()
+    steps, usual_steps = ([p - s for p, s in zip(m.parameters(), start, strict=True)] for m in (model, other))
+    for (name, _), step, whole in zip(model.named_parameters(), steps, usual_steps, strict=True):
+        expected = whole * (0.5 if "layers.0" in name else 0.0 if "embed" in name else 1.0)
+        torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
+    with pytest.raises(UserError, match="lr_scales: no trained parameter is in a module"):
+        build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
+
+
 @pytest.mark.parametrize("moe", [0, 1])
 def test_a_run_with_muon_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, moe):
     settings = {"optimizer": "muon", "use_moe": moe, "epochs": 1, "dropout": 0.1, "accumulation_steps": 2}
@@ -147,8 +173,8 @@ def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
         run(
             "pretrain", flags(corpus, tmp_path / optimizer, "pretrain", optimizer=optimizer, epochs=1, warmup_updates=2)
         )
-        found = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
-        rates[optimizer] = [record["learning_rate"] for record in found]
+        records = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
+        rates[optimizer] = [record["learning_rate"] for record in records]
     assert len(rates["adamw"]) > 4 and rates["muon"] == [MUON_LR_SCALE * rate for rate in rates["adamw"]]
 
 

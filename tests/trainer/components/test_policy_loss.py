@@ -162,7 +162,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
     args = SimpleNamespace(temperature=temperature, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, beta=beta)
     args.max_gen_len, args.loss_type, as_written, model = MAX_GEN_LEN, loss_type, loss_type, actor
     if loss_type == "ppo":  # the loss of dapo with one epsilon; that of the critic has tests of its own
-        model, as_written, args.vf_coef, args.value_clip = ActorCritic(actor), "dapo", 0.0, 0.2
+        model, as_written, args.vf_coef, args.cliprange_value = ActorCritic(actor), "dapo", 0.0, 0.2
         batch |= {"old_values": torch.zeros(sum(LENGTHS)), "returns": torch.zeros(sum(LENGTHS))}
     loss_fn = actor_critic_loss if loss_type == "ppo" else sampled_tokens_loss
     high = EPSILON if loss_type == "ppo" else EPSILON_HIGH
@@ -179,7 +179,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
         ratio = (log_probs - old).exp()
         lower, upper = (ratio < 1 - EPSILON) & (batch["advantages"] < 0), (ratio > 1 + high) & (batch["advantages"] > 0)
         sides |= {side for side, clipped in (("below", lower), ("above", upper)) if clipped.any()}
-        assert (shown["clipped"] > 0) == bool(upper.any() or (loss_type != "cispo" and lower.any()))
+        assert (shown["clip_ratio"] > 0) == bool(upper.any() or (loss_type != "cispo" and lower.any()))
         with torch.no_grad():
             for parameter, gradient in zip(actor.parameters(), gradients[0], strict=True):
                 parameter -= 0.2 * gradient / count

@@ -466,7 +466,8 @@ def test_a_flag_that_is_added_to_a_stage_does_not_end_its_runs():
         return run_fingerprint(args, {}, {}, 9)
 
     start = {"from_weight": "none", "from_resume": True}
-    checkpoint = {"run": fingerprint(Before(**start)), "epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
+    position = {"epoch": 0, "step": 1, "update": 1, "world_size": 1, "computing": {}}
+    checkpoint = position | {"run": fingerprint(Before(**start))}
     current = fingerprint(After(**start))
     assert check_resume(After(**start), current, checkpoint) == current and current["added"] == 0.5
     for other, told in (({"added": 0.7}, "added: 0.5 -> 0.7"), ({"mine": 2}, "mine: 1 -> 2")):

@@ -16,7 +16,7 @@ from trainer.components.ppo import ActorCritic, ValuedRollouts, token_advantages
 from trainer.components.reinforcement import prompt_loader, samples_per_epoch
 from trainer.components.rewards import Reward
 from trainer.components.rollouts import Rollouts
-from trainer.components.trajectories import Sampler, Trajectory
+from trainer.components.trajectories import Trajectory, TrajectoryWriter
 
 GROUP, TEMPERATURE = 4, 0.6
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50)
@@ -40,7 +40,7 @@ REWARDS = [
 
 
 @dataclass
-class Scripted(Sampler):
+class Scripted(TrajectoryWriter):
     """Trajectory n of a prompt has n + 1 tokens (without a group, that of prompt n has), of probability 1 / e each; its
     text names both."""
 
@@ -70,8 +70,8 @@ def rollouts_of(kind=Rollouts, group: int = GROUP, **settings) -> tuple[Rollouts
     torch.manual_seed(0)
     model, reference = MiniMindForCausalLM(CONFIG), MiniMindForCausalLM(CONFIG).eval()
     model = ActorCritic(model) if kind is ValuedRollouts else model
-    sampler = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
-    rollouts = kind(args, CONFIG, sampler, REWARDS, reference if args.beta else None)
+    writer = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
+    rollouts = kind(args, CONFIG, writer, REWARDS, reference if args.beta else None)
     state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
     state.stop = SimpleNamespace(signal=0)
     return rollouts, state
@@ -105,7 +105,7 @@ def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
             torch.testing.assert_close(
                 batch["ref_log_probs"], log_probs_one_by_one(rollouts.reference, batch, TEMPERATURE)
             )
-    assert rollouts.sampler.asked == [(TEMPERATURE, GROUP, False)] and state.model.training
+    assert rollouts.writer.asked == [(TEMPERATURE, GROUP, False)] and state.model.training
 
 
 def test_the_record_holds_means_since_the_last_one():
@@ -122,7 +122,7 @@ def test_the_record_holds_means_since_the_last_one():
     assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * 2 * GROUP]))
     assert figures["reward_size"] == pytest.approx(np.mean([*SIZE, *[1.0] * 2 * GROUP]))
     assert (figures["completion_length"], figures["entropy"]) == (2.5, 1.0)
-    assert (figures["cut_share"], figures["equal_groups"]) == (0.25, pytest.approx(2 / 3))
+    assert (figures["cut_share"], figures["frac_reward_zero_std"]) == (0.25, pytest.approx(2 / 3))
     assert [each["reward"] for each in figures["samples"]] == [1.5, 1.5]
     assert rollouts.figures(state)["reward"] is None
 
@@ -150,7 +150,7 @@ def test_held_out_prompts_are_judged_by_their_likeliest_completions():
     rollouts, state = rollouts_of()
     sums = {name: float(value) for name, value in rollouts.held_out(state.model, *window((0, 1))).items()}
     assert sums == {"loss": -1.5, "reward": 1.5, "reward_odd": 1.0, "reward_size": 1.0}
-    assert rollouts.sampler.asked[0][:2] == (0.0, 1)
+    assert rollouts.writer.asked[0][:2] == (0.0, 1)
     assert float(rollouts.held_out(state.model, *window(()))["loss"]) == 0.0
 
 

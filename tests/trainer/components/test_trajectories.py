@@ -11,7 +11,7 @@ from model.sampling import Sampling
 from tests.conftest import ROOT, write_jsonl
 from trainer.components import trajectories
 from trainer.components.environments import Calculator, tool_message, tool_schema
-from trainer.components.trajectories import Sampler, calls_of, seed_of
+from trainer.components.trajectories import TrajectoryWriter, calls_of, seed_of
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12+30"}}\n</tool_call>'
 
@@ -63,12 +63,10 @@ class Head:
                 type = "cpu"
 
 
-def agent(tokenizer, prompts, **options) -> Sampler:
-    sampler = Sampler(tokenizer, 1, 1.0, 64, seed=1, source=prompts.source)
-    sampler.act_in(
-        options.pop("environment", Calculator), **{"max_turns": 3, "max_total_len": 600, "limit": 0.2} | options
-    )
-    return sampler
+def agent(tokenizer, prompts, **options) -> TrajectoryWriter:
+    defaults = {"group": 1, "environment": Calculator, "max_turns": 3, "max_total_len": 600, "reply_timeout": 0.2}
+    defaults |= {"temperature": 1.0, "max_gen_len": 64, "seed": 1, "source": prompts.source}
+    return TrajectoryWriter(tokenizer, **defaults | options)
 
 
 def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets(tokenizer, prompts, written):
@@ -99,9 +97,7 @@ def test_the_noise_of_a_turn_depends_on_all_that_tells_it_from_others():
 
 def test_a_turn_without_calls_ends_the_trajectory(tokenizer, prompts, written):
     asked = written("Hi", "Ho", CALL, "42")
-    sampler = agent(tokenizer, prompts)
-    sampler.group = 2
-    found = sampler.write(Head, [prompts[1]], 0)
+    found = agent(tokenizer, prompts, group=2).write(Head, [prompts[1]], 0)
     assert [each.text for each in found] == ["Hi", "Ho"] and len(asked) == 1
     assert len(asked[0][0]) == 1, "the group's members share one reading of the prompt"
 
@@ -118,7 +114,7 @@ def test_turns_and_tokens_are_bounded(tokenizer, prompts, written, settings, tur
 def test_a_group_may_be_larger_than_what_is_written_at_once(tokenizer, prompts, monkeypatch):
     monkeypatch.setattr(trajectories, "SLOTS", 2)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(tokenizer))).eval()
-    found = Sampler(tokenizer, 5, 1.0, 4, seed=1).write(model, [prompts[0], prompts[1]], 0)
+    found = TrajectoryWriter(tokenizer, 5, 1.0, 4, seed=1).write(model, [prompts[0], prompts[1]], 0)
     assert [(each.prompt.sample_id, each.number) for each in found] == [(i, n) for i in (0, 1) for n in range(5)]
     assert all(1 <= each.sampled <= 4 and each.log_prob < 0 for each in found)
 
