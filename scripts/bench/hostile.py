@@ -40,28 +40,7 @@ from trainer.components.trained_weights import add_trained_model_flags
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
 ASK = json.dumps({"messages": USER})[:-1].encode()
-WORDS = [
-    "the",
-    "harbour",
-    "lies",
-    "at",
-    "the",
-    "mouth",
-    "of",
-    "a",
-    "slow",
-    "brown",
-    "river",
-    "and",
-    "boats",
-    "leave",
-    "it",
-    "before",
-    "the",
-    "sun",
-    "is",
-    "up",
-]
+SENTENCE = "the harbour lies at the mouth of a slow brown river and boats leave it before the sun is up"
 STREAMS = 16  # honest answers that are streamed at once
 CONNECTIONS = 500  # that are held open
 MAX_RATIO = 3  # how much later than on the quiet server the median first token may come
@@ -242,7 +221,8 @@ class Seen:
 
 def stream(port: int, number: int) -> tuple[str, float, str | None]:
     """Text, seconds to the first token and finish reason of a streamed answer."""
-    text = " ".join(WORDS[(number + i) % len(WORDS)] for i in range(5 + number % 12))
+    words = SENTENCE.split()
+    text = " ".join(words[(number + i) % len(words)] for i in range(5 + number % 12))
     body = {"messages": [{"role": "user", "content": text}], "stream": True, "seed": number, "max_tokens": 64}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     start, first, text, finish = time.perf_counter(), 0.0, "", None
