@@ -45,6 +45,6 @@ class Toolbox:
 
 
 def names_of(text: str) -> list[str]:
-    """The environments in a text such as "calculator,lookup"; none if it is something else."""
+    """The environments in a text such as "calculator,module:Class"; none if it is something else."""
     names = [name.strip() for name in text.split(",")]
     return names if all(name in SHIPPED or ":" in name for name in names) else []

@@ -1,20 +1,17 @@
 """Environments of agents: the tools that a model may call, and the replies to its calls.
 
-`--environment module:Class` names one; `calculator` and `lookup` are shipped. An environment is made anew for each
+`--environment module:Class` names one; `calculator` is shipped. An environment is made anew for each
 trajectory, from its record; replies are a pure function of the record and the calls, so a resumed run repeats them.
 """
 
 import ast
 import json
 import operator
-import random
 from fractions import Fraction
 from typing import Any, Protocol
 
 from common.errors import UserError
 from common.plugins import import_named
-from dataset.demo_corpus import ATTRIBUTES, make_people
-from dataset.demo_sums import CALCULATE
 from dataset.json_records import BadRecord, check_value, kind_of
 from dataset.messages import parse_message
 
@@ -115,7 +112,9 @@ def _value(node: ast.expr) -> Fraction:
 class Calculator:
     """A calculator: `calculate(expression)`."""
 
-    tools = [CALCULATE]  # noqa: RUF012
+    tools = [  # noqa: RUF012
+        tool_schema("calculate", "Compute an arithmetic expression.", expression="such as 12 * (3 + 4)")
+    ]
 
     def __init__(self, record: dict):
         pass
@@ -137,39 +136,7 @@ class Calculator:
             return f"error: {error}"
 
 
-# --- lookup ----------------------------------------------------------------------------------------------------------
-
-
-class Lookup:
-    """The register of the demo world's inhabitants: `look_up(name)` tells the facts about one of them."""
-
-    tools = [tool_schema("look_up", "Look up an inhabitant of Bell Valley.", name="the inhabitant's name")]  # noqa: RUF012
-    register: dict[str, dict[str, str]] = {}  # noqa: RUF012 (filled once)
-
-    def __init__(self, record: dict):
-        if not self.register:
-            self.register.update(_register())
-
-    def reply(self, calls: list[Call]) -> list[dict]:
-        """The facts about each name, or that there is no such inhabitant."""
-        return [tool_message(self._answer(call)) for call in calls]
-
-    def _answer(self, call: Call) -> Any:
-        if call["name"] != "look_up":
-            return f"error: no tool named {call['name']}"
-        name = call["arguments"].get("name")
-        return self.register.get(name, f"error: nobody is called {name}") if isinstance(name, str) else "error: no name"
-
-
-def _register() -> dict[str, dict[str, str]]:
-    found = {}
-    for person in make_people(random.Random(0)):
-        for language, name in person.name.items():
-            found[name] = {each.key: each.values[language][person.facts[each.key]] for each in ATTRIBUTES}
-    return found
-
-
-SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator, "lookup": Lookup}
+SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator}
 
 
 def load_environment(name: str) -> type[Environment]:

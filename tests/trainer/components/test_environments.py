@@ -1,6 +1,5 @@
 """The shipped environments: an exact calculator that evaluates nothing else, and the register of the demo world."""
 
-import json
 from contextlib import suppress
 from fractions import Fraction
 
@@ -9,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.demo_corpus import make_corpus
-from trainer.components.environments import Calculator, Lookup, calculate, load_environment
+from trainer.components.environments import Calculator, calculate, load_environment
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
@@ -79,19 +77,10 @@ def test_the_calculator_replies_to_each_call():
     ]
 
 
-def test_the_register_knows_what_the_exam_asks():
-    lookup = Lookup({})
-    for question in make_corpus(0)["exam.jsonl"]:
-        (reply,) = lookup.reply([{"name": "look_up", "arguments": {"name": question["person"]}}])
-        assert json.loads(reply["content"])[question["attribute"]] == question["accepted"][0]
-    (reply,) = lookup.reply([{"name": "look_up", "arguments": {"name": "Nobody"}}])
-    assert reply["content"] == "error: nobody is called Nobody"
-
-
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("abacus", "--environment abacus: give module:Class, or one of calculator, lookup"),
+        ("abacus", "--environment abacus: give module:Class, or one of calculator"),
         ("no_module:E", "--environment no_module:E cannot be imported"),
         ("math:pi", "--environment math:pi needs `tools`"),
     ],
