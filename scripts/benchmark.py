@@ -1,12 +1,12 @@
-"""Measure training speed: real tokens per second, share of the machine's matrix rate, and comparison with a peer.
+"""Measure training speed: real tokens per second, MFU against the measured matmul peak, and the ratio to a peer.
 
     python scripts/benchmark.py --preset 30m --stage sft --data_path data/sft.jsonl --batch_size 8
     python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --packing 1 --json out/speed.json
-    python scripts/benchmark.py --data_path data/sft.jsonl --peer minimind --peer_path ../minimind --png out/speed.png
+    python scripts/benchmark.py --data_path data/sft.jsonl --peer minimind --peer_path ../minimind --json out/ratio.json
 
 It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps only the
 figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples (see
-scripts/bench/pairs.py). docs/BENCHMARKS.md explains the figures and contains results.
+scripts/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
 """
 
 import json
@@ -36,8 +36,7 @@ from torch import Tensor
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, parse_args, setting, settings_of
 from dataset.lm_dataset import PretrainDataset, SFTDataset
-from scripts.bench.pairs import Peer, check_peer, compare_losses
-from scripts.plot_metrics import new_figure
+from scripts.bench.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer.components.checkpoint import snapshot
 from trainer.components.compiling import compiles
@@ -92,14 +91,13 @@ class BenchmarkArgs(StageArgs):
     preset: Literal["30m", "64m", "moe", "0.6b"] = setting(
         "30m", "shape of the model; --hidden_size and the like override it"
     )
-    warmup: int = setting(3, "before the clock starts", "updates", ge=1)
-    updates: int = setting(10, "in a block, which is timed together", "updates", ge=1)
-    repeat: int = setting(3, "blocks; with --peer pairs of blocks, ours and the peer's", ge=1)
+    warmup: int = setting(3, "warm-up before the clock starts", "updates", ge=1)
+    updates: int = setting(10, "length of a block, which is timed as a whole", "updates", ge=1)
+    repeat: int = setting(3, "timed blocks; with --peer pairs of blocks, ours and the peer's", ge=1)
     peer: Literal["minimind", "trl", "none"] = setting("none", "another trainer to compare with")
     peer_path: str | None = setting(None, "folder of a checkout of jingyaogong/minimind")
-    peer_python: str | None = setting(None, "Python with the peer's packages; this one if not given")
-    json: str | None = setting(None, "also write the figures to this file")
-    png: str | None = setting(None, "also draw them as a bar chart")
+    peer_python: str | None = setting(None, "Python that has the peer's packages (default: this one)")
+    json: str | None = setting(None, "JSON file to write the figures to")
 
 
 def read_args() -> BenchmarkArgs:
@@ -253,31 +251,6 @@ def print_figures(figures: dict[str, Any]) -> None:
         Logger(f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}")
 
 
-def check_outputs(args: BenchmarkArgs) -> None:
-    """Raise UserError for files that could not be written at the end."""
-    for name in ("json", "png"):
-        path = Path(getattr(args, name) or ".")
-        if not path.parent.is_dir():
-            raise UserError(f"--{name} {path}: there is no folder {path.parent}; create it first")
-    if args.png:
-        new_figure()
-
-
-def draw(figures: dict[str, Any], path: str, title: str) -> None:
-    """Bars of real tokens per second: the peer, ours, and the limit set by the matrix rate."""
-    bars = {figures["peer"]: figures["peer_tokens_per_second"]} if "peer" in figures else {}
-    bars["this trainer"] = figures["tokens_per_second"]
-    bars["at the matrix rate"] = figures["tokens_per_second"] / figures["mfu"]
-    figure = new_figure(figsize=(7, 1.2 + 0.6 * len(bars)))
-    axes = figure.add_subplot()
-    colours = ["#1f77b4" if name == "this trainer" else "#b0b0b0" for name in bars]
-    axes.bar_label(axes.barh(list(bars), list(bars.values()), color=colours), fmt="{:,.0f}", padding=3)
-    axes.set(title=title, xlabel="real tokens per second")
-    axes.margins(x=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-
-
 def device_name(device: torch.device) -> str:
     """A description of the device."""
     if device.type == "cuda":
@@ -307,30 +280,21 @@ def measure(ours: Ours) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Set up, measure, print and write the figures."""
+    """Set up, measure, print the figures and write them to --json."""
     args = read_args()
     if args.peer != "none":
         check_peer(args.peer, args.stage, args.peer_path, args.peer_python)
-    check_outputs(args)
+    if args.json and not (folder := Path(args.json).parent).is_dir():
+        raise UserError(f"--json {args.json}: there is no folder {folder}; create it first")
     ours = Ours(args)
     figures = measure(ours)
     print_figures(figures)
-    if is_main_process():
-        write(figures, ours)
-    ours.state.model = unwrap(ours.state.model)
-    leave_process_group()
-
-
-def write(figures: dict[str, Any], ours: Ours) -> None:
-    """Write the JSON file and the chart, if requested."""
-    args, device = ours.args, device_name(ours.state.device)
-    if args.json:
-        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": device}
+    if args.json and is_main_process():
+        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": device_name(ours.state.device)}
         about |= {"torch": torch.__version__, "device": str(ours.state.device), "run": ours.state.run}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
-    if args.png:
-        title = f"{args.stage}, {args.preset}, batch {args.batch_size}, {date.today()}\n{device}"
-        draw(figures, args.png, title)
+    ours.state.model = unwrap(ours.state.model)
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
     python scripts/demo_exam.py --save_dir out/demo --show 6
 
-An answer is right if it names the right value and no other value of that attribute: naming all of them, or none, is
-wrong, and a guess is right 1 time in 12. With --control the score is reported as that of a model without pretraining.
+scripts/evaluation/exam.py says when an answer is right. --report adds the score to the quickstart's report, with
+--control as that of the model without pretraining.
 """
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -20,13 +18,9 @@ from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError
 from common.settings import ROOT
-from model.answers import THINK, answer_message
-from scripts.conversation import generate, prompt_tokens
-from scripts.evaluation.questions import read_questions
+from scripts.evaluation.exam import ask, is_right, read_exam
 from trainer.components.run_files import metrics_path, run_name
 from trainer.components.trained_weights import WEIGHT, add_trained_model_flags, load_model
-
-FIELDS = {"question": str, "accepted": list, "rejected": list, "attribute": str, "language": str}
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,57 +28,14 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     add_trained_model_flags(parser)
-    flag("--exam_path", default=str(ROOT / "dataset" / "demo" / "exam.jsonl"), help="the questions")
-    flag("--report", help="JSON file to add the score to")
+    flag("--exam_path", default=str(ROOT / "dataset" / "demo" / "exam.jsonl"), help="JSONL file with the questions")
+    flag("--report", help="JSON file to add the score to; its other fields stay")
     flag("--control", action="store_true", help="report the score as that of a model without pretraining")
-    flag("--runs", nargs="+", default=[], help="runs in --save_dir whose time and memory to report")
-    flag("--show", type=int, default=0, help="questions and answers to print")
-    flag("--batch_size", type=int, default=96, help="questions answered at a time")
+    flag("--runs", nargs="+", default=[], help="runs in --save_dir whose training time and memory to report")
+    flag("--show", type=int, default=0, help="number of questions to print with their answers")
     flag("--max_new_tokens", type=int, default=32, help="longest answer, in tokens")
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     return parser.parse_args()
-
-
-def read_exam(path: str | Path) -> list[dict]:
-    """The questions of an exam file.
-
-    Raises:
-        UserError: the file is missing or empty, or a line is not a question.
-    """
-    what = f"an exam question (needs {', '.join(FIELDS)})"
-    return read_questions(path, "--exam_path", _check, what, "generate it with: python -m dataset.demo_corpus")
-
-
-def _check(question: dict) -> None:
-    if not all(isinstance(question[field], kind) for field, kind in FIELDS.items()):
-        raise TypeError("a field of another type")
-
-
-def names_value(text: str, value: str) -> bool:
-    """Whether a text names a value: in English as complete words in any case, in Chinese anywhere."""
-    if value.isascii():
-        return re.search(rf"(?<![a-z]){re.escape(value.lower())}(?![a-z])", text.lower()) is not None
-    return value in text
-
-
-def is_right(answer: str, question: dict) -> bool:
-    """Whether an answer, its thoughts left aside, names an accepted value and no rejected one."""
-    answer = answer_message(answer)["content"]
-    accepted = any(names_value(answer, value) for value in question["accepted"])
-    return accepted and not any(names_value(answer, value) for value in question["rejected"])
-
-
-def ask(
-    model: Any, tokenizer: Any, questions: list[str], batch_size: int, max_new_tokens: int, thinking: bool = False
-) -> list[str]:
-    """The model's answers to questions, each in its own chat, decoded greedily. thinking: they begin with thoughts."""
-    answers = []
-    for start in range(0, len(questions), batch_size):
-        chats = [[{"role": "user", "content": text}] for text in questions[start : start + batch_size]]
-        prompts = [prompt_tokens(tokenizer, chat, enable_thinking=thinking) for chat in chats]
-        found = generate(model, tokenizer, prompts, max_new_tokens, do_sample=False)
-        answers += tokenizer.batch_decode(found, skip_special_tokens=True)
-    return [(THINK * thinking + answer).strip() for answer in answers]
 
 
 def run_costs(save_dir: str | Path, runs: list[str]) -> dict[str, float]:
@@ -138,13 +89,13 @@ def print_results(questions: list[dict], answers: list[str], right: list[bool], 
 def main() -> None:
     """Ask the questions, score the answers, print and write the report."""
     args = parse_args()
-    if args.batch_size < 1 or args.max_new_tokens < 1 or args.show < 0:
-        raise UserError("--batch_size and --max_new_tokens must be at least 1, --show must not be negative")
+    if args.max_new_tokens < 1 or args.show < 0:
+        raise UserError("--max_new_tokens must be at least 1, --show must not be negative")
     questions = read_exam(args.exam_path)
     model, tokenizer = load_model(args)
     costs = run_costs(args.save_dir, [run_name(run, model.config) for run in args.runs])
-    sizes, thinking = (args.batch_size, args.max_new_tokens), bool(args.open_thinking)
-    answers = ask(model, tokenizer, [q["question"] for q in questions], *sizes, thinking)
+    texts = [question["question"] for question in questions]
+    answers = ask(model, tokenizer, texts, args.max_new_tokens, bool(args.open_thinking))
     right = [is_right(answer, question) for answer, question in zip(answers, questions, strict=True)]
     accuracy = sum(right) / len(right)
     print(f"exam of {args.model or args.weight or WEIGHT}: {sum(right)} of {len(right)} right ({accuracy:.1%})")

@@ -21,9 +21,9 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.lm_dataset import PretrainDataset, SFTDataset
-from scripts.demo_exam import ask, is_right, read_exam
+from scripts.evaluation.exam import ask, is_right, read_exam
 from scripts.evaluation.likelihood import held_out, multiple_choice, read_choices
-from scripts.evaluation.probe import PROMPTS, probe, read_prompts, sampling
+from scripts.evaluation.probe import PROMPTS, probe, read_prompts
 from scripts.evaluation.scores import Item, summarize, table
 from trainer.components.device import prepare_device, select_device
 from trainer.components.lora import merge_adapter
@@ -45,8 +45,9 @@ def parse_args() -> argparse.Namespace:
     flag("--against", nargs="+", default=[], metavar="PATH", help="further models, compared with the first")
     flag("--json", metavar="FILE", help="file to write the results to")
     flag("--items", metavar="FILE", help="JSONL file to write the score and the answer of each item to")
-    flag("--batch_size", type=int, default=32, help="texts written at a time (exam, probe)")
-    flag("--batch_tokens", type=int, default=4096, help="tokens judged at a time (loss, choices)")
+    flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
+    form_help = "plain text, or through the chat template (choices: text, as in lm-eval; probe: chat)"
+    flag("--form", choices=("text", "chat"), help=form_help)
     loss = parser.add_argument_group("loss")
     add_flags(loss, (settings_of(StageArgs)[name] for name in ("data_path", "text_separator", "max_seq_len")))
     loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents, or conversations")
@@ -59,26 +60,14 @@ def parse_args() -> argparse.Namespace:
     writing.add_argument("--max_new_tokens", type=int, default=256, help="longest text, in tokens")
     writing.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token")
     writing.add_argument("--seed", type=int, default=42, help="random seed of the sampling")
-    flag(
-        "--form",
-        choices=("text", "chat"),
-        help="plain text, or through the chat template (choices, probe); by "
-        "default text for choices, as in lm-eval, and chat for the probe",
-    )
     parser.set_defaults(max_seq_len=None, data_path="")
     args = parser.parse_args()
-    limits = {
-        "--batch_size, --batch_tokens and --max_new_tokens must be at least 1": min(
-            args.batch_size, args.batch_tokens, args.max_new_tokens
-        )
-        >= 1,
-        "--temperature must not be negative": args.temperature >= 0,
-        "--task loss needs --data_path, a file that the model was not trained on": "loss" not in args.task
-        or bool(args.data_path),
-        "--task choices needs --choices_path": "choices" not in args.task or bool(args.choices_path),
-    }
-    if wrong := [text for text, is_met in limits.items() if not is_met]:
-        raise UserError("; ".join(wrong))
+    if min(args.batch_tokens, args.max_new_tokens) < 1 or args.temperature < 0:
+        raise UserError("--batch_tokens and --max_new_tokens must be at least 1, --temperature must not be negative")
+    if "loss" in args.task and not args.data_path:
+        raise UserError("--task loss needs --data_path, a file that the model was not trained on")
+    if "choices" in args.task and not args.choices_path:
+        raise UserError("--task choices needs --choices_path")
     return args
 
 
@@ -99,11 +88,11 @@ def judge_loss(args: argparse.Namespace) -> Judge:
 
 
 def judge_exam(args: argparse.Namespace) -> Judge:
-    """The demo's exam, by the script that the quickstart runs."""
+    """The demo's exam, as scripts/demo_exam.py scores it."""
     questions = read_exam(args.exam_path)
 
     def judge(model: Any, tokenizer: Any) -> list[Item]:
-        answers = ask(model, tokenizer, [each["question"] for each in questions], args.batch_size, 32)
+        answers = ask(model, tokenizer, [each["question"] for each in questions], 32)
         return [
             Item(f"exam:{number}", {"right": (float(is_right(answer, each)), 1.0)}, each["language"], answer)
             for number, (each, answer) in enumerate(zip(questions, answers, strict=True), 1)
@@ -122,8 +111,8 @@ def judge_choices(args: argparse.Namespace) -> Judge:
 def judge_probe(args: argparse.Namespace) -> Judge:
     """How the model writes."""
     prompts = read_prompts(args.prompts_path)
-    sizes = (args.form or "chat", args.batch_size, args.max_new_tokens)
-    return lambda model, tokenizer: probe(model, tokenizer, prompts, *sizes, **sampling(args.temperature, args.seed))
+    options = (args.form or "chat", args.max_new_tokens, args.temperature, args.seed)
+    return lambda model, tokenizer: probe(model, tokenizer, prompts, *options)
 
 
 TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices, "probe": judge_probe}
@@ -168,7 +157,7 @@ def main() -> None:
     names = names_of([adapter or paths[0], *paths[1:]])
     device = select_device(args.device)
     prepare_device(device)
-    found: dict[str, dict[str, list[Item]]] = {task: {} for task in judges}
+    results: dict[str, dict[str, list[Item]]] = {task: {} for task in judges}
     models = {}
     for number, (name, path) in enumerate(zip(names, paths, strict=True)):
         model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
@@ -176,8 +165,8 @@ def main() -> None:
             model = merge_adapter(model, adapter)
         models[name] = {"path": str(path), "parameters": sum(p.numel() for p in model.parameters())}
         for task, judge in judges.items():
-            found[task][name] = judge(model, tokenizer)
-    rows = [row for task, items in found.items() for row in summarize(task, items)]
+            results[task][name] = judge(model, tokenizer)
+    rows = [row for task, items in results.items() for row in summarize(task, items)]
     print(table(rows))
     if args.json:
         report = {"models": models, "settings": vars(args), "results": rows}
@@ -185,7 +174,7 @@ def main() -> None:
     if args.items:
         lines = [
             {"task": task, "model": name, **vars(item)}
-            for task, by_name in found.items()
+            for task, by_name in results.items()
             for name, items in by_name.items()
             for item in items
         ]

@@ -2,7 +2,6 @@
 
     bash scripts/gpu_check.sh                                   everything, about 15 minutes
     python scripts/gpu_check.py --only losses,attention         some checks
-    python scripts/gpu_check.py --data_path data/sft.jsonl      benchmarks of SFT on data of your own
 
 docs/gpu.md says what each check proves. Without a GPU it makes those that a CPU can, in five minutes, and says why the
 others are left out. Exit status 1: a check failed.
@@ -31,20 +30,16 @@ from common.settings import ROOT
 from scripts.gpu import numbers, runs
 from scripts.gpu.runner import MARKS, Check, Machine, Result, run_all
 
-SAME, FSDP = "--deterministic 1", "--parallel fsdp"
-RESUME = partial(runs.resume, flags=SAME)
 CHECKS = (
     Check("losses", "losses of every dtype are a CPU's in float32", numbers.losses, 180),
     Check("host_waits", "the host does not wait for the GPU in an update", numbers.host_waits, 120, gpus=1),
     Check("grouped_products", "idle experts and unused rows change nothing", numbers.grouped_products, 60),
     Check("attention", "attention of head sizes 64, 96 and 128 is a CPU's", numbers.attention, 60),
-    Check("same_bits", "--deterministic 1: the same bits each time", numbers.same_bits_deterministic, 120),
-    Check("same_bits_default", "without it: told", numbers.same_bits_default, 120),
+    Check("same_bits", "--deterministic 1: the same bits each time", numbers.same_bits, 120),
     Check("compilations", "--use_compile 1 compiles once", numbers.compilations, 240),
-    Check("resume", "--deterministic 1: a killed run ends with the same bits", RESUME, 400),
-    Check("resume_default", "without it: told", partial(runs.resume, promised=False), 400, gpus=1),
-    Check("resume_ranks", "the same on up to three GPUs, DDP", partial(RESUME, ranks=True), 400, gpus=2),
-    Check("resume_fsdp", "the same with --parallel fsdp", partial(RESUME, ranks=True, flags=f"{SAME} {FSDP}"), 400, 2),
+    Check("resume", "--deterministic 1: a killed run ends with the same bits", runs.resume, 400),
+    Check("resume_ranks", "the same on up to three GPUs, DDP", partial(runs.resume, ranks=True), 400, gpus=2),
+    Check("resume_fsdp", "the same, FSDP", partial(runs.resume, ranks=True, flags="--parallel fsdp"), 400, gpus=2),
     Check("killed_rank", "a lost rank is one line on every other one", runs.killed_rank, 240, ranks=True),
     Check("sigterm", "a signal to one rank has all save and leave", runs.sigterm, 240),
     Check("one_context", "a rank holds memory on its own GPU only", runs.one_context, 240, gpus=2),
@@ -56,11 +51,9 @@ def parse_args() -> Any:
     """The command line."""
     parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--only", type=lambda text: text.split(","), help="names of checks, separated by commas; all if not given")
-    flag("--list", action="store_true", help="show the checks and make none")
-    flag("--json", default=str(ROOT / "out" / "gpu_check.json"), help="file for the results")
-    flag("--data_path", help="training data for the benchmarks of SFT; the demo corpus if not given")
-    flag("--pretrain_data_path", help="the same for pretraining")
+    flag("--only", type=lambda text: text.split(","), help="names of checks, separated by commas (default: all)")
+    flag("--list", action="store_true", help="print the names of the checks and run none")
+    flag("--json", default=str(ROOT / "out" / "gpu_check.json"), help="JSON file for the results")
     args = parser.parse_args()
     unknown = sorted(set(args.only or ()) - {check.name for check in CHECKS})
     if unknown:
@@ -103,9 +96,8 @@ def main() -> None:
         return
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     capability = torch.cuda.get_device_capability(0) if gpus else (0, 0)
-    data = {"sft": args.data_path, "pretrain": args.pretrain_data_path}
     begin, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="gpu_check_"))
-    machine = Machine(gpus, capability, folder, {stage: path for stage, path in data.items() if path})
+    machine = Machine(gpus, capability, folder)
     say(f"{gpus} GPU{'s' * (gpus != 1)}, torch {torch.__version__}; the checks' own output is in {folder}")
     results = run_all(chosen, machine, say)
     write_results(Path(args.json), results)

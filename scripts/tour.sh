@@ -26,7 +26,7 @@ trap 'echo "The tour stopped. It goes on with: bash scripts/tour.sh" >&2' ERR
 python -m dataset.demo_corpus --output_dir dataset/demo
 python -m dataset.demo_tour --output_dir dataset/demo
 python -m dataset.demo_sums --output_dir dataset/demo/sums
-python scripts/tour.py --model "$model" --data_dir dataset/demo --save_dir out/tour --checkpoint_dir checkpoints/tour
+python scripts/tour.py
 cat <<END
 
 Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):

@@ -7,10 +7,8 @@
 
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
 and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are being cached),
-`update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to torchrun alone or to one
-rank, after which torchrun starts all of them anew, a closed terminal, Ctrl-C while the output goes through a pipe; no
-process may be left. With more than 3 kills the killed run begins beside an unfinished one of the same name, which it
-must set aside (not where it starts from weights of its own name).
+`update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to torchrun alone, or to one
+rank, after which torchrun starts all of them anew; SIGTERM. No process may be left.
 """
 
 import json
@@ -39,20 +37,10 @@ from scripts.verify.differences import compare_runs
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
-from trainer.components.run_files import weight_path
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
 MAX_DELAY = 0.02  # seconds from an event to its kill
-
-
-class Outcome(NamedTuple):
-    """What one run went through: how many kills of each kind and way, the seconds of its last launch, and the longest
-    that a process lived on after its launch was ended in a gentler way."""
-
-    kills: Counter
-    seconds: float
-    seconds_left: float
 
 
 class Kill(NamedTuple):
@@ -67,7 +55,7 @@ class Kill(NamedTuple):
 
 def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int = 1) -> list[Kill]:
     """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is built.
-    Every second one, at random, sends SIGKILL to all processes, the others are the gentler ways."""
+    Half of them, at random, send SIGKILL to all processes; the others end it in the other ways."""
     kinds = ["cache"] * (rng.randint(0, 1) if count < 3 else 1 + (count >= 10 and rng.randint(0, 1)))
     while len(kinds) < count:
         kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
@@ -79,8 +67,7 @@ def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int =
         target = rng.choice(range(low, max(low + 1, last * (i + 1) // count)))
         if kind == "evaluation":  # the record before an evaluation
             target = next((number for number in evaluated if number >= target), target)
-        gentle = ("terminal", "pipe", "launcher", "rank") if ranks > 1 else ("terminal", "pipe")
-        way = rng.choice(("all", rng.choice(gentle)))
+        way = rng.choice(("all", rng.choice(("signal", "launcher", "rank") if ranks > 1 else ("signal",))))
         kills.append(Kill(kind, min(target, last - 1), rng.random(), rng.random() < 0.5, way))
         low = target + (kind not in ("start", "cache"))
     return kills
@@ -135,58 +122,47 @@ def write_weights(run: Run) -> None:
     """Write what a stage after SFT starts from, and a teacher, for all runs."""
     tokenizer, args = load_tokenizer(run.args.tokenizer_path), run.args
     teacher = replace(args, hidden_size=32, num_hidden_layers=1, use_moe=False)
-    for name, shape in ((args.from_weight, args), ("teacher", teacher)):
-        torch.manual_seed(len(name))
+    for seed, (path, shape) in enumerate({run.start: args, run.teacher: teacher}.items()):
+        torch.manual_seed(seed)
         model, _ = init_model(model_config(tokenizer, shape), "none", args.tokenizer_path)
-        save_weights(model, weight_path(run.start, name, shape))
+        save_weights(model, path)
 
 
-def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0, second: bool = False) -> Outcome:
-    """Train to the end with these kills. `second`: begin beside an unfinished run of the same name."""
-    out = Path(run.args.save_dir)
-    out.mkdir(parents=True)
-    for path in run.start.glob("*.pth"):
-        shutil.copy(path, out)
-    if run.first_weights.is_file():
-        shutil.copy(run.first_weights, out)
-    if second:
-        with closing(Launch(run.earlier(), fresh=True)) as launch:
-            launch.wait(lambda: run.saved_update() is not None)
-    done, seconds, seconds_left = Counter(), 0.0, 0.0
+def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) -> tuple[Counter, float]:
+    """Train to the end with these kills; returns how many there were of each (kind, way), and the seconds of the last
+    launch. start, update: the usual seconds until training begins, and of an update."""
+    Path(run.args.save_dir).mkdir(parents=True)
+    done = Counter()
     for kill in [*kills, None]:
-        fresh = second and not run.set_aside
-        way = "all" if kill is None or (fresh and kill.way == "rank") else kill.way  # restarted, it would begin anew
-        with closing(Launch(run, way, fresh)) as launch:
+        with closing(Launch(run, kill.way if kill else "all")) as launch:
             kind = wait_for(kill, launch, start, update) if kill else launch.wait() and ""
             if kind:
                 launch.end()
-        ended, seconds_left = not kind or launch.process.returncode == 0, max(seconds_left, launch.seconds_left)
-        seconds, text = launch.seconds, launch.result(killed=not ended)
+        ended = not kind or launch.process.returncode == 0
+        text = launch.result(killed=not ended)
         if ended:
             break
         done[kind, launch.way] += 1
         print(f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}, {launch.way}: {text}", flush=True)
     print(f"  {run.folder.name}: ended {text}" + ", before its kill" * (kill is not None), flush=True)
-    return Outcome(done, seconds, seconds_left)
+    return done, launch.seconds
 
 
-def check(reference: Run, killed: Run, control: Run, rng: random.Random, kills: int) -> Outcome:
-    """Train without and with kills and compare; returns the outcome of the killed run. FAIL ends the script."""
-    seconds = train(reference, []).seconds
+def check(reference: Run, killed: Run, control: Run, rng: random.Random, kills: int) -> Counter:
+    """Train without and with kills and compare; returns the kills of each (kind, way). FAIL ends the script."""
+    _, seconds = train(reference, [])
     records = read_metrics(reference.metrics)
     start, update = seconds - records[-1]["seconds"], records[-1]["seconds"] / records[-1]["update"]
-    drawn = draw_kills(rng, kills, records, killed.ranks)
-    own_start = killed.args.save_weight == killed.args.from_weight  # an earlier run would write over the start weights
-    outcome = train(killed, drawn, start, update, second=kills > 3 and not own_start)
+    done, _ = train(killed, draw_kills(rng, kills, records, killed.ranks), start, update)
     if differing := compare_runs(reference, killed):
         train(control, [])
         if other := compare_runs(reference, control):
             differing.append(f"inconclusive: two runs without kills differ as well: {other[0]}")
         sys.exit("FAIL: " + "\n      ".join(differing))
-    if not outcome.kills:
+    if not done:
         sys.exit("FAIL: nothing was checked, since each launch ended before its kill; make the run longer")
     print(f"  0 differing bits in weights and checkpoint, and in {len(records)} records", flush=True)
-    return outcome
+    return done
 
 
 def parse_args() -> tuple[Any, list[str]]:
@@ -222,7 +198,7 @@ def main() -> None:
     except OSError as error:
         raise UserError(f"--work_dir {work} cannot be created ({error.strerror}); give a new folder") from error
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
-    rng, begin, done, seconds_left = random.Random(seed), time.monotonic(), Counter(), 0.0
+    rng, begin, done = random.Random(seed), time.monotonic(), Counter()
     for i, (ranks, use_moe) in enumerate(combinations):
         kills = (args.kills + i) // len(combinations)
         print(f"{ranks} rank{'s' * (ranks > 1)}, {'MoE' if use_moe else 'dense'}: {kills} kills", flush=True)
@@ -231,15 +207,13 @@ def main() -> None:
         write_data(args.stage, folder, runs[0].args, ranks, kills)
         if args.stage in AFTER_SFT:
             write_weights(runs[0])
-        outcome = check(runs[0], runs[1], runs[2], rng, kills)
-        done, seconds_left = done + outcome.kills, max(seconds_left, outcome.seconds_left)
+        done += check(*runs, rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
     how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
-    left = f"nothing left {ceil(seconds_left)} s later; " * (seconds_left > 0)
     seconds = time.monotonic() - begin
-    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; {left}--seed {seed}, {seconds:.0f} s)")
+    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
 
 
 if __name__ == "__main__":

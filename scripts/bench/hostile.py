@@ -13,31 +13,37 @@ import http.client
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import resource
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
-from scripts.bench.serving import TEXT, server
+from common.settings import ROOT
 from trainer.components.trained_weights import add_trained_model_flags
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
 ASK = json.dumps({"messages": USER})[:-1].encode()
+SENTENCE = "the harbour lies at the mouth of a slow brown river and boats leave it before the sun is up"
+STREAMS = 16  # honest answers that are streamed at once
+CONNECTIONS = 500  # that are held open
+MAX_RATIO = 3  # how much later than on the quiet server the median first token may come
 UNFINISHED = 40  # requests that are left without the rest of their body, at once
 FLOOD = 100 << 20  # bytes of the largest bodies
 CACHE = 100  # megabytes that the slots of the key-value cache may still take when they are first used
@@ -47,16 +53,37 @@ PAUSE = 0.02  # seconds between two attacks
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
-    flag = parser.add_argument
     add_trained_model_flags(parser)
-    flag("--seconds", type=float, default=60, help="how long the attack lasts; the quiet time before is a quarter")
-    flag("--streams", type=int, default=16, help="honest answers that are streamed at once")
-    flag("--connections", type=int, default=500, help="connections that are held open")
-    flag("--max_ratio", type=float, default=3, help="how much later the median first token may come")
+    help_text = "how long the attack lasts; a quarter of it is measured before, on the quiet server"
+    parser.add_argument("--seconds", type=float, default=60, help=help_text)
     args = parser.parse_args()
-    if args.seconds <= 0 or args.streams < 1 or args.connections < 0:
-        raise UserError("--seconds must be above 0, --streams at least 1 and --connections not negative")
+    if args.seconds <= 0:
+        raise UserError("--seconds must be above 0")
     return args
+
+
+@contextmanager
+def server(args: argparse.Namespace, stderr: IO[str]) -> Iterator[tuple[int, subprocess.Popen]]:
+    """The port of our server and its process, which SIGTERM ends at the exit.
+
+    Raises:
+        UserError: it does not start.
+    """
+    names = [name for name in ("model", "weight", "save_dir", "tokenizer_path", "device") if getattr(args, name)]
+    flags = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
+    command = [sys.executable, str(ROOT / "scripts/serve_openai_api.py"), "--port", "0", *flags]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
+    assert process.stdout is not None
+    try:
+        line = next((line for line in process.stdout if line.startswith("serving ")), None)
+        if line is None:
+            stderr.seek(0)
+            raise UserError(f"the server does not start: {stderr.read().strip()}")
+        yield urlsplit(line.split()[3].rstrip(";")).port or 80, process
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 # --- the attack ------------------------------------------------------------------------------------------------------
@@ -141,11 +168,11 @@ def hang_up(port: int, after: float) -> None:
     one.close()
 
 
-def attack(address: Any, seconds: float, connections: int, counter: Any) -> None:
-    """Attack the server, once its port is in `address`, until the time is over; runs in a process of its own, which
+def attack(shared_port: Any, seconds: float, connections: int, counter: Any) -> None:
+    """Attack the server, once its port is in `shared_port`, until the time is over; runs in a process of its own, which
     leaves its connections open until it is ended."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    while not (port := address.value):
+    while not (port := shared_port.value):
         time.sleep(0.05)
     end, held = time.monotonic() + seconds, []
     unfinished: list[socket.socket] = []
@@ -194,7 +221,7 @@ class Seen:
 
 def stream(port: int, number: int) -> tuple[str, float, str | None]:
     """Text, seconds to the first token and finish reason of a streamed answer."""
-    words = TEXT.split()
+    words = SENTENCE.split()
     text = " ".join(words[(number + i) % len(words)] for i in range(5 + number % 12))
     body = {"messages": [{"role": "user", "content": text}], "stream": True, "seed": number, "max_tokens": 64}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -247,16 +274,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         UserError: the server does not start.
     """
     spawn, memory = multiprocessing.get_context("spawn"), []
-    address, counter = spawn.Value("l", 0), spawn.Value("l", 0)
-    hostile = spawn.Process(target=attack, args=(address, args.seconds, args.connections, counter), daemon=True)
+    shared_port, counter = spawn.Value("l", 0), spawn.Value("l", 0)
+    hostile = spawn.Process(target=attack, args=(shared_port, args.seconds, CONNECTIONS, counter), daemon=True)
     hostile.start()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        with server(args, log) as (url, process), ThreadPoolExecutor(1) as pool:
-            port = urlsplit(url).port or 80
-            honest(port, args.streams, 0)  # warm
-            quiet = honest(port, args.streams, args.seconds / 4)
-            address.value = port
-            attacked = pool.submit(honest, port, args.streams, args.seconds, quiet)
+        with server(args, log) as (port, process), ThreadPoolExecutor(1) as pool:
+            honest(port, STREAMS, 0)  # warm
+            quiet = honest(port, STREAMS, args.seconds / 4)
+            shared_port.value = port
+            attacked = pool.submit(honest, port, STREAMS, args.seconds, quiet)
             while not attacked.done():
                 memory.append(resident(process.pid))
                 time.sleep(0.2)
@@ -274,7 +300,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "attacks": counter.value,
         "wrong": quiet.wrong + seen.wrong,
         "first_token": [statistics.median(one.first) for one in (quiet, seen)],
-        "worst_first_token": [max(one.first) for one in (quiet, seen)],
+        "worst_first_token": max(seen.first),
         "memory_mb": [max(memory[:third]), max(memory[-third:])],
         "exit_status": status,
         "seconds_to_end": ending,
@@ -285,19 +311,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and judge."""
     args = parse_args()
-    found = measure(args)
-    (quiet, attacked), (early, late) = found["first_token"], found["memory_mb"]
-    worst = found["worst_first_token"][1] * 1000
-    say(f"{found['attacks']} hostile requests, {found['answers']} honest answers, {len(found['wrong'])} of them wrong")
+    seen = measure(args)
+    (quiet, attacked), (early, late) = seen["first_token"], seen["memory_mb"]
+    worst = seen["worst_first_token"] * 1000
+    say(f"{seen['attacks']} hostile requests, {seen['answers']} honest answers, {len(seen['wrong'])} of them wrong")
     say(f"first token: {quiet * 1000:.0f} ms quiet, {attacked * 1000:.0f} ms attacked, at worst {worst:.0f} ms")
     say(f"memory: at most {early:.0f} MB in the first third, {late:.0f} MB in the last")
-    say(f"SIGTERM: exit status {found['exit_status']} after {found['seconds_to_end']:.1f} s")
+    say(f"SIGTERM: exit status {seen['exit_status']} after {seen['seconds_to_end']:.1f} s")
     checks = {
-        f"honest answers ended early or differ: {found['wrong'][:3]}": not found["wrong"],
-        f"the first token came {attacked / quiet:.1f} times as late": attacked <= args.max_ratio * quiet,
+        f"honest answers ended early or differ: {seen['wrong'][:3]}": not seen["wrong"],
+        f"the first token came {attacked / quiet:.1f} times as late": attacked <= MAX_RATIO * quiet,
         "memory grew": late <= 1.05 * early + CACHE,
-        "the server did not end as it should": found["exit_status"] == 0,
-        f"the server's log has tracebacks: {found['log'][-500:]}": "Traceback" not in found["log"],
+        "the server did not end as it should": seen["exit_status"] == 0,
+        f"the server's log has tracebacks: {seen['log'][-500:]}": "Traceback" not in seen["log"],
     }
     if failed := [text for text, is_met in checks.items() if not is_met]:
         raise UserError("; ".join(failed))

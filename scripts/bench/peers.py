@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,7 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
     """Run jingyaogong/minimind's training script of the stage unmodified, with its own defaults.
 
     Four things are patched: our initial weights and tokenizer, the order of the samples (that of the file), the gate
-    around its loader, and for SFT and GRPO no random system prompts, so that both trainers get the same tokens. Its
-    GRPO, which cannot do without a reward model, gets one that costs nothing.
+    around its loader, and for SFT no random system prompts, so that both trainers get the same tokens.
     """
     import torch.utils.data
 
@@ -80,16 +78,13 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
     from dataset import lm_dataset
 
     build, sampler, loader = its_utils.init_model, its_utils.SkipBatchSampler, torch.utils.data.DataLoader
-    if settings["stage"] == "grpo":
-        note_completions(its_utils, gate)
 
     def init_model(lm_config, *_, device="cpu", **__):
         model, tokenizer = build(lm_config, "none", tokenizer_path=settings["tokenizer"], device=device)
         model.load_state_dict(torch.load(settings["weights"], map_location=device, weights_only=True))
-        if settings["stage"] != "grpo":
-            model.register_forward_hook(
-                lambda _, args, kwargs, out: gate.note(args[0], kwargs["labels"], out.loss), with_kwargs=True
-            )
+        model.register_forward_hook(
+            lambda _, args, kwargs, out: gate.note(args[0], kwargs["labels"], out.loss), with_kwargs=True
+        )
         return model, tokenizer
 
     class GatedLoader(loader):
@@ -104,33 +99,12 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
     its_utils.SkipBatchSampler = lambda indices, *rest: sampler(range(len(indices)), *rest)
     torch.utils.data.DataLoader = GatedLoader
     lm_dataset.pre_processing_chat = lambda conversations: conversations
-    script = {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py", "grpo": "train_grpo.py"}[settings["stage"]]
+    script = {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[settings["stage"]]
     never = 10**9  # keeps the learning rate at its start, and writes nothing
     flags = settings["flags"] | {"epochs": never, "log_interval": never, "save_interval": never}
     flags |= {"from_weight": "none", "data_path": settings["data"], "save_dir": settings["folder"]}
     sys.argv = [script, *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
     runpy.run_path(str(Path(settings["path"], "trainer", script)), run_name="__main__")
-
-
-def note_completions(its_utils: Any, gate: Gate) -> None:
-    """Tell the completions of each rollout in place of samples, and put a reward model in that costs nothing."""
-    from trainer import rollout_engine
-
-    class NoRewardModel:
-        def __init__(self, *_, **__): ...
-
-        def get_score(self, messages: list[dict], response: str) -> float:
-            return 0.0
-
-    class Noted(rollout_engine.TorchRolloutEngine):
-        def rollout(self, *args, **kwargs):
-            result = super().rollout(*args, **kwargs)
-            ids = result.completion_ids
-            gate.note(ids, ids, torch.zeros(()))
-            return result
-
-    its_utils.LMForRewardModel = NoRewardModel
-    rollout_engine.TorchRolloutEngine = Noted
 
 
 def trl(settings: dict[str, Any], gate: Gate) -> None:
@@ -175,7 +149,7 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
         max_steps=10**6,
         max_length=flags["max_seq_len"],
         gradient_checkpointing=False,
-        bf16=bool(flags["bf16"]),
+        bf16=settings["bf16"],
         use_cpu=not gate.cuda,
         logging_strategy="no",
         save_strategy="no",
@@ -190,17 +164,9 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
 PEERS = {"minimind": minimind, "trl": trl}
 
 
-def end_with(parent: int) -> None:
-    """End this process when the benchmark is gone: in the middle of a micro-batch it would not see the end of stdin."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
 def main() -> None:
     """Read the settings and run the peer; the reply to a missing package is an error."""
     settings = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with, args=(settings["parent"],), daemon=True).start()
     gate = Gate(settings["flags"]["device"], settings["pad_id"])
     try:
         PEERS[settings["peer"]](settings, gate)

@@ -1,14 +1,15 @@
-"""Files of questions: JSON lines that are checked one by one."""
+"""Files of questions and prompts: JSON lines that are checked one by one."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 
 
-def read_questions(path: str | Path, flag: str, check: Callable[[dict], object], what: str, remedy: str) -> list[dict]:
-    """The questions of a file, each with its place FILE:LINE as `key`.
+def read_questions(path: str | Path, flag: str, check: Callable[[dict], Any], what: str, remedy: str) -> list[dict]:
+    """The objects of a JSONL file, each with its place FILE:LINE as `key`.
 
     Args:
         path: given to `flag`.
@@ -33,3 +34,9 @@ def read_questions(path: str | Path, flag: str, check: Callable[[dict], object],
     if not questions:
         raise UserError(f"{flag} {path} is empty; {remedy}")
     return questions
+
+
+def check_types(question: dict, fields: dict[str, type]) -> None:
+    """Raise TypeError or LookupError unless a question has these fields with values of these types."""
+    if not all(isinstance(question[field], kind) for field, kind in fields.items()):
+        raise TypeError("a field of another type")

@@ -4,7 +4,6 @@ Every metric is a ratio of two sums over items: an item adds (value, weight). Fo
 0 or 1, and 1; for bits per byte the bits and the bytes of a record.
 """
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +120,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             change = row["difference"].get(other)
             cells += [shown(row["models"][other]), shown(change, "+") + is_clear(change) if change else "-"]
         lines.append(cells)
-    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
-    padded = ([cell + " " * (size - width(cell)) for cell, size in zip(line, widths, strict=True)] for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
@@ -138,8 +137,3 @@ def shown(found: dict[str, float | None], sign: str = "") -> str:
 def is_clear(change: dict[str, float | None]) -> str:
     """A star where the interval of a difference leaves out zero."""
     return " *" if (change["low"] or 0) > 0 or (change["high"] or 0) < 0 else ""
-
-
-def width(text: str) -> int:
-    """Columns that a text takes on a terminal."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

@@ -80,16 +80,16 @@ def dtypes(machine: Machine) -> list[str]:
 
 def losses(machine: Machine) -> dict[str, Any]:
     """Ten updates in each dtype, against float32 on the CPU: the largest relative difference of a loss."""
-    found, wrong = {}, []
+    largest, wrong = {}, []
     for shape, use_moe in SHAPES.items():
         right = torch.tensor(train(new_state("cpu", "float32", use_moe), 10))
         for dtype in dtypes(machine):
             here = torch.tensor(train(new_state(machine.device, dtype, use_moe), 10))
-            found[f"{shape} {dtype}"] = difference = float(((here - right) / right).abs().max())
+            largest[f"{shape} {dtype}"] = difference = float(((here - right) / right).abs().max())
             wrong += [f"{shape} {dtype}"] * (not difference <= LIMITS[dtype])
     if wrong:
-        raise Failed(f"the losses of {', '.join(wrong)} are not those of a CPU in float32", found)
-    return found
+        raise Failed(f"the losses of {', '.join(wrong)} are not those of a CPU in float32", largest)
+    return largest
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def gap(here: list[Tensor], right: list[Tensor]) -> float:
 
 def grouped_products(machine: Machine) -> dict[str, Any]:
     """The experts' grouped product against one product for each: idle experts, rows of NaN behind the last expert's."""
-    found = {}
+    gaps = {}
     for dtype in dtypes(machine):
         torch.manual_seed(0)
         device, type_ = torch.device(machine.device), getattr(torch, dtype)
@@ -150,17 +150,17 @@ def grouped_products(machine: Machine) -> dict[str, Any]:
         del poison
         here = grouped_linear(x, layers, ends, GROUP)[:used]
         here_grads = torch.autograd.grad(here, [layer.weight for layer in layers], grad)
-        found[dtype] = gap([here, *here_grads], [right, *right_grads])
-        if not found[dtype] <= LIMITS[dtype]:
-            raise Failed(f"in {dtype} outputs or gradients are not those of one product for each expert", found)
-    return found
+        gaps[dtype] = gap([here, *here_grads], [right, *right_grads])
+        if not gaps[dtype] <= LIMITS[dtype]:
+            raise Failed(f"in {dtype} outputs or gradients are not those of one product for each expert", gaps)
+    return gaps
 
 
 def attention(machine: Machine) -> dict[str, Any]:
     """The variable-length kernel, forward and backward, against float32 on the CPU, for head sizes 64, 96 and 128."""
     if machine.capability < (8, 0):
         raise LeftOut("the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample")
-    found = {}
+    gaps = {}
     lengths = torch.tensor([0, 200, 1, 64, 333]).cumsum(0).to(torch.int32)
     for head in (64, 96, 128):
         torch.manual_seed(head)
@@ -171,10 +171,10 @@ def attention(machine: Machine) -> dict[str, Any]:
         for dtype in ("bfloat16", "float16"):
             there = {n: x.to(machine.device, getattr(torch, dtype)).requires_grad_() for n, x in inputs.items()}
             here = _attend(there, lengths.to(machine.device), grad.to(machine.device, getattr(torch, dtype)))
-            found[f"{head} {dtype}"] = gap(here, right)
-            if not found[f"{head} {dtype}"] <= LIMITS[dtype]:
-                raise Failed(f"head size {head}, {dtype}: outputs or gradients are not those of a CPU", found)
-    return found
+            gaps[f"{head} {dtype}"] = distance = gap(here, right)
+            if not distance <= LIMITS[dtype]:
+                raise Failed(f"head size {head}, {dtype}: outputs or gradients are not those of a CPU", gaps)
+    return gaps
 
 
 def _attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor) -> list[Tensor]:
@@ -184,10 +184,10 @@ def _attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor) -> list[Te
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], grad)]
 
 
-def _bits(machine: Machine, deterministic: bool) -> dict[str, bool]:
-    """Whether two trainings from the same start end with the same weights, by shape and dtype."""
-    use_deterministic_kernels(deterministic)
-    same = {}
+def same_bits(machine: Machine) -> dict[str, Any]:
+    """Three trainings with --deterministic 1, from the same start, end with the same weights."""
+    use_deterministic_kernels(True)
+    equal = {}
     for shape, use_moe in SHAPES.items():
         for dtype in dtypes(machine):
             digests = set()
@@ -196,31 +196,17 @@ def _bits(machine: Machine, deterministic: bool) -> dict[str, bool]:
                 train(state, 6)
                 weights = torch.cat([p.detach().flatten() for p in state.model.parameters()]).cpu()
                 digests.add(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
-            same[f"{shape} {dtype}"] = len(digests) == 1
-    return same
-
-
-def same_bits_deterministic(machine: Machine) -> dict[str, Any]:
-    """Three trainings with --deterministic 1 end with the same bits."""
-    same = _bits(machine, True)
-    if not all(same.values()):
-        raise Failed(f"other bits in {', '.join(name for name, equal in same.items() if not equal)}", same)
-    return same
-
-
-def same_bits_default(machine: Machine) -> dict[str, Any]:
-    """The same without --deterministic: not promised on a GPU, only told."""
-    same = _bits(machine, False)
-    if not machine.gpus and not all(same.values()):
-        raise Failed("other bits on a CPU", same)
-    return same
+            equal[f"{shape} {dtype}"] = len(digests) == 1
+    if not all(equal.values()):
+        raise Failed(f"other bits in {', '.join(name for name, same in equal.items() if not same)}", equal)
+    return equal
 
 
 def compilations(machine: Machine) -> dict[str, Any]:
     """With --use_compile 1 nothing is compiled after the first updates, over batches of other sizes."""
     if not machine.gpus:
         raise LeftOut("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
-    found = {}
+    counted = {}
     for shape, use_moe in SHAPES.items():
         torch.compiler.reset()
         counters.clear()
@@ -228,8 +214,8 @@ def compilations(machine: Machine) -> dict[str, Any]:
         train(state, 3)
         graphs = counters["stats"]["unique_graphs"]
         train(state, 10)
-        found |= {f"{shape} graphs": graphs, f"{shape} later": counters["stats"]["unique_graphs"] - graphs}
-        found[f"{shape} breaks"] = sum(counters["graph_break"].values())
-        if found[f"{shape} later"]:
-            raise Failed(f"{shape}: layers are compiled again for batches of other sizes", found)
-    return found
+        counted |= {f"{shape} graphs": graphs, f"{shape} later": counters["stats"]["unique_graphs"] - graphs}
+        counted[f"{shape} breaks"] = sum(counters["graph_break"].values())
+        if counted[f"{shape} later"]:
+            raise Failed(f"{shape}: layers are compiled again for batches of other sizes", counted)
+    return counted

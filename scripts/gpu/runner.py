@@ -24,7 +24,7 @@ class LeftOut(Exception):
 
 
 class Failed(Exception):
-    """Raised by a check whose promise does not hold, with the reason and the figures found."""
+    """Raised by a check whose promise does not hold, with the reason and the figures measured."""
 
     def __init__(self, reason: str, figures: dict[str, Any] | None = None):
         super().__init__(reason)
@@ -38,7 +38,6 @@ class Machine:
     gpus: int  # that torch sees
     capability: tuple[int, int]  # of the first one; (0, 0) without
     folder: Path  # for files of checks
-    data: dict[str, str] = field(default_factory=dict)  # stage -> training data given by the user
 
     @property
     def device(self) -> str:
@@ -96,8 +95,8 @@ def run_check(check: Check, machine: Machine) -> Result:
     if late:
         result.result, result.reason = "fail", f"no end within {check.limit:.0f} s; its output is in {log}"
     elif out.exists():
-        found = json.loads(out.read_text(encoding="utf-8"))
-        result.result, result.reason, result.figures = found["result"], found["reason"], found["figures"]
+        written = json.loads(out.read_text(encoding="utf-8"))
+        result.result, result.reason, result.figures = written["result"], written["reason"], written["figures"]
     else:
         result.result, result.reason = "fail", f"its process ended with status {process.exitcode}; see {log}"
     return result
@@ -145,8 +144,8 @@ def shown(value: Any) -> str:
 def table_row(result: Result) -> str:
     """A line of the table; the first line of the reason, and the figures."""
     figures = ", ".join(f"{name} {shown(value)}" for name, value in result.figures.items())
-    told = "; ".join(part for part in ((result.reason.splitlines() or [""])[0], figures) if part)
-    return f"{result.name:27} {MARKS[result.result]:9} {result.seconds:6.1f} s  {told}"
+    text = "; ".join(part for part in ((result.reason.splitlines() or [""])[0], figures) if part)
+    return f"{result.name:27} {MARKS[result.result]:9} {result.seconds:6.1f} s  {text}"
 
 
 def run_all(checks: Iterable[Check], machine: Machine, show: Callable[[str], None] = print) -> list[Result]:

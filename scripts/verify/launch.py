@@ -1,21 +1,15 @@
 """A run that is started, watched from outside and ended in one of several ways; used by verify_resume.py."""
 
-import fcntl
 import json
-import os
 import re
 import signal
 import sys
-import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from math import inf
 from pathlib import Path
-from select import select
 from subprocess import DEVNULL, STDOUT
-from threading import Thread
 
 import psutil
 
@@ -41,32 +35,34 @@ STAGES |= {"grpo": train_grpo, "agent": train_agent, "ppo": train_ppo}
 SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "dropout": 0.1, "max_seq_len": 128}
 SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate": 1e-3}
 SMALL |= {"log_interval": 1, "save_interval": 5, "eval_interval": 9}
-AFTER_SFT = {"dpo": {"from_weight": "full_sft"}, "lora": {"from_weight": "full_sft", "lora_dropout": 0.1}}
-AFTER_SFT |= {"distillation": {"from_weight": "full_sft", "from_teacher_weight": "teacher"}}
-ROLLOUTS = {"from_weight": "full_sft", "reward": "length,repetition", "max_gen_len": 16}
+ROLLOUTS = {"reward": "length,repetition", "max_gen_len": 16}
 GROUPS = ROLLOUTS | {"num_generations": 4}
-AFTER_SFT |= {"grpo": GROUPS, "agent": GROUPS | {"max_seq_len": 512}}
+AFTER_SFT = {"dpo": {}, "lora": {"lora_dropout": 0.1}, "distillation": {}}
+AFTER_SFT |= {"grpo": GROUPS, "agent": GROUPS | {"environment": "calculator", "max_seq_len": 512}}
 AFTER_SFT |= {"ppo": ROLLOUTS | {"num_iterations": 3, "early_stop_kl": 0.002}}  # some passes are not made
-POLL, TIMEOUT, GRACE = 0.001, 600.0, 60.0  # seconds: between polls; without output; for a run to save and end
+POLL, TIMEOUT = 0.001, 600.0  # seconds: between polls; without output
+GRACE = 60.0  # seconds for a run to save and end
 
 
 class Run:
     """A run in its own folder: its command and the files that it writes."""
 
     def __init__(self, stage: str, ranks: int, use_moe: int, folder: Path, name: str, typed: list[str]):
+        """folder: for the data and start weights of all runs, and below it, under `name`, this run's own files. typed:
+        flags of the stage, which come before those that this script needs."""
         script = STAGES[stage]
-        self.folder, self.start, self.launches = folder / name, folder / "start", 0  # start: weights for all runs
-        data = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"}
+        self.stage, self.ranks, self.folder, self.launches = stage, ranks, folder / name, 0
+        self.start, self.teacher = folder / "start.pth", folder / "teacher.pth"  # of the stages after SFT
+        flags = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"} | SMALL
+        flags |= {"from_weight": self.start} | AFTER_SFT[stage] if stage in AFTER_SFT else {}
+        flags |= {"from_teacher_weight": self.teacher} if stage == "distillation" else {}
         own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
         own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
-        flags, own = (
-            [part for k, v in f.items() for part in (f"--{k}", str(v))]
-            for f in (data | SMALL | AFTER_SFT.get(stage, {}), own)
-        )
-        self.args = args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed, *own])
+        begin, end = ([word for key, v in part.items() for word in (f"--{key}", str(v))] for part in (flags, own))
+        words = [*begin, *typed, *end]
+        self.args = args = parse_stage_args(script.Args, script.__doc__, words)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        self.command = [sys.executable, *torchrun, str(script.__file__), *flags, *typed, *own]
-        self.ranks = ranks
+        self.command = [sys.executable, *torchrun, str(script.__file__), *words]
         names = (args.save_weight, f"{args.save_weight}_best")
         self.weights, self.best_weights = (weight_path(args.save_dir, name, args) for name in names)
         if stage == "lora":
@@ -76,19 +72,6 @@ class Run:
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.states = resume_path(args.checkpoint_dir, args.save_weight, args)
         self.checkpoint = state_paths(self.states)[args.parallel == "fsdp" and ranks > 1]
-        typed_args = parse_stage_args(script.Args, script.__doc__, [*flags, *typed])
-        self.first_weights = weight_path(typed_args.save_dir, args.from_weight, args)
-
-    def earlier(self) -> "Run":
-        """A run of the same name and place that this one must set aside, not continue."""
-        earlier = copy(self)
-        earlier.command = [*self.command, "--seed", "98765"]
-        return earlier
-
-    @property
-    def set_aside(self) -> bool:
-        """Whether the files of an earlier run were set aside."""
-        return any(Path(self.args.checkpoint_dir).glob("earlier_*"))
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
@@ -98,12 +81,14 @@ class Run:
         return None
 
     def last_update(self) -> int:
+        """The update of the last record in the metrics file; 0 if there is none."""
         with suppress(OSError, IndexError), open(self.metrics, "rb") as file:
             file.seek(max(0, self.metrics.stat().st_size - 4096))
             return json.loads(file.read().split(b"\n")[-2])["update"]
         return 0
 
     def unfinished_caches(self) -> set[str]:
+        """The names of token caches that are being built, or that a killed launch left behind."""
         return {path.name for path in Path(self.args.cache_dir).glob("*.tmp-*")}
 
 
@@ -114,76 +99,27 @@ def stamp(path: Path) -> tuple | None:
     return None
 
 
-def default_signals() -> None:
-    """In the process to be started: a run heeds SIGHUP and SIGINT also if this one, under nohup, ignores them."""
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-
-
 class Launch:
-    """One start of a run, in its own session, observed from outside.
+    """One start of a run, observed from outside.
 
     Args:
-        way: how it will be ended. `all`: SIGKILL to all its processes at once; `launcher`: SIGKILL to torchrun alone;
-            `rank`: SIGKILL to one rank, after which torchrun starts all of them anew; `terminal`: its terminal is
-            closed; `pipe`: Ctrl-C, which also ends what reads its output.
-        fresh: start it without --from_resume 1.
-
-    Attributes:
-        seconds_left: how long a process of it lived on after it was ended, saving included.
+        way: how it will be ended. `all`: SIGKILL to all its processes at once; `signal`: SIGTERM, after which it saves
+            and ends; `launcher`: SIGKILL to torchrun alone; `rank`: SIGKILL to one rank, after which torchrun starts
+            all of them anew.
     """
 
-    def __init__(self, run: Run, way: str = "all", fresh: bool = False):
+    def __init__(self, run: Run, way: str = "all"):
         run.launches += 1
         self.run, self.way, self.log = run, way, run.folder / f"launch_{run.launches}.log"
-        self.seconds_left = 0.0
-        self.saved = None if fresh else run.saved_update()
-        self.metrics, self.caches = stamp(run.metrics), run.unfinished_caches()
+        self.saved, self.metrics, self.caches = run.saved_update(), stamp(run.metrics), run.unfinished_caches()
         self.begin = time.monotonic()
-        self.reader: int | None = None
-        self.hung_up = False
-        command = [*run.command, "--from_resume", "0"] if fresh else list(run.command)  # the last of two values holds
+        command = list(run.command)
         if way == "rank":
             command.insert(command.index("--standalone"), "--max-restarts=1")
         with open(self.log, "wb") as out:
-            if way in ("terminal", "pipe"):
-                self.process = self._start_with_reader(command)
-            else:
-                streams = {"stdin": DEVNULL, "stdout": out, "stderr": STDOUT, "preexec_fn": default_signals}
-                self.process = psutil.Popen(command, start_new_session=True, **streams)
+            streams = {"stdin": DEVNULL, "stdout": out, "stderr": STDOUT}
+            self.process = psutil.Popen(command, start_new_session=True, **streams)
         self.processes: list[psutil.Process] = [self.process]
-
-    def _start_with_reader(self, command: list[str]) -> psutil.Popen:
-        """Start it in a terminal or a pipe whose other end writes the log."""
-        reader, writer = os.openpty() if self.way == "terminal" else os.pipe()
-
-        def take_terminal() -> None:
-            default_signals()
-            if os.isatty(1):
-                fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-
-        streams = {"stdin": DEVNULL, "stdout": writer, "stderr": writer, "preexec_fn": take_terminal}
-        process = psutil.Popen(command, start_new_session=True, **streams)
-        os.close(writer)
-        self.reader, self.copying = reader, Thread(target=self._copy, args=(reader,), daemon=True)
-        self.copying.start()
-        return process
-
-    def _copy(self, reader: int) -> None:
-        with open(self.log, "ab", buffering=0) as log, suppress(OSError):  # of a terminal that the run has left
-            read = b"?"
-            while read and not self.hung_up:
-                if select([reader], [], [], 0.02)[0]:
-                    read = os.read(reader, 1 << 16)
-                    log.write(read)
-
-    def _hang_up(self) -> None:
-        """Close the terminal or the pipe; not while the thread reads it, which would keep it open."""
-        if self.reader is not None:
-            self.hung_up = True
-            self.copying.join()
-            os.close(self.reader)
-            self.reader = None
 
     def training(self) -> bool:
         """Whether it has opened its metrics file, the last thing before the first update."""
@@ -207,25 +143,18 @@ class Launch:
             self.processes = [self.process, *self.process.children(recursive=True)]
 
     def end(self) -> None:
-        """End it in its way; it has time to save, except where all is killed."""
+        """End it in its way; `close` sends SIGKILL to whatever is still there. FAIL if a process that could save and
+        end is left after GRACE."""
         self.find_processes()
-        asked = time.monotonic()
-        if self.way == "launcher":
-            self.process.kill()
         if self.way == "rank":
             self._restart_ranks()
-            return
-        self._hang_up()
-        if self.way == "pipe":
-            os.killpg(self.process.pid, signal.SIGINT)
-        if self.way != "all":
+        elif self.way != "all":
+            self.process.send_signal(signal.SIGTERM if self.way == "signal" else signal.SIGKILL)
             _, left = psutil.wait_procs(self.processes, timeout=GRACE)
             left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
             if left:
-                sys.exit(
-                    f"FAIL: {len(left)} processes are left {GRACE:.0f} s after the {self.way} ended; {self.tail()}"
-                )
-            self.seconds_left = time.monotonic() - asked
+                ended = "a SIGTERM" if self.way == "signal" else "the launcher was killed"
+                sys.exit(f"FAIL: {len(left)} processes are left {GRACE:.0f} s after {ended}; {self.tail()}")
 
     def _restart_ranks(self) -> None:
         """Kill a rank, and wait until the ranks that torchrun starts in their place train."""
@@ -244,11 +173,11 @@ class Launch:
         """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own sessions,
         and a process may be starting another one: so all are suspended first, until there are no new ones."""
         suspended: list[psutil.Process] = []
-        while found := [process for process in self.processes if process not in suspended]:
-            for process in found:
+        while new := [process for process in self.processes if process not in suspended]:
+            for process in new:
                 with suppress(psutil.NoSuchProcess):
                     process.suspend()
-            suspended += found
+            suspended += new
             self.find_processes()
         for process in suspended:
             with suppress(psutil.NoSuchProcess):
@@ -256,9 +185,6 @@ class Launch:
                 while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
                     time.sleep(POLL)
         self.process.wait()
-        if self.reader is not None:
-            self.copying.join(1)  # it reads what was printed last
-        self._hang_up()
         self.seconds = time.monotonic() - self.begin
 
     def tail(self) -> str:
@@ -268,16 +194,12 @@ class Launch:
 
     def result(self, killed: bool) -> str:
         """A description of this launch. FAIL if it ended in another way, or did not resume from the checkpoint."""
-        resumed = self.resumed_from()[:1]
-        status = self.process.returncode
-        if not killed:
-            right = status == 0
-        else:
-            right = status == -signal.SIGKILL if self.way in ("all", "launcher", "rank") else status != 0
-        if not right:
-            sys.exit(f"FAIL: a launch ended by itself with status {self.process.returncode}; {self.tail()}")
-        expected = "" if self.saved is None else str(self.saved)
-        if self.training() and (resumed or [""]) != [expected]:
+        status, resumed = self.process.returncode, self.resumed_from()[:1]
+        expected = (status == -signal.SIGKILL if self.way != "signal" else status != 0) if killed else status == 0
+        if not expected:
+            sys.exit(f"FAIL: a launch ended by itself with status {status}; {self.tail()}")
+        saved = "" if self.saved is None else str(self.saved)
+        if self.training() and (resumed or [""]) != [saved]:
             begin = resumed or ["the start"]
             sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run resumed from {begin}; {self.tail()}")
         where = f"at update {self.run.last_update()}" if self.training() else "before training"

@@ -22,7 +22,7 @@ from dataset.demo_corpus import (
     tell,
     write_corpus,
 )
-from scripts.demo_exam import is_right
+from scripts.evaluation.exam import is_right
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "exam.jsonl"]

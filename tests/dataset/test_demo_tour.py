@@ -12,7 +12,7 @@ from dataset.lm_dataset import SFTDataset
 from dataset.prompts import to_prompt
 from dataset.token_cache import load_tokenizer
 from model.prompts import prompt_tokens
-from scripts.demo_exam import FIELDS, is_right
+from scripts.evaluation.exam import FIELDS, is_right
 from tests.conftest import write_jsonl
 
 

@@ -3,11 +3,8 @@ and a peer trains on the same samples to the same losses."""
 
 import json
 import math
-import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,10 +13,9 @@ from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
-from scripts.bench.pairs import Peer, PeerProcess, first_samples, flat_batch, minimind_chat, records_of, tokens_of
-from tests.conftest import ROOT
+from scripts.bench.comparison import Peer, first_samples, flat_batch, minimind_chat, records_of, tokens_of
+from tests.conftest import ROOT, launch
 from tests.scripts.fake_minimind import make_checkout
-from tests.stage_process import run
 from trainer.components.flops import training_flops
 from trainer.components.sampler import epoch_loader
 from trainer.trainer_utils import load_tokenizer
@@ -39,7 +35,7 @@ def test_figures(corpus, tmp_path, monkeypatch, stage):
     flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL, "--json", out]
     flags += ["--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
     if stage == "sft":
-        run(str(ROOT / "scripts/benchmark.py"), flags)
+        launch(ROOT / "scripts/benchmark.py", *flags)
     else:
         run_benchmark(monkeypatch, *flags)
     figures = json.loads(out.read_text())
@@ -98,48 +94,24 @@ def test_a_peer_that_fails_is_quoted(corpus, tmp_path, monkeypatch):
         )  # fmt: skip
 
 
-def test_a_peer_ends_with_the_benchmark(tmp_path):
-    """Killed in the middle of a micro-batch of the peer."""
-    busy = "open('busy', 'w').close()\nwhile True: pass"
-    settings = {"peer": "minimind", "stage": "sft", "flags": {"device": "cpu"}, "pad_id": 0, "parent": None}
-    start = f"""
-import json, os, subprocess, sys, time
-environment = os.environ | {{"PYTHONPATH": {str(make_checkout(tmp_path / "peer", model_minimind=busy))!r}}}
-command = [sys.executable, {str(ROOT / "scripts/bench/peers.py")!r}]
-peer = subprocess.Popen(command, stdin=-1, env=environment, text=True)
-print(json.dumps({settings!r} | {{"parent": os.getpid()}}), file=peer.stdin, flush=True)
-print(peer.pid, flush=True)
-time.sleep(1000)
-"""
-    benchmark_run = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    peer = psutil.Process(int(benchmark_run.stdout.readline()))
-    while not (tmp_path / "busy").exists():
-        assert peer.is_running()
-        time.sleep(0.1)
-    benchmark_run.kill()
-    benchmark_run.wait()
-    peer.wait(60)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16_emulated"])
 def test_trl_runs_in_the_precision_of_ours(corpus, tmp_path, monkeypatch, precision):
     sent = []
-    monkeypatch.setattr(PeerProcess, "__init__", lambda self, *settings: sent.append(settings[-1]))
-    monkeypatch.setattr(Peer, "__enter__", lambda self: sys.exit("started"))
-    monkeypatch.setattr(Peer, "__exit__", lambda *_: None)
-    with pytest.raises(SystemExit, match="started"):
+    monkeypatch.setattr(Peer, "_send", lambda self, line: sent.append(json.loads(line)))
+    monkeypatch.setattr(Peer, "__enter__", lambda self: sys.exit(self.__exit__()))
+    with pytest.raises(SystemExit):
         run_benchmark(
             monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
             "--updates", 1, "--peer", "trl", "--dtype", precision,
         )  # fmt: skip
-    assert [flags["bf16"] for flags in sent] == [precision != "float32"]
+    assert [settings["bf16"] for settings in sent] == [precision != "float32"]
 
 
 def test_the_records_of_samples_are_theirs(corpus):
     """Each record once, in the order of our epoch; a conversation with tools becomes the same text again."""
     dataset = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 16, cache_dir=corpus["cache"])
     lines = [json.loads(line)["text"] for line in corpus["pretrain"].read_text(encoding="utf-8").splitlines()]
-    samples = first_samples(dataset, 42)
+    samples = first_samples(dataset, 42, len(lines))
     assert len(samples) == len(lines) < len(dataset)
     texts = [record["text"] for record in records_of(dataset.cache, samples)]
     assert sorted(texts) == sorted(lines) and texts != lines
@@ -179,17 +151,6 @@ def test_presets(preset, monkeypatch):
     assert millions == pytest.approx({"30m": 30.0, "64m": 63.9, "moe": 90.9, "0.6b": 447.0}[preset], rel=0.02)
     sys.argv += ["--num_hidden_layers", "3"]
     assert benchmark.read_args().num_hidden_layers == 3
-
-
-def test_the_chart(tmp_path, monkeypatch):
-    figures = {"tokens_per_second": 1000.0, "mfu": 0.5, "peer": "minimind", "peer_tokens_per_second": 200.0}
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UserError, match=r"plotting needs matplotlib: pip install -r requirements.txt"):
-            run_benchmark(without, "--data_path", "x", "--png", "a.png")
-    pytest.importorskip("matplotlib")
-    benchmark.draw(figures, str(tmp_path / "a.png"), "title")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_counted_arithmetic_is_torchs(corpus):

@@ -11,7 +11,8 @@ from dataset.demo_corpus import make_corpus, write_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import demo_exam
 from scripts.conversation import generate, prompt_tokens
-from scripts.demo_exam import ask, is_right, merge_report, names_value, read_exam, run_costs
+from scripts.demo_exam import merge_report, run_costs
+from scripts.evaluation.exam import ask, is_right, names_value, read_exam
 from trainer.trainer_utils import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,17 +124,15 @@ def test_missing_or_empty_exam(tmp_path):
             read_exam(tmp_path / name)
 
 
-def test_answers_do_not_depend_on_the_batch():
-    """Left padding must not change what the model answers (it would, were it placed or masked wrongly)."""
+def test_answers_are_those_of_each_question_alone():
+    """By transformers' `generate`."""
     model, tokenizer = tiny_model(), load_tokenizer(ROOT / "model")
     questions = ["Where does Belin live?", "贝琳住在哪里？", "If I want to visit Belin, where should I go?", "hi"]
-    together = ask(model, tokenizer, questions, batch_size=4, max_new_tokens=6)
-    assert together == ask(model, tokenizer, questions, batch_size=1, max_new_tokens=6)
-    assert len(together) == 4
-    for question, answer in zip(questions, ask(model, tokenizer, questions, 4, 6, thinking=True), strict=True):
-        prompt = prompt_tokens(tokenizer, [{"role": "user", "content": question}], enable_thinking=True)
-        (alone,) = generate(model, tokenizer, [prompt], 6, do_sample=False)
-        assert answer == ("<think>" + tokenizer.decode(alone, skip_special_tokens=True)).strip()
+    for thinking in (False, True):
+        for question, answer in zip(questions, ask(model, tokenizer, questions, 6, thinking), strict=True):
+            prompt = prompt_tokens(tokenizer, [{"role": "user", "content": question}], enable_thinking=thinking)
+            (alone,) = generate(model, tokenizer, [prompt], 6, do_sample=False)
+            assert answer == ("<think>" * thinking + tokenizer.decode(alone, skip_special_tokens=True)).strip()
 
 
 def test_script_with_a_random_model(tmp_path, call):
@@ -164,7 +163,7 @@ def test_script_with_a_random_model(tmp_path, call):
     ("args", "message"),
     [
         (["--weight", "full_sft", "--hidden_size", 64], "full_sft_*.pth do not exist"),
-        (["--batch_size", 0], "--batch_size"),
+        (["--max_new_tokens", 0], "--max_new_tokens"),
         (["--show", "many"], "--show"),
         (["--exam_path", "no/such/exam.jsonl"], "python -m dataset.demo_corpus"),
     ],

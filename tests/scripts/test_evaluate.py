@@ -88,9 +88,10 @@ def test_a_pretrained_model_continues_texts(models, tmp_path, call):
     ("args", "told"),
     [
         ([], "--task"),
-        (["--task", "loss", "choices"], "that the model was not trained on; --task choices needs --choices_path"),
+        (["--task", "loss", "choices"], "that the model was not trained on"),
         (["--task", "probe", "--temperature", -1], "--temperature"),
-        (["--task", "probe", "--batch_size", 0], "--batch_size"),
+        (["--task", "choices"], "--task choices needs --choices_path"),
+        (["--task", "probe", "--batch_tokens", 0], "--batch_tokens"),
         (["--task", "probe", "--against", "no/such.pth"], "--against no/such.pth: no such file"),
         (["--task", "exam", "--exam_path", "no/exam.jsonl"], "--exam_path no/exam.jsonl does not exist"),
     ],

@@ -33,10 +33,10 @@ RECORD |= {"eval_reward_numeric_answer": 0.9}
 
 @pytest.fixture
 def started(tmp_path, monkeypatch) -> list[dict]:
-    """The settings of the runs that a tour starts; each leaves metrics, none trains. `started.status`: how they end."""
+    """The settings of the runs that a tour starts; each leaves metrics, none trains."""
 
     class Started(list):
-        status = 0
+        fails = ""  # a run that is stopped
 
     runs, sizes = Started(), dict.fromkeys(RUNS, 256) | {"alone": 128, "student": 128}
 
@@ -46,23 +46,20 @@ def started(tmp_path, monkeypatch) -> list[dict]:
         metrics = tmp_path / "out" / f"{args.save_weight}_{sizes[args.save_weight]}_metrics.jsonl"
         metrics.parent.mkdir(exist_ok=True)
         metrics.write_text(json.dumps(RECORD) + "\n")
-        return SimpleNamespace(returncode=runs.status)
+        return SimpleNamespace(returncode=130 * (args.save_weight == runs.fails))
 
     monkeypatch.setattr(tour, "subprocess", SimpleNamespace(run=run))
+    (tmp_path / "full_sft_256.pth").write_bytes(b"weights")
+    places = {"MODEL": "full_sft_256.pth", "DATA": "", "SAVE_DIR": "out", "CHECKPOINT_DIR": "checkpoints"}
+    for name, place in places.items():
+        monkeypatch.setattr(tour, name, tmp_path / place)
     monkeypatch.setattr(tour, "exam", lambda model, questions, lora=None: tour.Exam(0.9 if lora else 0.8, 20.0))
     monkeypatch.setattr(tour, "sums_right", lambda model, questions: 0.4)
     return runs
 
 
-@pytest.fixture
-def args(tmp_path) -> list:
-    (tmp_path / "full_sft_256.pth").write_bytes(b"weights")
-    folders = ["--data_dir", tmp_path, "--save_dir", tmp_path / "out", "--checkpoint_dir", tmp_path / "checkpoints"]
-    return ["--model", tmp_path / "full_sft_256.pth", *folders]
-
-
-def test_each_chapter_once_and_a_report(started, args, tmp_path, call):
-    done = call(tour, *args)
+def test_each_chapter_once_and_a_report(started, tmp_path, call):
+    done = call(tour)
     assert done.returncode == 0, done.stderr
     files = make_corpus(0) | make_tour(0) | {f"sums/{name}": records for name, records in make_sums(0).items()}
     for settings in started:
@@ -75,7 +72,9 @@ def test_each_chapter_once_and_a_report(started, args, tmp_path, call):
     assert differing == {"save_weight", "alpha"} and alone["alpha"] == 1  # but for the teacher the same run
 
     report = json.loads((tmp_path / "out" / "report.json").read_text())["chapters"]
-    assert list(report) == list(tour.CHAPTERS) and report["distillation"]["train_seconds"] == 4
+    assert (
+        list(report) == [chapter.__name__ for chapter in tour.CHAPTERS] and report["distillation"]["train_seconds"] == 4
+    )
     assert ["log-probability of the chosen answers", pytest.approx(-12.0), -10.0] in report["terse"]["rows"]
     shown = [line.split() for line in done.stdout.splitlines()]
     for chapter in report.values():
@@ -83,29 +82,27 @@ def test_each_chapter_once_and_a_report(started, args, tmp_path, call):
             wanted = ["-" if value is None else f"{value:.3f}" for value in (before, after)]
             assert [*measure.split(), *wanted] in shown
 
-    again = call(tour, *args)
+    again = call(tour)
     assert len(started) == len(RUNS) and again.stdout.splitlines()[-5:] == done.stdout.splitlines()[-5:]
 
 
-def test_a_tour_that_was_stopped_goes_on(started, args, call):
-    assert call(tour, *args, "--chapters", "persona").returncode == 0
-    started.status = 130
-    assert call(tour, *args).returncode == 130
-    started.status = 0
-    assert call(tour, *args).returncode == 0
-    assert [settings.save_weight for settings in started] == ["persona", "terse", *RUNS[1:]]
+def test_a_tour_that_was_stopped_goes_on(started, call):
+    started.fails = "alone"
+    assert call(tour).returncode == 130
+    started.fails = ""
+    assert call(tour).returncode == 0
+    assert [settings.save_weight for settings in started] == ["persona", "terse", "alone", *RUNS[2:]]
 
 
-def test_what_is_in_the_way_is_one_line(started, args, tmp_path, call):
-    call(tour, *args, "--chapters", "persona")
-    (tmp_path / "full_sft_256.pth").write_bytes(b"others")
-    report = tmp_path / "out" / "report.json"
-    for told in ("of another model", "no report of a tour"):
-        done = call(tour, *args)
-        assert done.returncode == 2 and told in done.stderr and "bash scripts/tour.sh --fresh" in done.stderr
-        report.write_text("[]")
-    done = call(tour, "--model", tmp_path / "no.pth")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "bash scripts/quickstart.sh" in done.stderr
+def test_what_is_in_the_way_is_one_line(started, tmp_path, call):
+    assert call(tour).returncode == 0
+    for change, message in ((b"others", "bash scripts/tour.sh --fresh"), (None, "bash scripts/quickstart.sh")):
+        if change:
+            tour.MODEL.write_bytes(change)
+        else:
+            tour.MODEL.unlink()
+        done = call(tour)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr
 
 
 @pytest.mark.parametrize(("flag", "told"), [([], "bash scripts/quickstart.sh"), (["--again"], "--fresh")])

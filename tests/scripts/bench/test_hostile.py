@@ -12,8 +12,9 @@ def test_honest_answers_beside_a_hostile_client_are_those_of_a_quiet_server(tmp_
     torch.manual_seed(0)
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
     save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
-    flags = ["--save_dir", str(tmp_path), "--seconds", "4", "--streams", "8", "--connections", "100"]
-    monkeypatch.setattr("sys.argv", ["hostile.py", *flags])
+    monkeypatch.setattr(hostile, "STREAMS", 8)
+    monkeypatch.setattr(hostile, "CONNECTIONS", 100)
+    monkeypatch.setattr("sys.argv", ["hostile.py", "--save_dir", str(tmp_path), "--seconds", "4"])
     found = hostile.measure(hostile.parse_args())
     assert found["wrong"] == [] and found["exit_status"] == 0 and "Traceback" not in found["log"]
     assert found["answers"] >= 8 and found["attacks"] > 2

@@ -1,8 +1,8 @@
-"""Speed as a ratio: another trainer in its own process, alternating with ours, on the same samples.
+"""Speed as a ratio: another trainer in its own process, in turn with ours, on the same samples.
 
-`PeerProcess` is that process (it runs scripts/bench/peers.py); `Peer` trains on samples of ours. It reports the tokens
-and labels of every micro-batch that it trained on. Its real tokens are those that are not padding, and `compare_losses`
-trains our model on the same micro-batches from the same weights to compare the losses.
+`Peer` starts that process (scripts/bench/peers.py). It reports the tokens and labels of every micro-batch that it
+trained on. Its real tokens are those that are not padding, and `compare_losses` trains our model on the same
+micro-batches from the same weights to compare the losses.
 """
 
 import json
@@ -31,10 +31,12 @@ from trainer.components.device import autocast_dtype
 from trainer.components.sampler import epoch_order
 from trainer.components.state import TrainState
 
+# Fields of the model's shape for which MiniMind's scripts have no flag
 BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 BEYOND_FLAGS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
-SCRIPTS = {"sft": "trainer/train_full_sft.py", "pretrain": "trainer/train_pretrain.py"}
-SCRIPTS |= {"grpo": "trainer/train_grpo.py"}
+FLAGS = ("hidden_size", "num_hidden_layers", "use_moe", "batch_size", "accumulation_steps")
+FLAGS += ("learning_rate", "grad_clip", "max_seq_len")
+SCRIPTS = {"sft": "trainer/train_full_sft.py", "pretrain": "trainer/train_pretrain.py"}  # of MiniMind
 TOLERANCE = 0.02  # relative, of the loss: bfloat16 against float32 over the updates of a benchmark
 
 
@@ -52,48 +54,40 @@ def check_peer(peer: str, stage: str, path: str | None, python: str | None) -> N
         raise UserError("a peer is compared with a single process; start it with python, not with torchrun")
 
 
-def peer_environment(folder: Path, peer_path: str | None) -> dict[str, str]:
-    """The environment of a peer: imports from its checkout, not from ours; its caches are in `folder`."""
-    env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env.pop("PYTHONPATH", None)
-    return env | ({"PYTHONPATH": str(Path(peer_path).resolve())} if peer_path else {})
+# --- the same samples ------------------------------------------------------------------------------------------------
 
 
-# --- the same samples ----------------------------------------------------------------------------------------------
-
-
-def first_samples(dataset: TokenDataset, seed: int, count: int | None = None) -> list[int]:
-    """The first `count` samples (None: all) of our first epoch, in order, that begin a record: a peer truncates a long
-    document, so it never trains on the later pieces.
+def first_samples(dataset: TokenDataset, seed: int, count: int) -> list[int]:
+    """The first `count` samples of our first epoch, in order, that begin a record: a peer truncates a long document,
+    so it never trains on the later pieces.
 
     Raises:
         UserError: there are fewer.
     """
-    cache, found = dataset.cache, []
+    cache, samples = dataset.cache, []
     for item in epoch_order(len(dataset), seed, 0):
         for sample in dataset[item]:
             i = sample["sample_id"]
             if i == 0 or tuple(cache.sources[i]) != tuple(cache.sources[i - 1]):
-                found.append(i)
-        if count is not None and len(found) >= count:
-            return found[:count]
-    if count is None:
-        return found
-    raise UserError(f"--data_path holds only {len(found)} records, {count} are needed; use fewer --updates or --repeat")
+                samples.append(i)
+        if len(samples) >= count:
+            return samples[:count]
+    needed = f"{len(samples)} records, {count} are needed"
+    raise UserError(f"--data_path holds only {needed}; use fewer --updates or --repeat")
 
 
 def records_of(cache: TokenCache, samples: list[int]) -> list[dict[str, Any]]:
     """The records of the samples in MiniMind's format: `{"text"}` or `{"conversations"}`."""
     places = [tuple(map(int, cache.sources[i])) for i in samples]
-    wanted, found = set(places), {}
+    wanted, records = set(places), {}
     for block in iter_blocks(cache.files, cache.meta["text_separator"]):
         for line, record in parse_block(block):
             if (block.file, line) in wanted:
-                found[block.file, line] = record
-        if len(found) == len(wanted):
+                records[block.file, line] = record
+        if len(records) == len(wanted):
             break
     form = minimind_chat if cache.meta["kind"] == "sft" else lambda record: {"text": to_text(record)}
-    return [form(found[place]) for place in places]
+    return [form(records[place]) for place in places]
 
 
 def minimind_chat(record: dict[str, Any]) -> dict[str, Any]:
@@ -120,44 +114,26 @@ def tokens_of(dataset: TokenDataset, samples: list[int]) -> list[dict[str, list[
     return rows
 
 
-# --- the other process ---------------------------------------------------------------------------------------------
+# --- the other process -----------------------------------------------------------------------------------------------
 
 
-class PeerProcess:
-    """Another trainer in its own process, which ends when this context manager exits."""
+class Peer:
+    """Another trainer on the first samples of our epoch, in a process that ends when this context manager exits."""
 
-    def __init__(
-        self,
-        args: Any,
-        stage: str,
-        records: list[dict[str, Any]],
-        tokenizer: Any,
-        weights: dict[str, Tensor],
-        config: MiniMindConfig,
-        flags: dict[str, Any],
-    ):
-        """args: `peer`, `peer_path` and `peer_python`. records: its data. weights: initial, of both trainers. flags: of
-        its command line."""
+    def __init__(self, args: Any, data: StageDataset, tokenizer: Any, weights: dict[str, Tensor], state: TrainState):
+        """args: of scripts/benchmark.py. weights: initial, of both trainers. state: ours, for the shape and device."""
         self.args, self.folder = args, tempfile.TemporaryDirectory(prefix="benchmark-")
-        folder = Path(self.folder.name)
+        folder, config = Path(self.folder.name), cast(MiniMindConfig, state.lm_config)
+        updates = args.warmup + args.repeat * args.updates
+        samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
+        records = records_of(data.cache, samples) if args.peer == "minimind" else tokens_of(data, samples)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (folder / "data.jsonl").write_text(text, encoding="utf-8")
         torch.save(weights, folder / "weights.pth")
-        self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open until exit)
-        self.process = subprocess.Popen(
-            [args.peer_python or sys.executable, str(ROOT / "scripts/bench/peers.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            cwd=folder,
-            env=peer_environment(folder, args.peer_path if args.peer == "minimind" else None),
-            encoding="utf-8",
-        )
-        self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)  # pipes
+        flags = {name: getattr(args, name) for name in FLAGS} | {"device": str(state.device)}
         settings = {
             "peer": args.peer,
-            "parent": os.getpid(),
-            "stage": stage,
+            "stage": args.stage,
             "path": str(Path(args.peer_path or ".").resolve()),
             "data": str(folder / "data.jsonl"),
             "weights": str(folder / "weights.pth"),
@@ -167,8 +143,27 @@ class PeerProcess:
             "flags": {name: int(value) if isinstance(value, bool) else value for name, value in flags.items()},
             "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
             "stock": stock_shape(config),
+            "bf16": autocast_dtype(state.autocast, state.device) == torch.bfloat16,
         }
+        self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open until exit)
+        self.process = subprocess.Popen(
+            [args.peer_python or sys.executable, str(ROOT / "scripts/bench/peers.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            cwd=folder,
+            env=self._environment(folder),
+            encoding="utf-8",
+        )
+        self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)  # pipes
         self._send(json.dumps(settings))
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Imports come from the peer's checkout, not from ours; its caches are in `folder`."""
+        env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env.pop("PYTHONPATH", None)
+        own = {"PYTHONPATH": str(Path(self.args.peer_path).resolve())} if self.args.peer == "minimind" else {}
+        return env | own
 
     def train(self, micro_batches: int) -> dict[str, Any]:
         """Train on the next micro-batches: seconds, and rows, padded size and loss of each.
@@ -204,23 +199,6 @@ class PeerProcess:
         self.folder.cleanup()
 
 
-class Peer(PeerProcess):
-    """A peer that trains on the first samples of our epoch."""
-
-    def __init__(self, args: Any, data: StageDataset, tokenizer, weights: dict[str, Tensor], state: TrainState):
-        """`weights`: initial, of both trainers; `state`: ours, for the shape and the device."""
-        updates = args.warmup + args.repeat * args.updates
-        samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
-        own = args.peer == "minimind"
-        records = records_of(data.cache, samples) if own else tokens_of(data, samples)
-        names = ("hidden_size", "num_hidden_layers", "use_moe", "batch_size", "accumulation_steps")
-        names += ("learning_rate", "grad_clip", "max_seq_len")
-        flags = {name: getattr(args, name) for name in names} | {"device": str(state.device)}
-        if not own:  # in the precision of ours: on a CPU that emulates bfloat16 an update of its would take minutes
-            flags["bf16"] = autocast_dtype(state.autocast, state.device) == torch.bfloat16
-        super().__init__(args, args.stage, records, tokenizer, weights, cast(MiniMindConfig, state.lm_config), flags)
-
-
 def stock_shape(config: MiniMindConfig) -> dict[str, Any]:
     """The shape for transformers' Qwen3 classes, which have every field but the model's name."""
     shape = json.loads(config.to_json_string(use_diff=False))
@@ -228,7 +206,7 @@ def stock_shape(config: MiniMindConfig) -> dict[str, Any]:
     return shape
 
 
-# --- the same losses -----------------------------------------------------------------------------------------------
+# --- the same losses -------------------------------------------------------------------------------------------------
 
 
 def flat_batch(micro_batch: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +219,7 @@ def flat_batch(micro_batch: dict[str, Any]) -> dict[str, Any]:
     return collate_flat([rows])
 
 
-def compare_losses(ours, micro_batches: list[dict[str, Any]], accumulation_steps: int) -> dict[str, Any]:
+def compare_losses(ours: Any, micro_batches: list[dict[str, Any]], accumulation_steps: int) -> dict[str, Any]:
     """Train ours from its initial weights on a peer's micro-batches, and compare the losses of all updates.
 
     `ours.restart()` restores the initial weights, `ours.update(window)` trains and returns the loss per target.
