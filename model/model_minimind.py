@@ -12,7 +12,7 @@ vocabulary, C hidden size, H query heads, G key/value heads, D head size, E expe
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -84,6 +84,12 @@ class MiniMindConfig(PretrainedConfig):
             raise UserError(
                 f"num_experts_per_tok {self.num_experts_per_tok} must be num_experts {self.num_experts} or less"
             )
+
+    def own_fields(self) -> dict[str, Any]:
+        """All fields under Hugging Face's names, without what transformers adds for itself: what `MiniMindConfig`
+        needs to be made again. Files of weights, checkpoints and the run fingerprint hold them."""
+        values = self.to_dict()
+        return {name: values[name] for name in type(self).__annotations__}
 
 
 def has_fused_norm(weight: Tensor) -> bool:

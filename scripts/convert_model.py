@@ -31,10 +31,9 @@ from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
-from trainer.components.checkpoint import UNREADABLE, file_digest, read_state, write_file
-from trainer.components.model_files import describe, half_state_dict, write_description
+from trainer.components.checkpoint import UNREADABLE, file_digest, read_state, with_tensors, write_file
+from trainer.components.model_files import description_of, half_state_dict, write_description
 from trainer.components.run_files import run_name, shape_in_name
-from trainer.components.sharded import with_tensors
 from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
@@ -62,7 +61,7 @@ def write_weights(path: Path, model: MiniMindForCausalLM) -> dict[str, Tensor]:
         raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
     weights = half_state_dict(model)
     with open(path, "w+b") as file:
-        write_file(weights, file, json.dumps(describe(model)).encode())
+        write_file(weights, file, json.dumps(description_of(model)).encode())
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -106,7 +105,7 @@ def convert(
         if parity.failure:
             raise UserError(f"{output} is not written: read back, it is not the same model; {parity.failure}")
     if form == "pth":
-        write_description(output.with_suffix(".json"), describe(model) | {"sha256": file_digest(output)})
+        write_description(output.with_suffix(".json"), description_of(model) | {"sha256": file_digest(output)})
     rounding = (text_logits(model, tokenizer) - before).abs().max()
     return [f"read back: {parity}", f"the weights as they are stored: the logits differ by at most {rounding:.1e}"]
 

@@ -19,7 +19,6 @@ from trainer.components.distributed import Logger, init_distributed_mode, is_mai
 from trainer.components.language_model import (
     SHAPE,
     check_tokenizer,
-    config_fields,
     describe_size,
     frozen_model,
     model_config,
@@ -29,9 +28,8 @@ from trainer.components.language_model import (
 )
 from trainer.components.model_files import described_config, load_weights, read_model
 from trainer.components.resume import Fingerprint, check_start_weights
-from trainer.components.run_files import is_path, start_path
+from trainer.components.run_files import is_path, start_path, tokenizer_folder
 from trainer.components.sampler import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
-from trainer.components.trained_weights import tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +129,7 @@ def start_model_config(tokenizer: "PreTrainedTokenizerBase", args: StageArgs) ->
     if config is None:
         return model_config(tokenizer, args)
     check_tokenizer(tokenizer, args.tokenizer_path, config)
-    return model_config(tokenizer, args, **config_fields(config))
+    return model_config(tokenizer, args, **config.own_fields())
 
 
 def init_model(

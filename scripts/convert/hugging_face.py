@@ -26,9 +26,7 @@ from transformers import (
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from trainer.components.language_model import config_fields
-from trainer.components.model_import import TOKENIZER_FILE
-from trainer.components.run_files import CONFIG_FILE, WEIGHTS_FILE
+from trainer.components.run_files import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 
 NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")  # which kind it is; training; origin
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -44,11 +42,11 @@ def stock_config(config: MiniMindConfig) -> PretrainedConfig:
     kind, architecture = (
         (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if config.use_moe else (Qwen3Config, "Qwen3ForCausalLM")
     )
-    fields = config_fields(config)
+    fields = config.own_fields()
     common = {name: value for name, value in fields.items() if name in kind.__annotations__ and name not in NEUTRAL}
     stock = kind(**common, architectures=[architecture])
     carried = {name: getattr(stock, name) for name in common}
-    as_default = config_fields(MiniMindConfig(**carried))
+    as_default = MiniMindConfig(**carried).own_fields()
     other = (name for name in fields if (as_default[name] or None) != (fields[name] or None))  # 0, False: without it
     lost = [f"{name} {fields[name]!r}" for name in other if name not in NEUTRAL]
     if lost:

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import reason
-from trainer.components.checkpoint import UNREADABLE, read_file, read_state
+from trainer.components.checkpoint import UNREADABLE, read_file, read_state, with_tensors
 from trainer.components.metrics import read_metrics
-from trainer.components.sharded import with_tensors
 
 TIMED = re.compile(r"second|_wait$|^mfu$|^memory_mb$")  # fields of a record that differ from run to run
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")

@@ -15,10 +15,8 @@ from common.errors import UserError
 from dataset.token_cache import load_tokenizer
 from trainer.components.distributed import Logger
 from trainer.components.language_model import Batch, describe_size, target_logits, target_states, vocabulary_hash
-from trainer.components.model_files import fill, read_model
-from trainer.components.model_import import TOKENIZER_FILE
-from trainer.components.run_files import is_path
-from trainer.components.trained_weights import find_weights
+from trainer.components.model_files import fill, find_weights, read_model
+from trainer.components.run_files import TOKENIZER_FILE, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,13 +23,6 @@ SHAPE = tuple(name for name in settings_of(ModelConfig) if name not in ("dropout
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 
-def config_fields(config: "MiniMindConfig") -> dict[str, Any]:
-    """The fields of a model's config under Hugging Face's names, without what transformers adds for itself: all that
-    `MiniMindConfig(**fields)` needs. Files of weights, checkpoints and the run fingerprint hold them."""
-    values = config.to_dict()
-    return {name: values[name] for name in type(config).__annotations__}
-
-
 def model_config(tokenizer: "PreTrainedTokenizerBase", shape: ModelConfig, **fields: Any) -> "MiniMindConfig":
     """The config of a model of this shape (a stage's settings, or the engine's `config.model`), with this tokenizer's
     vocabulary and special tokens; `fields`: those of the config that are no settings, such as `head_dim`."""

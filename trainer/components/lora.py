@@ -20,7 +20,7 @@ from common.errors import UserError, reason
 from model.lora import LoRALinear
 from trainer.components.checkpoint import UNREADABLE, Writer
 from trainer.components.distributed import Logger, is_main_process
-from trainer.components.model_files import Description, describe, write_description
+from trainer.components.model_files import Description, description_of, write_description
 from trainer.components.parallel import full_tensor, is_sharded, unwrap
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def save_adapter(model: nn.Module, path: Path, writer: Writer, description: Desc
         return folder
     state = inner.state_dict(keep_vars=True)
     tensors = {PREFIX + name: full_tensor(value.detach()).float().cpu().clone() for name, value in state.items()}
-    described = describe(model, description)
+    described = description_of(model, description)
     fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
     config = fixed | {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
 

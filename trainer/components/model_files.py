@@ -21,10 +21,9 @@ from common.durable_files import atomic_write
 from common.errors import UserError, reason
 from trainer.components.checkpoint import STATE_KEYS, UNREADABLE, Writer, comment_of, read_file, read_state, write_file
 from trainer.components.distributed import is_main_process
-from trainer.components.language_model import config_fields
 from trainer.components.model_import import flags_of, imported_config, read_folder
 from trainer.components.parallel import half_precision, is_sharded, unwrap
-from trainer.components.run_files import CONFIG_FILE, is_hugging_face
+from trainer.components.run_files import CONFIG_FILE, NAMED_SHAPE, is_hugging_face, weight_files
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -54,14 +53,14 @@ def save_weights(
     """
     if not (is_main_process() or is_sharded(model)):
         return path
-    state, described = half_state_dict(model), describe(model, description)
+    state, described = half_state_dict(model), description_of(model, description)
     if is_main_process():
         job = partial(write_described, path, state, described)
         writer.submit(job) if writer is not None else job()
     return path
 
 
-def describe(model: nn.Module, more: Description | None = None) -> Description:
+def description_of(model: nn.Module, more: Description | None = None) -> Description:
     """The description of a model's weights; empty for a model (of a user's own task) whose config is not MiniMind's."""
     from model.model_minimind import MiniMindConfig
 
@@ -69,7 +68,7 @@ def describe(model: nn.Module, more: Description | None = None) -> Description:
     if not isinstance(config, MiniMindConfig):
         return {}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"model": config_fields(config)} | (more or {}) | {"versions": versions}
+    return {"model": config.own_fields()} | (more or {}) | {"versions": versions}
 
 
 def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
@@ -158,7 +157,7 @@ def read_model(
 
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    from trainer.components.sharded import REST, with_tensors
+    from trainer.components.checkpoint import REST, with_tensors
 
     if path.is_dir() and not (path / REST).is_file():
         raise UserError(f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({REST})")
@@ -185,6 +184,32 @@ def missing_weights(path: Path) -> UserError:
     return UserError(
         f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight)"
     )
+
+
+def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
+    """The one file of these weights in `save_dir`, of whatever shape. asked: settings that it must have.
+
+    Raises:
+        UserError: there is none, none of this shape, or there are several.
+    """
+    shapes = weight_files(save_dir, weight)
+    if not shapes:
+        raise missing_weights(Path(save_dir) / f"{weight}_*.pth")
+    named = {name: asked[name] for name in NAMED_SHAPE if name in asked}
+    fitting = [path for path, shape in shapes.items() if named.items() <= shape.items()]
+    if not fitting:  # a plain `_moe` may come from elsewhere and have any experts: its tensors show them
+        named = {name: value for name, value in named.items() if name in ("hidden_size", "use_moe")}
+        plain = (path for path in shapes if path.stem.endswith("_moe"))
+        fitting = [path for path in plain if named.items() <= shapes[path].items()]
+    names = ", ".join(path.name for path in fitting or shapes)
+    if not fitting:
+        raise UserError(f"{flags_of(asked)}: {save_dir} holds no such weights, only {names}; leave out what is wrong")
+    if len(fitting) > 1:
+        differing = [name for name in NAMED_SHAPE if len({shapes[path][name] for path in fitting}) > 1]
+        choice = differing[: differing.index("use_moe") + 1] if "use_moe" in differing else differing
+        flags = " or ".join(f"--{name}" for name in choice)
+        raise UserError(f"{save_dir} holds several weights {weight}: {names}; choose one with {flags}")
+    return fitting[0]
 
 
 def load_weights(model: nn.Module, path: Path) -> "MiniMindConfig":
@@ -220,7 +245,7 @@ def other_arithmetic(stored: "MiniMindConfig", config: "MiniMindConfig") -> list
     """Fields by which weights of one config would compute something else in a model of another, with both values. Those
     in FREE may be chosen anew for the same weights; of the feed-forward layers only those that the model has count."""
     unused = ("intermediate_size",) if stored.use_moe else OF_EXPERTS
-    own, wanted = config_fields(stored), config_fields(config)
+    own, wanted = stored.own_fields(), config.own_fields()
     names = ["use_moe"] if stored.use_moe != config.use_moe else [name for name in own if name not in (*FREE, *unused)]
     return [f"{name} {own[name]}, not {wanted[name]}" for name in names if own[name] != wanted[name]]
 

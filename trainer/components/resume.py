@@ -17,7 +17,6 @@ from dataset.token_cache import TokenCache, file_hash
 from dataset.tokenizing import SPECIAL_TEXTS
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.language_model import config_fields
 from trainer.components.run_files import (
     NAMED_SHAPE,
     entries,
@@ -48,7 +47,7 @@ A = TypeVar("A", bound=StageArgs)
 
 def model_fingerprint(lm_config: "MiniMindConfig") -> Fingerprint:
     """The part of the run fingerprint that describes a language model."""
-    return config_fields(lm_config)
+    return lm_config.own_fields()
 
 
 def data_fingerprint(cache: TokenCache) -> Fingerprint:

@@ -169,7 +169,7 @@ def complete_files(state: TrainState, wandb=None) -> Iterator[None]:
     completed: a checkpoint in the background, the metrics file, the tracker's curves."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     if is_sharded(state.model):
-        from trainer.components.sharded import saving_group
+        from trainer.components.checkpoint import saving_group
 
         saving_group()
     try:

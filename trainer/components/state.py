@@ -194,7 +194,7 @@ class TrainState:
         Raises:
             UserError: it is of another kind of model, such as that of another stage.
         """
-        from trainer.components.sharded import with_tensors
+        from trainer.components.checkpoint import with_tensors
 
         if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
             raise UserError(

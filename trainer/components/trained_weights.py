@@ -19,9 +19,9 @@ from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
 from trainer.components.language_model import SHAPE, check_tokenizer, describe_size, tokenizer_fields
 from trainer.components.lora import merge_adapter
-from trainer.components.model_files import fill, missing_weights, read_model
-from trainer.components.model_import import TOKENIZER_FILE, flags_of, read_sampling
-from trainer.components.run_files import NAMED_SHAPE, is_hugging_face, weight_files
+from trainer.components.model_files import fill, find_weights, read_model
+from trainer.components.model_import import read_sampling
+from trainer.components.run_files import is_hugging_face, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,46 +113,3 @@ def load_path(
     Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
     cast(nn.Module, model).to(device)  # in place
     return model.eval(), tokenizer
-
-
-def load_trained(
-    weight: str,
-    save_dir: str | Path = ROOT / "out",
-    tokenizer_path: str | Path | None = None,
-    device: str | torch.device = "cpu",
-    **asked: Any,
-) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
-    """`load_path` of the weights of this name in `save_dir`."""
-    return load_path(find_weights(save_dir, weight, **asked), tokenizer_path, device, **asked)
-
-
-def tokenizer_folder(path: Path) -> Path:
-    """The folder of the tokenizer that belongs to a model: beside its weights, else that of this repository."""
-    folder = path if path.is_dir() else path.parent
-    return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
-
-
-def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
-    """The one file of these weights in `save_dir`, of whatever shape. asked: settings that it must have.
-
-    Raises:
-        UserError: there is none, none of this shape, or there are several.
-    """
-    shapes = weight_files(save_dir, weight)
-    if not shapes:
-        raise missing_weights(Path(save_dir) / f"{weight}_*.pth")
-    named = {name: asked[name] for name in NAMED_SHAPE if name in asked}
-    fitting = [path for path, shape in shapes.items() if named.items() <= shape.items()]
-    if not fitting:  # a plain `_moe` may come from elsewhere and have any experts: its tensors show them
-        named = {name: value for name, value in named.items() if name in ("hidden_size", "use_moe")}
-        plain = (path for path in shapes if path.stem.endswith("_moe"))
-        fitting = [path for path in plain if named.items() <= shapes[path].items()]
-    names = ", ".join(path.name for path in fitting or shapes)
-    if not fitting:
-        raise UserError(f"{flags_of(asked)}: {save_dir} holds no such weights, only {names}; leave out what is wrong")
-    if len(fitting) > 1:
-        differing = [name for name in NAMED_SHAPE if len({shapes[path][name] for path in fitting}) > 1]
-        choice = differing[: differing.index("use_moe") + 1] if "use_moe" in differing else differing
-        flags = " or ".join(f"--{name}" for name in choice)
-        raise UserError(f"{save_dir} holds several weights {weight}: {names}; choose one with {flags}")
-    return fitting[0]

@@ -19,7 +19,7 @@ from tests.stage_process import run
 from tests.trainer.stage_flags import flags
 from trainer.components import model_files
 from trainer.components.checkpoint import lm_checkpoint
-from trainer.components.language_model import config_fields, vocabulary_hash
+from trainer.components.language_model import vocabulary_hash
 from trainer.components.model_files import read_model, save_weights
 from trainer.components.trained_weights import load_path
 from trainer.trainer_utils import init_model, start_model_config, start_shape
@@ -55,7 +55,7 @@ def test_the_config_is_in_the_file_whatever_its_name(name, tmp_path):
     path.with_suffix(".json").unlink()
     path = path.rename(tmp_path / name)
     weights, config = read_model(path)
-    assert config_fields(config) == config_fields(model.config)
+    assert config.own_fields() == model.config.own_fields()
     loaded, _ = load_path(path)
     model.load_state_dict({key: value.half() for key, value in model.state_dict().items()})
     with torch.no_grad():
@@ -93,20 +93,20 @@ def test_weights_from_elsewhere_beside_the_description_of_others_are_refused(tmp
 
 def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
     model = model_of(hidden_size=32, num_hidden_layers=1)
-    fields = config_fields(model.config)
+    fields = model.config.own_fields()
     for more, refused in (({"window": 7}, True), ({"window": 0}, False)):
         model_files.write_described(tmp_path / "w.pth", model.state_dict(), {"model": fields | more})
         if refused:
             with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
                 read_model(tmp_path / "w.pth")
-    assert config_fields(read_model(tmp_path / "w.pth")[1]) == fields
+    assert read_model(tmp_path / "w.pth")[1].own_fields() == fields
 
 
 def test_a_checkpoint_says_its_config(tmp_path):
     model = model_of(**ODD)
     optimizer = torch.optim.AdamW(model.parameters())
     lm_checkpoint(model.config, "w", model, optimizer, save_dir=tmp_path)
-    assert config_fields(read_model(tmp_path / "w_32_moe_3x2_resume.pth")[1]) == config_fields(model.config)
+    assert read_model(tmp_path / "w_32_moe_3x2_resume.pth")[1].own_fields() == model.config.own_fields()
 
 
 @dataclass(kw_only=True)

@@ -19,18 +19,19 @@ from model.model_minimind import MiniMindConfig
 from scripts.convert_model import main
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import flags, records
-from trainer.components import sharded
-from trainer.components.checkpoint import UNREADABLE, read_file, write_file
-from trainer.components.sharded import (
+from trainer.components.checkpoint import (
     DIGESTS,
     REST,
     SHARDS,
+    UNREADABLE,
     put_tensors,
+    read_file,
     read_rest,
-    save,
+    save_sharded,
     saving_group,
     take_tensors,
     with_tensors,
+    write_file,
 )
 from trainer.trainer_utils import lm_checkpoint
 
@@ -38,7 +39,7 @@ CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 SETTINGS = {"batch_size": 2, "accumulation_steps": 2, "epochs": 1, "num_hidden_layers": 1, "parallel": "fsdp"}
 SETTINGS |= {"save_interval": 4, "eval_interval": 1000}
 KILLED = """
-import trainer.components.sharded as sharded
+import trainer.components.checkpoint as sharded
 commit, count = sharded._commit, []
 def killed(*args):
     count.append(1)
@@ -133,7 +134,7 @@ def test_saving_touches_no_gpu(tmp_path, monkeypatch):
         for name in ("current_stream", "current_device", "Stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, touched)
         weights = torch.arange(6.0)
-        save(tmp_path / "state.pth", {"model": {"a": weights, "b": weights}, "optimizer": {}, "epoch": 1})
+        save_sharded(tmp_path / "state.pth", {"model": {"a": weights, "b": weights}, "optimizer": {}, "epoch": 1})
         weights.zero_()
     finally:
         saving_group.cache_clear()
@@ -176,7 +177,7 @@ def test_tensors_that_a_hook_keeps_are_sharded_like_the_weights(tmp_path):
         average = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
         whole = {name: value.full_tensor() for name, value in average.items()}
         hooks = {"callbacks": {"average": average | {"updates": torch.tensor(7)}}}
-        save(tmp_path / "s.pth", {"model": model.state_dict(), "optimizer": {}, "hooks": hooks})
+        save_sharded(tmp_path / "s.pth", {"model": model.state_dict(), "optimizer": {}, "hooks": hooks})
         back = with_tensors(read_rest(tmp_path / "s"), model)["hooks"]["callbacks"]["average"]
         assert isinstance(back["weight"], DTensor) and int(back["updates"]) == 7
         assert torch.equal(back["weight"].full_tensor(), whole["weight"])
@@ -193,7 +194,7 @@ def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, reques
     """The list has no checksum of its own; torch would read other tensors, or ask for gigabytes of memory. So a damaged
     one is not even parsed."""
     parsed = []
-    monkeypatch.setattr(sharded, "_Unpickler", lambda file: parsed.append(file))
+    monkeypatch.setattr("trainer.components.checkpoint._Unpickler", lambda file: parsed.append(file))
     folder = tmp_path / "pretrain_32_resume"
     shutil.copytree(whole / "checkpoints/pretrain_32_resume", folder)
     saved = (folder / ".metadata").read_bytes()

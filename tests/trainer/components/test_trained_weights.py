@@ -10,10 +10,10 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from trainer.components.checkpoint import lm_checkpoint
-from trainer.components.model_files import load_weights, save_weights
+from trainer.components.model_files import find_weights, load_weights, save_weights
 from trainer.components.model_import import shape_of_tensors
 from trainer.components.run_files import resume_path, run_name, shape_in_name, weight_path
-from trainer.components.trained_weights import add_trained_model_flags, find_weights, load_model, load_trained
+from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
 SHAPES = {
@@ -51,8 +51,8 @@ def refused(call, *args, **asked) -> str:
     return str(error.value)
 
 
-def load(folder: Path, **asked) -> MiniMindForCausalLM:
-    return load_trained("w", folder, **asked)[0]
+def load(folder: Path, weight: str = "w", **asked) -> MiniMindForCausalLM:
+    return load_path(find_weights(folder, weight, **asked), **asked)[0]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -144,7 +144,7 @@ def test_what_is_no_model_or_of_another_vocabulary_is_refused(save, tmp_path):
     assert "has 6400 tokens, the model's vocabulary 70" in refused(load, save("w_48"))
     for content in ({"model": {}, "epoch": 1}, {"a": torch.ones(2)}, {}):
         torch.save(content, tmp_path / "other_32.pth")
-        line = refused(load_trained, "other", tmp_path)
+        line = refused(load, tmp_path, "other")
         assert line.startswith(f"weights {tmp_path}/other_32.pth: ")
 
 
