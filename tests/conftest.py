@@ -16,6 +16,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.stage_process import QUICK_RATE
+from trainer.components import flops
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 WORDS = [
@@ -41,9 +44,10 @@ WORDS = [
 # a suite in the background ignores Ctrl-C, one under nohup SIGHUP; the processes that tests signal must not
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-settings.register_profile("repeatable", print_blob=True)  # a failure prints how to repeat it
+settings.register_profile("repeatable", print_blob=True, deadline=None)  # a failure prints how to repeat it
 settings.load_profile("repeatable")
 torch.set_num_threads(1)
+exec(QUICK_RATE, vars(flops))
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -43,6 +43,11 @@ class Faults:
     script: str = ""  # Python that is run first
 
 
+FORKED = """
+import torch.multiprocessing as mp
+start = mp.start_processes
+mp.start_processes = lambda *args, **options: start(*args, **options | {"start_method": "fork"})
+"""  # the processes that the engine starts have torch loaded, too
 IMPATIENT = Faults(script="import common.locks; common.locks.PATIENCE = 0")  # a lock that is held is refused at once
 
 

@@ -1,5 +1,6 @@
 """Bad data, met as a user meets them: through a stage script, which ends in one line that names file and line."""
 
+import functools
 import gzip
 import io
 import json
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from common.command_line import STOP_SIGNALS
 from dataset.lm_dataset import PretrainDataset, SFTDataset
@@ -31,6 +33,7 @@ SYSTEM = {"role": "system", "content": "s"}
 CALL = {"name": "weather", "arguments": {}}
 GOOD = {"pretrain": TEXT, "sft": CHAT}
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
+read_once = functools.cache(AutoTokenizer.from_pretrained)
 
 
 def line(record) -> bytes:
@@ -353,6 +356,7 @@ def stage(tmp_path, monkeypatch, capfd):
         folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
         shape = ["--hidden_size", "32", "--num_hidden_layers", "1", "--from_weight", "none"]
         monkeypatch.setattr(sys, "argv", [kind, "--data_path", data_path, *folders, *shape, *map(str, options)])
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", read_once)
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended, training_errors():
             STAGES[kind].main()

@@ -229,7 +229,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir,
     tokenizer, path = here["tokenizer"], write("a.jsonl", TEXTS)
     code = (
         "cache_build.SMALL, blocks.BLOCK_BYTES = 0, 500\n"
-        "cache_build.Progress.update = lambda *_: time.sleep(0.1)\n"  # some 100 blocks: slow enough to be killed
+        "cache_build.Progress.update = lambda *_: time.sleep(0.04)\n"  # some 100 blocks: slow enough to be killed
         f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})\n"
     )
     building = start(code)
@@ -302,9 +302,8 @@ def test_a_signal_just_after_the_folder_is_made_leaves_nothing(write, tokenizer,
 
 def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache_dir):
     build = build_code(write("a.jsonl", TEXTS), cache_dir)
-    slow = "blocks.BLOCK_BYTES = 500\ncache_build.Progress.update = lambda *_: time.sleep(2)\n"
-    building = start(slow + build)
-    wait_for(lambda: under_way(cache_dir))
+    building = start("cache_build.Progress.update = lambda *_: time.sleep(600)\n" + build)
+    wait_for(lambda: list(cache_dir.glob("*.tmp*")))
     waiting = [start(build), start(build)]
     message = f"waiting for the token cache {next(cache_dir.glob('*.tmp*')).stem}, which another process builds\n"
     for process in waiting:  # one may first wait for the other, which reads the file

@@ -3,11 +3,8 @@
 import http.client
 import importlib.util
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
 from tests.conftest import ROOT
+from tests.stage_process import StageProcess
 from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
@@ -29,15 +27,22 @@ def weights(tmp_path) -> list[str]:
     return ["--save_dir", str(tmp_path)]
 
 
+def wait_for_line(process: StageProcess, begin: str) -> str:
+    """Wait until the server has printed a line that begins so; returns all that it printed."""
+    while not any(line.startswith(begin) for line in process.out.split("\n")[:-1]):
+        assert process.process.is_alive(), process.err
+        time.sleep(0.02)
+    return process.out
+
+
 def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
-    command = [sys.executable, str(ROOT / "scripts/serve_openai_api.py"), *weights, "--port", "0"]
-    command += ["--slots", "4", "--context", "32000", "--max_new_tokens"]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    processes = [subprocess.Popen([*command, length], **pipes) for length in ("120", "30000")]
+    script = str(ROOT / "scripts/serve_openai_api.py")
+    argv = [*weights, "--port", "0", "--slots", "4", "--context", "32000", "--max_new_tokens"]
+    processes = [StageProcess(script, [*argv, length]) for length in ("120", "30000")]
     streams = []
     for process in processes:
-        line = next(line for line in process.stdout if line.startswith("serving "))
+        said = wait_for_line(process, "serving ")
+        line = said[said.index("serving ") :]
         assert line.startswith("serving full_sft_32 at http://127.0.0.1:")
         connection = http.client.HTTPConnection("127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60)
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
@@ -50,20 +55,18 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     unfinished.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
     unfinished.sendall(b"Content-Length: 1000\r\n\r\n{")
     for process in processes:
-        process.send_signal(signal.SIGTERM)
-    hasty.stdout.readline()
+        process.send(signal.SIGTERM)
+    wait_for_line(hasty, "finishing ")
     start = time.monotonic()
-    hasty.send_signal(signal.SIGTERM)
+    hasty.send(signal.SIGTERM)
     assert hasty.wait(30) == 128 + signal.SIGTERM and time.monotonic() - start < 10
     events = streams[0][1].read().decode().split("\n\n")
     assert events[-2] == "data: [DONE]" and sum('"finish_reason":"' in event for event in events) == 4
-    assert gentle.wait(30) == 0 and gentle.stderr.read() == ""
-    assert gentle.stdout.read() == "finishing what is being answered; once more to end at once\n"
+    assert gentle.wait(30) == 0 and gentle.err == ""
+    said = gentle.out.partition("serving ")[2].splitlines()[1:]
+    assert said == ["finishing what is being answered; once more to end at once"]
     for connection in (unfinished, *(connection for connection, _ in streams)):
         connection.close()
-    for process in processes:
-        process.stdout.close()
-        process.stderr.close()
 
 
 @pytest.mark.parametrize(

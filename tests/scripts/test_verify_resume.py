@@ -1,6 +1,7 @@
 """verify_resume finds every kind of difference, kills every process, and real runs killed at random moments pass it."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -21,7 +22,8 @@ from scripts.verify import launch as launches
 from scripts.verify.differences import compare_runs, differences
 from scripts.verify.launch import Launch, Run
 from scripts.verify_resume import Kill, draw_kills, train
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
+from tests.stage_process import Faults, StageProcess
 
 # --- comparing -----------------------------------------------------------------------------------------------------
 
@@ -315,14 +317,44 @@ def new_seed() -> int:
     return random.SystemRandom().randrange(10**6)
 
 
-def test_one_rank_killed_at_random_moments():
-    """As a user starts it. A failure shows the seed that draws the same kills again."""
+JOIN = """
+os.setsid()
+out = os.open({path!r}, os.O_WRONLY | os.O_APPEND)  # a terminal becomes that of the new session
+[os.dup2(out, number) for number in (1, 2)]
+"""
+
+
+class Forked(psutil.Process):
+    """In the place of psutil.Popen: a process in a session of its own that has torch loaded."""
+
+    def __init__(self, command, stdout, **_):
+        path = f"/proc/{os.getpid()}/fd/{stdout if isinstance(stdout, int) else stdout.fileno()}"
+        self.started = StageProcess(command[1], command[2:], Faults(script=JOIN.format(path=path))).process
+        super().__init__(self.started.pid)
+        target = os.stat(path)
+        while self.poll() is None and not os.path.samestat(os.stat(f"/proc/{self.pid}/fd/2"), target):
+            time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        self.returncode = self.started.exitcode
+        return self.returncode
+
+    def wait(self, timeout=None) -> int | None:
+        self.started.join(timeout)
+        return self.poll()
+
+
+def test_one_rank_killed_at_random_moments(monkeypatch, capsys):
+    """A failure shows the seed that draws the same kills again."""
     seed = new_seed()
-    done = launch(ROOT / "scripts/verify_resume.py", "--kills", 2, "--seed", seed, check=False)
-    print(done.stdout + done.stderr)
-    assert done.returncode == 0, f"--kills 2 --seed {seed}: {done.stdout}{done.stderr}"
-    assert re.search(rf"PASS: [12] of 2 kills, 0 differing bits \(.*--seed {seed}, ", done.stdout)
-    assert not Path(re.search(r", in (\S+)", done.stdout)[1]).exists()
+    monkeypatch.setattr(psutil, "Popen", Forked)
+    try:
+        call(monkeypatch, "--kills", 2, "--seed", seed)
+    except SystemExit as end:
+        pytest.fail(f"--kills 2 --seed {seed}: {capsys.readouterr()} {end.code}")
+    said = capsys.readouterr().out
+    assert re.search(rf"PASS: [12] of 2 kills, 0 differing bits \(.*--seed {seed}, ", said)
+    assert not Path(re.search(r", in (\S+)", said)[1]).exists()
 
 
 @pytest.mark.slow  # one rank is killed above, and the ranks of each stage in tests of their own

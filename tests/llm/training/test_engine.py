@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llm.training.core.utils import _link_state
-from tests.conftest import ROOT, launch
-from tests.stage_process import Faults, run, start_ranks
+from tests.conftest import ROOT
+from tests.stage_process import FORKED, Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.components.metrics import read_metrics
 from trainer.trainer_utils import get_lr
@@ -38,20 +38,17 @@ NAME = "regression_64"
 
 
 def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
-    """One process, two spawned by the engine as typed, two of torchrun: the same validation loss for the same global
-    batch."""
+    """One process, two started by the engine, two of torchrun: the same validation loss for the same global batch."""
     losses = {}
-    for name, batch_size, world_size in (("one", 32, 1), ("spawned", 16, 2), ("torchrun", 16, 2)):
+    for name, batch_size, world_size in (("one", 32, 1), ("engine", 16, 2), ("torchrun", 16, 2)):
         argv = regression(tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=5, num_samples=1280)
-        if name == "spawned":
-            out = launch(ROOT / "llm/training/train.py", *argv).stdout
-        else:
-            out = run("engine", argv, ranks=world_size).out
+        forked = Faults(script=FORKED) if name == "engine" else None
+        out = run("engine", argv, forked, ranks=world_size if name == "torchrun" else 1).out
         found = read_metrics(tmp_path / name / f"out/{NAME}_metrics.jsonl")
         losses[name] = [record["eval_loss"] for record in found if "eval_loss" in record]
         assert out.count("done: 160 updates") == 1
     assert len(losses["one"]) == 5 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)  # there is no noise
-    for name in ("spawned", "torchrun"):
+    for name in ("engine", "torchrun"):
         assert losses[name] == pytest.approx(losses["one"], abs=1e-5)
 
 
@@ -126,7 +123,7 @@ def test_killed_and_resumed_is_the_same_run(tmp_path):
 
 
 def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
-    """The signal is passed on; the state is saved; nobody is left."""
+    """As typed. The signal is passed on; the state is saved; nobody is left."""
     import psutil
 
     log = tmp_path / "run.log"

@@ -6,8 +6,6 @@ import random
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
-from tests.stage_process import Faults, run, start_ranks
+from tests.stage_process import FORKED, Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, records, saved_state
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import half_state_dict
@@ -166,7 +164,7 @@ def test_two_processes_are_the_same_run_as_one(home, tmp_path):
 
 
 def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
-    """The interpreter itself, as a user calls it; --from_weight starts from a pretrained body."""
+    """--from_weight starts from a pretrained body."""
     command = re.search(rf"^python -m llm.training.train (--task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M)
     torch.manual_seed(5)
     shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
@@ -175,11 +173,10 @@ def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
         (tmp_path / name).mkdir()
     torch.save(weights, tmp_path / "out/pretrain_32.pth")
     settings = {"cache_dir": tmp_path / "cache", "epochs": 1, "learning_rate": 1e-12}
-    words = [sys.executable, ENGINE, *shlex.split(command[1]), *argv(tmp_path, **settings)[2:]]
+    words = [*shlex.split(command[1]), *argv(tmp_path, **settings)[2:]]
     before = repository()
-    done = subprocess.run(words, cwd=home, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    assert "weights: pretrain" in done.stdout and "done: 10 updates" in done.stdout
+    done = run(ENGINE, words, started_in(home))
+    assert "weights: pretrain" in done.out and "done: 10 updates" in done.out
     trained = torch.load(tmp_path / f"out/{NAME}.pth", weights_only=True)
     layer = "layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(trained[f"body.{layer}"], weights[f"model.{layer}"])
@@ -338,7 +335,7 @@ def test_a_callback_that_raises_is_named(broken, tmp_path):
 
 
 def test_a_callback_that_raises_in_spawned_processes_is_named_once(broken, tmp_path):
-    words = [sys.executable, ENGINE, *argv(tmp_path, "broken:BrokenCallback", world_size=2)]
-    done = subprocess.run(words, cwd=broken, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 1
-    assert_named_once(done.stderr)
+    forked = started_in(broken)
+    forked.script += FORKED
+    done = run(ENGINE, argv(tmp_path, "broken:BrokenCallback", world_size=2), forked, status=1)
+    assert_named_once(done.err)
