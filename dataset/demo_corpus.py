@@ -57,10 +57,10 @@ class Person:
 def read_tables(path: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
     """The tables of a file by name: in `[home]` the line `zh tell: one | two` is {"home": {"tell": {"zh": ["one",
     "two"]}}}; a list may go on in a line with the same head."""
-    tables: dict[str, dict[str, dict[str, list[str]]]] = {}
+    tables, table = {}, {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            table = tables[line.strip("[]")] = {}
+            tables[line.strip("[]")] = table = {}
         elif line and not line.startswith("#"):
             head, _, entries = line.partition(":")
             language, kind = head.split()

@@ -207,7 +207,7 @@ def main() -> None:
         write_data(args.stage, folder, runs[0].args, ranks, kills)
         if args.stage in AFTER_SFT:
             write_weights(runs[0])
-        done += check(*runs, rng, kills)
+        done += check(runs[0], runs[1], runs[2], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
