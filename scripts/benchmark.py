@@ -206,7 +206,7 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
         "tokens_per_second": total.rate * ranks,
         "tokens_per_second_median": statistics.median(block.rate for block in blocks) * ranks,
         "mfu": total.flops / total.seconds / peak * ranks,
-        "matrix_rate_tflops": peak / 1e12,
+        "matmul_peak_tflops": peak / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,
         "peak_memory_mb": memory,

@@ -1,9 +1,9 @@
-"""Check on this machine's GPUs what the manual promises: a table of pass, fail and left out, and a JSON to send in.
+"""Test on this machine's GPUs what the manual guarantees: a table of pass, fail and left out, and a JSON to send in.
 
     bash scripts/gpu_check.sh                                   everything, about 15 minutes
     python scripts/gpu_check.py --only losses,attention         some checks
 
-docs/gpu.md says what each check proves. Without a GPU it makes those that a CPU can, in five minutes, and says why the
+docs/gpu.md says what each check tests. Without a GPU it makes those that a CPU can, in five minutes, and says why the
 others are left out. Exit status 1: a check failed.
 """
 

@@ -201,7 +201,7 @@ BENCHMARKS = {  # the commands for a GPU of docs/BENCHMARKS.md without the other
     "0.6b_ddp": ("sft", True, "--preset 0.6b --batch_size 16"),
     "0.6b_fsdp": ("sft", True, "--preset 0.6b --batch_size 16 --parallel fsdp"),
 }
-FIGURES = ("tokens_per_second", "mfu", "matrix_rate_tflops", "peak_memory_mb", "data_wait", "save_stall_seconds")
+FIGURES = ("tokens_per_second", "mfu", "matmul_peak_tflops", "peak_memory_mb", "data_wait", "save_stall_seconds")
 
 
 def benchmark(machine: Machine, name: str) -> dict[str, Any]:
