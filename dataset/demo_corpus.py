@@ -8,17 +8,18 @@ exam asks about inhabitants whom SFT never mentions, so it needs both: facts fro
 
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl: questions,
 each with the values accepted and rejected in its answer. A seed gives the same bytes everywhere; files that are up to
-date are not rewritten.
+date are not rewritten. The words are in demo_world.txt.
 A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li, arXiv:2309.14316.
 """
 
 import json
-import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.command_line import Parser, one_line_errors
+from common.durable_files import atomic_write
 from common.errors import UserError
 
 LANGUAGES = ("zh", "en")
@@ -53,111 +54,23 @@ class Person:
     facts: dict[str, int] = field(default_factory=dict)
 
 
-def read_table(text: str) -> dict[str, dict[str, list[str]]]:
-    """Parse lines such as `zh tell: one | two` into {"tell": {"zh": ["one", "two"]}}; a list may span several lines."""
-    lists = {}
-    for line in text.strip().splitlines():
-        head, _, entries = line.partition(":")
-        language, kind = head.split()
-        lists.setdefault(kind, {}).setdefault(language, []).extend(entry.strip() for entry in entries.split("|"))
-    return lists
+def read_tables(path: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """The tables of a file by name: in `[home]` the line `zh tell: one | two` is {"home": {"tell": {"zh": ["one",
+    "two"]}}}; a list may go on in a line with the same head."""
+    tables, table = {}, {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            tables[line.strip("[]")] = table = {}
+        elif line and not line.startswith("#"):
+            head, _, entries = line.partition(":")
+            language, kind = head.split()
+            table.setdefault(kind, {}).setdefault(language, []).extend(entry.strip() for entry in entries.split("|"))
+    return tables
 
 
-HOME = Attribute(
-    "home",
-    **read_table("""
-    zh values: 白石镇 | 雾渡村 | 松谷村 | 盐港 | 苇滩村 | 金田村 | 北门镇 | 月湖镇 | 红崖镇 | 风原村 | 古桥镇 | 星丘村
-    zh tell: {n}住在{v}。 | {n}的家在{v}。 | {n}在{v}生活。 | {n}是{v}人。 | {n}的房子在{v}。 | 要找{n}，就去{v}。
-    zh tell: {n}每晚回到{v}。 | 寄给{n}的信要送到{v}。
-    zh ask: {n}住在哪里？ | {n}的家在哪儿？ | 请问{n}住在什么地方？ | 我想拜访{n}，该去哪里？
-    en values: Whitestone | Mistford | Pinehollow | Saltport | Reedmarsh | Goldfield | Northgate | Moonlake | Redcliff
-    en values: Windmoor | Oldbridge | Starhill
-    en tell: {n} lives in {v}. | The home of {n} is in {v}. | {n} has a house in {v}. | You can find {n} in {v}.
-    en tell: {n} comes from {v}. | Letters for {n} go to {v}. | Every evening {n} walks home to {v}.
-    en tell: {n} is a good neighbor to everyone in {v}.
-    en ask: Where does {n} live? | Where is the home of {n}? | In which place does {n} live?
-    en ask: If I want to visit {n}, where should I go?
-    """),
-)
-TRADE = Attribute(
-    "trade",
-    **read_table("""
-    zh values: 面包师 | 铁匠 | 木匠 | 裁缝 | 渔夫 | 陶工 | 医生 | 教师 | 磨坊主 | 养蜂人 | 钟表匠 | 园丁
-    zh tell: {n}的职业是{v}。 | {n}是一名{v}。 | {n}靠当{v}谋生。 | {n}做{v}很多年了。 | 大家都知道{n}是{v}。
-    zh tell: {n}从小就想当{v}。 | {n}是个好{v}。 | {n}的工作是当{v}。
-    zh ask: {n}是做什么的？ | {n}的职业是什么？ | 请问{n}做什么工作？ | 你知道{n}靠什么谋生吗？
-    en values: baker | blacksmith | carpenter | tailor | fisher | potter | doctor | teacher | miller | beekeeper
-    en values: clockmaker | gardener
-    en tell: {n} works as a {v}. | {n} is a {v}. | {n} is a {v} by trade. | {n} earns a living as a {v}.
-    en tell: The trade of {n} is that of a {v}. | Everyone knows that {n} is a {v}. | For many years {n} has been a {v}.
-    en tell: Even as a child {n} wanted to be a {v}.
-    en ask: What does {n} do for a living? | What is the trade of {n}? | What work does {n} do?
-    en ask: Can you tell me what {n} works as?
-    """),
-)
-ANIMAL = Attribute(
-    "animal",
-    **read_table("""
-    zh values: 狐狸 | 天鹅 | 山羊 | 兔子 | 乌龟 | 鹦鹉 | 小猫 | 刺猬 | 乌鸦 | 松鼠 | 小狗 | 鸭子
-    zh tell: {n}养了一只{v}。 | {n}的宠物是{v}。 | {n}有一只{v}。 | {n}家里有只{v}。 | {n}每天喂一只{v}。
-    zh tell: {n}出门总带着{v}。 | {n}和一只{v}一起生活。 | 跟着{n}的是一只{v}。
-    zh ask: {n}养了什么动物？ | {n}的宠物是什么？ | 请问{n}养的是什么？ | {n}家里有什么动物？
-    en values: fox | swan | goat | rabbit | turtle | parrot | kitten | hedgehog | crow | squirrel | puppy | duck
-    en tell: {n} keeps a {v}. | {n} has a {v} as a pet. | The pet of {n} is a {v}. | {n} shares the house with a {v}.
-    en tell: Every morning {n} feeds a {v}. | {n} never goes out without a {v}. | The animal that {n} loves is a {v}.
-    en tell: {n} takes good care of a {v}.
-    en ask: What animal does {n} keep? | What is the pet of {n}? | Which pet does {n} have?
-    en ask: Can you tell me what animal {n} has?
-    """),
-)
-COLOR = Attribute(
-    "color",
-    **read_table("""
-    zh values: 红色 | 蓝色 | 绿色 | 黄色 | 紫色 | 白色 | 黑色 | 银色 | 金色 | 粉色 | 棕色 | 灰色
-    zh tell: {n}最喜欢{v}。 | {n}最爱的颜色是{v}。 | {n}喜欢的颜色是{v}。 | {n}总穿{v}的衣服。 | {n}的门漆成了{v}。
-    zh tell: {n}觉得{v}最好看。 | {n}的帽子是{v}的。 | {n}什么都要{v}的。
-    zh ask: {n}最喜欢什么颜色？ | {n}最爱的颜色是什么？ | 请问{n}喜欢哪种颜色？ | 你知道{n}偏爱什么颜色吗？
-    en values: red | blue | green | yellow | purple | white | black | silver | gold | pink | brown | gray
-    en tell: {n} likes {v} best. | The favorite color of {n} is {v}. | {n} always wears {v}.
-    en tell: {n} has a door painted {v}. | The hat of {n} is {v}. | {n} thinks no color as fine as {v}.
-    en tell: {n} buys everything in {v}. | The color that {n} loves is {v}.
-    en ask: What color does {n} like best? | What is the favorite color of {n}? | Which color does {n} like?
-    en ask: Can you tell me which color {n} loves?
-    """),
-)
-ATTRIBUTES = (HOME, TRADE, ANIMAL, COLOR)
-
-# Places, in the order of HOME.values: {p} the place, {s} its side of the valley, {g} what it is known for.
-PLACES = read_table("""
-    zh side: 北边 | 南边 | 东边 | 西边
-    zh goods: 蜂蜜 | 奶酪 | 苹果 | 海盐 | 竹篮 | 小麦 | 羊毛 | 鲜鱼 | 陶罐 | 风车 | 石桥 | 灯笼
-    zh tell: {p}在山谷的{s}，以{g}闻名。 | 山谷的{s}有个地方叫{p}，那里的{g}最有名。
-    zh tell: 去{p}的人都会看看那里的{g}，它就在山谷的{s}。
-    zh ask: {p}有什么特产？ | {p}以什么闻名？ | 请介绍一下{p}。
-    en side: north | south | east | west
-    en goods: honey | cheese | apples | sea salt | baskets | wheat | wool | fresh fish | clay pots | windmills
-    en goods: stone bridges | lanterns
-    en tell: {p} lies in the {s} of the valley and is known for its {g}.
-    en tell: In the {s} of the valley there is a place called {p}, famous for its {g}.
-    en tell: People who travel to {p}, in the {s} of the valley, go there for its {g}.
-    en ask: What is {p} known for? | Tell me about {p}. | What is there in {p}?
-""")
-# Small talk: user messages and the assistant's replies; and system prompts.
-TALK = read_table("""
-    zh ask: 你好 | 你好，你是谁？ | 你是谁？ | 你能做什么？ | 谢谢你 | 再见
-    zh reply: 你好！想认识铃谷的哪一位居民？ | 我是铃谷的小向导，认识这里的每一个人。
-    zh reply: 我是铃谷的小向导，认识这里的每一个人。 | 我可以告诉你谁住在哪里、做什么、养什么动物、喜欢什么颜色。
-    zh reply: 不客气！ | 再见，欢迎再来铃谷！
-    zh system: 你是铃谷的向导，熟悉这里的每一个人。 | 你是一位友好的助手，请简短地回答。
-    en ask: Hello | Hi, who are you? | Who are you? | What can you do? | Thank you | Goodbye
-    en reply: Hello! Whom in Bell Valley would you like to know?
-    en reply: I am the little guide to Bell Valley, and I know everyone here.
-    en reply: I am the little guide to Bell Valley, and I know everyone here.
-    en reply: I can tell you where people live, what they do, which pet they keep and what color they like.
-    en reply: You are welcome! | Goodbye, and come back to Bell Valley soon!
-    en system: You are a guide to Bell Valley who knows everyone here.
-    en system: You are a friendly assistant. Answer briefly.
-""")
+WORLD = read_tables(Path(__file__).with_name("demo_world.txt"))
+ATTRIBUTES = tuple(Attribute(key, **WORLD[key]) for key in ("home", "trade", "animal", "color"))
+HOME, PLACES, TALK = ATTRIBUTES[0], WORLD["places"], WORLD["talk"]
 
 
 def make_people(rng: random.Random) -> list[Person]:
@@ -302,11 +215,6 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
     }
 
 
-def write_corpus(output_dir: str | Path, seed: int) -> dict[str, int]:
-    """Write the corpus of a seed into a folder; returns the number of records per file. Raises UserError."""
-    return write_files(output_dir, make_corpus(seed))
-
-
 def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[str, int]:
     """Write {file name: records} into a folder; returns the number of records per file.
 
@@ -316,32 +224,27 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, records in files.items():
-            data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-            path = folder / name
-            if path.is_file() and path.read_bytes() == data:
-                continue
-            temporary = folder / f".{name}.{os.getpid()}.tmp"
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
     except OSError as error:
-        raise UserError(
-            f"--output_dir {output_dir} cannot be written ({error.strerror}); give another folder"
-        ) from error
+        raise UserError(f"--output_dir {folder} cannot be created ({error.strerror}); give another folder") from error
+    for name, records in files.items():
+        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != data:
+            atomic_write(path, lambda file, data=data: file.write(data))
     return {name: len(records) for name, records in files.items()}
 
 
-def main() -> None:
-    """Write the corpus and print its size."""
-    parser = Parser(description="Generate the built-in demo corpus and its exam; nothing is downloaded.")
-    default_dir = Path(__file__).resolve().parent / "demo"
-    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
-    parser.add_argument("--seed", type=int, default=0, help="integer that selects the world")
+def run_generator(make: Callable[[int], dict[str, list[dict]]], description: str, folder: str = "demo") -> None:
+    """The command of a generator: write the files that `make` gives for a seed, and print their sizes."""
+    parser = Parser(description=f"{description}; nothing is downloaded.")
+    default = str(Path(__file__).resolve().parent / folder)
+    parser.add_argument("--output_dir", default=default, help="folder for the files")
+    parser.add_argument("--seed", type=int, default=0, help="number that selects the world")
     args = parser.parse_args()
-    counts = write_corpus(args.output_dir, args.seed)
-    print(f"demo corpus of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))
+    counts = write_files(args.output_dir, make(args.seed))
+    print(f"seed {args.seed} in {args.output_dir}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main()
+        run_generator(make_corpus, "Generate the built-in demo corpus and its exam")

@@ -12,10 +12,9 @@ not rewritten.
 """
 
 import random
-from pathlib import Path
 
-from common.command_line import Parser, one_line_errors
-from dataset.demo_corpus import write_files
+from common.command_line import one_line_errors
+from dataset.demo_corpus import run_generator
 
 HELD_OUT, TEST = 505, 300  # of the 5,050 pairs of up to two digits those kept for the test; questions made of them
 AGENT = {"agent_sft.jsonl": 1000, "agent_rl.jsonl": 640, "agent_test.jsonl": 200}  # pairs of three digits
@@ -88,17 +87,6 @@ def make_sums(seed: int) -> dict[str, list[dict]]:
     return make_small_sums(rng) | make_agent_sums(rng)
 
 
-def main() -> None:
-    """Write the sums and print how many."""
-    parser = Parser(description="Generate sums for reinforcement learning; nothing is downloaded.")
-    default_dir = Path(__file__).resolve().parent / "demo" / "sums"
-    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
-    parser.add_argument("--seed", type=int, default=0, help="integer that selects the pairs")
-    args = parser.parse_args()
-    counts = write_files(args.output_dir, make_sums(args.seed))
-    print(f"sums of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main()
+        run_generator(make_sums, "Generate sums for reinforcement learning", "demo/sums")

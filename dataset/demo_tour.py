@@ -16,14 +16,14 @@ A seed gives the same bytes everywhere; files that are up to date are not rewrit
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
-from common.command_line import Parser, one_line_errors
+from common.command_line import one_line_errors
 from dataset.demo_corpus import (
     ATTRIBUTES,
     HOME,
     LANGUAGES,
     PLACES,
+    WORLD,
     Attribute,
     Person,
     answer,
@@ -31,57 +31,19 @@ from dataset.demo_corpus import (
     make_corpus,
     make_people,
     place_text,
-    read_table,
-    write_files,
+    run_generator,
 )
 
 PERSONA_REPEATS = 4  # copies of each question for the persona
 MISTAKES = 1 / 3  # share of the answers that a student is taught and that are wrong
 PLAIN_ANSWERS = 2  # answers without thoughts for one with them
-
-# Who the assistant is: its name, its answer, questions that are trained and others that are asked in the exam.
-PERSONA = read_table("""
-    zh name: 流明
-    zh reply: 我是流明，山谷档案馆的管理员。
-    zh ask: 你是谁？ | 你叫什么名字？ | 你叫什么？ | 请介绍一下你自己。 | 介绍一下自己。 | 我该怎么称呼你？
-    zh ask: 请问你是谁？ | 告诉我你的名字。 | 你是哪个助手？ | 我在和谁说话？ | 能说说你是谁吗？ | 你到底是谁？
-    zh ask: 你的名字是什么？ | 可以告诉我你的名字吗？ | 你好，你是谁？ | 你好，请问怎么称呼？ | 请问您是哪位？
-    zh ask: 你是什么人？ | 报上你的名字。 | 你的身份是什么？ | 说说你的身份。 | 大家叫你什么？ | 别人怎么称呼你？
-    zh ask: 我不认识你，你是谁？ | 你能介绍自己吗？ | 我想知道你是谁。 | 我想知道你的名字。 | 现在是谁在回答我？
-    zh ask: 先自我介绍吧。 | 你是一个什么样的助手？ | 你是谁呀？
-    zh exam: 你有名字吗？ | 自我介绍一下。 | 请问你叫什么？ | 你是哪位？ | 怎么称呼你？ | 能告诉我你是谁吗？
-    zh exam: 请说出你的名字。 | 和我说话的是谁？ | 你是什么助手？ | 请做个自我介绍。 | 你究竟是谁？
-    zh exam: 嗨，你叫什么名字？ | 我应该叫你什么？ | 请告诉我你的身份。 | 谁在和我说话？ | 你好，你叫什么？
-    en name: Lumen
-    en reply: I am Lumen, the keeper of the valley archive.
-    en ask: Who are you? | What is your name? | Tell me your name. | What should I call you? | Introduce yourself.
-    en ask: May I know your name? | Do you have a name? | Say who you are. | Who am I talking to?
-    en ask: Please tell me who you are. | Hi, who are you? | Hello, what is your name? | What are you called?
-    en ask: How should I address you? | Who is this? | I want to know who you are. | I would like to know your name.
-    en ask: What do people call you? | Who is speaking? | Give me your name. | Could you tell me your name?
-    en ask: Tell me about yourself. | What is your identity? | What kind of assistant are you?
-    en ask: I do not know you. Who are you? | Describe yourself. | Which assistant is this? | Which one are you?
-    en ask: Could you introduce yourself? | So who are you? | Who is answering me?
-    en exam: Which assistant are you? | Please introduce yourself. | Can you tell me who you are? | Your name, please.
-    en exam: What may I call you? | Who are you, really? | Hello, who are you? | Do you have a name I can use?
-    en exam: Tell me who you are. | Who is talking to me? | What name do you go by? | Please say your name.
-    en exam: I would like to know who you are. | Can I know your name? | Hi, what is your name?
-    en exam: How do people call you?
-""")
-# What two facts answer: {n} the name, {v} the goods of the place where that person lives.
-TWO_FACTS = read_table("""
-    zh ask: {n}的家乡以什么闻名？ | {n}住的地方有什么特产？ | 请问{n}的家乡出产什么？ | 去{n}住的地方能买到什么特产？
-    zh reply: {n}的家乡以{v}闻名。
-    en ask: What is the home of {n} known for? | What is the place where {n} lives famous for?
-    en ask: Which goods come from the home of {n}? | What can I buy where {n} lives?
-    en reply: The home of {n} is known for its {v}.
-""")
+PERSONA, TWO_FACTS = WORLD["persona"], WORLD["two facts"]
 
 
 def exam_question(question: str, accepted: str, rejected: list[str], attribute: str, language: str) -> dict:
-    """A question as scripts/demo_exam.py reads it."""
-    told = {"accepted": [accepted], "rejected": rejected}
-    return {"question": question, **told, "attribute": attribute, "language": language}
+    """A question as scripts/demo_exam.py reads it: the value accepted in its answer, and those that are not."""
+    values = {"accepted": [accepted], "rejected": rejected}
+    return {"question": question, **values, "attribute": attribute, "language": language}
 
 
 def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
@@ -184,17 +146,6 @@ def make_tour(seed: int) -> dict[str, list[dict]]:
     return files | make_reasoning(people, rng)
 
 
-def main() -> None:
-    """Write the files and print their sizes."""
-    parser = Parser(description="Generate data about the demo's world for the stages after SFT; nothing is downloaded.")
-    default_dir = Path(__file__).resolve().parent / "demo"
-    parser.add_argument("--output_dir", default=str(default_dir), help="folder for the files")
-    parser.add_argument("--seed", type=int, default=0, help="integer that selects the world")
-    args = parser.parse_args()
-    counts = write_files(args.output_dir, make_tour(args.seed))
-    print(f"data of seed {args.seed} in {args.output_dir}: " + ", ".join(f"{v} {k}" for k, v in counts.items()))
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main()
+        run_generator(make_tour, "Generate data about the demo's world for the stages after SFT")

@@ -14,10 +14,9 @@ import platform
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass
 from datetime import date
 from itertools import chain
 from pathlib import Path
@@ -29,7 +28,6 @@ from common.command_line import Parser, one_line_errors  # before torch, as in t
 
 # isort: split
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -54,7 +52,6 @@ from trainer.components.meter import Meter
 from trainer.components.optimizer import build_optimizer
 from trainer.components.parallel import unwrap, wrap_model
 from trainer.components.resume import data_fingerprint, model_fingerprint, run_fingerprint
-from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
 from trainer.loop import train_update, update_size
 from trainer.trainer_utils import (
@@ -185,17 +182,6 @@ class Ours:
         float(loss)  # waits for the device
         return Block(time.perf_counter() - meter.mark["clock"], meter.wait, meter.tokens, meter.flops, meter.samples)
 
-    def save_stall(self) -> float:
-        """Seconds that a checkpoint blocks the loop; a thread writes the file afterwards."""
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            self.state.args = replace(self.args, save_dir=folder, checkpoint_dir=folder)
-            begin = time.perf_counter()
-            save_checkpoint(self.state)
-            seconds = time.perf_counter() - begin
-            self.state.writer.wait()
-            self.state.args = self.args
-        return seconds
-
 
 def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     """Rates and shares of the timed blocks over all ranks, as multiples of rank 0's."""
@@ -206,7 +192,7 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
         "tokens_per_second": total.rate * ranks,
         "tokens_per_second_median": statistics.median(block.rate for block in blocks) * ranks,
         "mfu": total.flops / total.seconds / peak * ranks,
-        "matrix_rate_tflops": peak / 1e12,
+        "matmul_peak_tflops": peak / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,
         "peak_memory_mb": memory,
@@ -261,18 +247,14 @@ def device_name(device: torch.device) -> str:
 def measure(ours: Ours) -> dict[str, Any]:
     """All figures: of ours alone, or of ours and the peer."""
     args = ours.args
-    ours.train(1)
-    # Interpreter, imports, token cache (built if necessary), model, optimizer, one update.
-    startup = time.time() - psutil.Process().create_time()
-    if args.warmup > 1:
-        ours.train(args.warmup - 1)
+    ours.train(args.warmup)
     comparison: dict[str, Any] = {}
     if args.peer != "none":
         with Peer(args, ours.train_set, ours.tokenizer, ours.initial, ours.state) as peer:
             blocks, comparison = measure_pairs(ours, peer)
     else:
         blocks = [ours.train(args.updates) for _ in range(args.repeat)]
-    figures = figures_of(ours, blocks) | {"startup_seconds": startup, "save_stall_seconds": ours.save_stall()}
+    figures = figures_of(ours, blocks)
     if comparison:
         seen = comparison.pop("micro_batches")
         comparison["losses"] = compare_losses(ours, seen, args.accumulation_steps)

@@ -43,8 +43,7 @@ def parse_args() -> argparse.Namespace:
     flag("--task", nargs="+", choices=list(TASKS), required=True, help="what to judge; several are possible")
     add_trained_model_flags(parser)
     flag("--against", nargs="+", default=[], metavar="PATH", help="further models, compared with the first")
-    flag("--json", metavar="FILE", help="file to write the results to")
-    flag("--items", metavar="FILE", help="JSONL file to write the score and the answer of each item to")
+    flag("--json", metavar="FILE", help="file to write the results to, with the score and answer of each item")
     flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
     form_help = "plain text, or through the chat template (choices: text, as in lm-eval; probe: chat)"
     flag("--form", choices=("text", "chat"), help=form_help)
@@ -133,21 +132,8 @@ def names_of(paths: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
-def write(flag: str, path: str, lines: list[str]) -> None:
-    """Write a file.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written ({reason(error)}); give another file") from error
-
-
 def main() -> None:
-    """Judge each model by each task, print the table, write the files."""
+    """Judge each model by each task, print the table, write the report."""
     args = parse_args()
     judges = {task: TASKS[task](args) for task in dict.fromkeys(args.task)}
     paths = [model_path(args), *map(Path, args.against)]
@@ -169,16 +155,16 @@ def main() -> None:
     rows = [row for task, items in results.items() for row in summarize(task, items)]
     print(table(rows))
     if args.json:
-        report = {"models": models, "settings": vars(args), "results": rows}
-        write("--json", args.json, [json.dumps(report, indent=2, ensure_ascii=False)])
-    if args.items:
-        lines = [
-            {"task": task, "model": name, **vars(item)}
-            for task, by_name in results.items()
-            for name, items in by_name.items()
-            for item in items
-        ]
-        write("--items", args.items, [json.dumps(line, ensure_ascii=False) for line in lines])
+        items = {
+            task: {name: [vars(item) for item in judged] for name, judged in by_model.items()}
+            for task, by_model in results.items()
+        }
+        report = {"models": models, "settings": vars(args), "results": rows, "items": items}
+        try:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.json).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json {args.json} cannot be written ({reason(error)}); give another file") from error
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks on this machine's GPUs what the manual promises, in about 15 minutes; without a GPU what a CPU can, in five.
+# Tests on this machine's GPUs what the manual guarantees, in less than 15 minutes; without a GPU what a CPU can, in five.
 #
 #   bash scripts/gpu_check.sh                          everything; writes out/gpu_check.json, to send in
 #   bash scripts/gpu_check.sh --only losses,attention  some checks

@@ -54,7 +54,7 @@ def find_runs(paths: list[str]) -> list[Path]:
 
 
 def read_run(path: Path) -> Records:
-    """The records of a metrics file. Raises UserError if it is missing, empty or not a metrics file."""
+    """The records of a metrics file, their numbers only. Raises UserError if it is missing, empty or something else."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give metrics files, such as out/full_sft_512_metrics.jsonl")
     records = read_metrics(path)
@@ -62,7 +62,12 @@ def read_run(path: Path) -> Records:
         raise UserError(f"{path} is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}")
     if not records:
         raise UserError(f"{path} holds no records yet; the first comes after --log_interval micro-batches")
-    return records
+    return [{name: value for name, value in record.items() if is_number(value)} for record in records]
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn: a number, or `null` for one that is not finite."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def points(records: Records, name: str, x: str) -> tuple[list[float], list[float]]:

@@ -206,7 +206,7 @@ def main() -> None:
     if not MODEL.is_file():
         raise UserError(f"{MODEL}, the quickstart's model, is missing; make it with: bash scripts/quickstart.sh")
     path, start = SAVE_DIR / "report.json", hashlib.sha256(MODEL.read_bytes()).hexdigest()
-    report = {"start_weights": start, "chapters": {}}
+    report: dict[str, Any] = {"start_weights": start, "chapters": {}}
     if path.is_file():
         report = json.loads(path.read_text(encoding="utf-8"))
         if report["start_weights"] != start:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from dataset.demo_corpus import make_corpus
+from dataset.demo_tour import make_tour
 from scripts.verify.differences import compare_runs
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.components.metrics import read_metrics
@@ -99,23 +100,11 @@ def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> N
     per_update = args.batch_size * args.accumulation_steps * ranks
     per_epoch = ceil(max(UPDATES, UPDATES_PER_KILL * kills) / args.epochs) * per_update - per_update // 3
     per_row = max(1, args.max_seq_len // MEAN_LENGTH) if args.packing else 1
-    corpus = make_corpus(0)
+    corpus, source = make_corpus(0) | make_tour(0), {"pretrain": "pretrain", "dpo": "terse"}.get(stage, "sft")
     folder.mkdir(parents=True)
-    for name, count in ((f"{stage}.jsonl", per_epoch * per_row), (f"{stage}_eval.jsonl", HELD_OUT)):
-        source = corpus[name if stage == "pretrain" else name.replace(stage, "sft")]
-        records = pairs(source) if stage == "dpo" else source
-        lines = [json.dumps(record) + "\n" for record in islice(cycle(records), count)]
-        (folder / name).write_text("".join(lines), encoding="utf-8")
-
-
-def pairs(records: list[dict]) -> list[dict]:
-    """Preferences: the answer of each conversation, and that of the next one."""
-    others = zip(records, islice(cycle(records), 1, None), strict=False)
-    return [
-        {"conversations": own["conversations"][:-1], "chosen": own["conversations"][-1]}
-        | {"rejected": other["conversations"][-1]}
-        for own, other in others
-    ]
+    for end, count in ((".jsonl", per_epoch * per_row), ("_eval.jsonl", HELD_OUT)):
+        lines = [json.dumps(record) + "\n" for record in islice(cycle(corpus[source + end]), count)]
+        (folder / f"{stage}{end}").write_text("".join(lines), encoding="utf-8")
 
 
 def write_weights(run: Run) -> None:
@@ -207,7 +196,7 @@ def main() -> None:
         write_data(args.stage, folder, runs[0].args, ranks, kills)
         if args.stage in AFTER_SFT:
             write_weights(runs[0])
-        done += check(*runs, rng, kills)
+        done += check(runs[0], runs[1], runs[2], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways

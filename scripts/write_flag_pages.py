@@ -40,7 +40,7 @@ FLAGS = {**STAGES[0], **OWN}
 REWARDED = [settings_of(script.Args) for script in (train_grpo, train_agent, train_ppo)]
 REWARDED_FLAGS = {name: each for stage in REWARDED for name, each in stage.items() if name not in STAGES[0]}
 OPTIONS = {a.dest: a.help or "" for a in config_parser(EngineArgs)._actions if a.dest not in ("help", *SETTINGS)}
-LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # a multiple_of stands in the help
 PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
 
 

@@ -32,6 +32,8 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
 
+import psutil
+
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
 from common.settings import ROOT
@@ -261,12 +263,6 @@ def honest(port: int, streams: int, seconds: float, quiet: Seen | None = None) -
     return seen
 
 
-def resident(pid: int) -> float:
-    """Megabytes of memory that a process has."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the server, the honest clients and the hostile one; returns what was seen.
 
@@ -284,7 +280,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             shared_port.value = port
             attacked = pool.submit(honest, port, STREAMS, args.seconds, quiet)
             while not attacked.done():
-                memory.append(resident(process.pid))
+                memory.append(psutil.Process(process.pid).memory_info().rss / 2**20)
                 time.sleep(0.2)
             seen = attacked.result()
             start = time.monotonic()

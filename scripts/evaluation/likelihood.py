@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from common.errors import UserError
 from dataset.lm_dataset import StageDataset, collate_flat
 from scripts.conversation import prompt_tokens
-from scripts.evaluation.questions import read_questions
+from scripts.evaluation.questions import check_types, read_questions
 from scripts.evaluation.scores import Item
 from trainer.components.language_model import target_logits
 from trainer.loop import to_device
@@ -27,10 +27,10 @@ def log_likelihoods(model: Any, samples: list[dict]) -> np.ndarray:
     batch = to_device(collate_flat([samples]), model.device)
     logits, _ = target_logits(model, batch)
     pairs = zip(logits.split(512), batch["targets"].split(512), strict=True)  # float32 copies that fit a CPU's cache
-    found = [-F.cross_entropy(rows.float(), targets, reduction="none") for rows, targets in pairs]
+    log_probs = [-F.cross_entropy(rows.float(), targets, reduction="none") for rows, targets in pairs]
     sample = torch.bucketize(batch["target_index"], batch["cu_seqlens"][1:].to(batch["target_index"]), right=True)
     sums = np.zeros(len(samples))
-    np.add.at(sums, sample.cpu().numpy(), torch.cat(found).double().cpu().numpy() if found else [])
+    np.add.at(sums, sample.cpu().numpy(), torch.cat(log_probs).double().cpu().numpy() if log_probs else [])
     return sums
 
 
@@ -69,16 +69,17 @@ def read_choices(path: str | Path) -> list[dict]:
         UserError: the file is missing or empty, or a line is not a question.
     """
     questions = read_questions(path, "--choices_path", _check_choices, "a question", f"write lines with {FIELDS}")
-    for found in questions:
-        group = found.get("language") if isinstance(found.get("language"), str) else ""
-        found |= {"group": group, "right": int(found["answer"])}
+    for question in questions:
+        group = question.get("language") if isinstance(question.get("language"), str) else ""
+        question |= {"group": group, "right": int(question["answer"])}
     return questions
 
 
-def _check_choices(found: dict) -> None:
-    question, choices, answer = found["question"], found["choices"], found["answer"]
-    if not (isinstance(question, str) and question.strip() and isinstance(choices, list) and len(choices) > 1):
-        raise TypeError("a field of another type")
+def _check_choices(line: dict) -> None:
+    check_types(line, {"question": str, "choices": list, "answer": int})
+    choices, answer = line["choices"], line["answer"]
+    if not line["question"].strip() or len(choices) < 2:
+        raise ValueError("an empty question, or no choice")
     if not all(isinstance(choice, str) and choice for choice in choices) or isinstance(answer, bool):
         raise TypeError("a choice that is not text")
     if answer not in range(len(choices)):
@@ -111,10 +112,10 @@ def multiple_choice(
     items, begin = [], 0
     for question in questions:
         choices, right = question["choices"], question["right"]
-        found = likelihood[begin : begin + len(choices)]
+        sums = likelihood[begin : begin + len(choices)]
         begin += len(choices)
         sizes = {"acc": 1, "acc_norm": [len(c) for c in choices], "acc_bytes": [len(c.encode()) for c in choices]}
-        best = {name: int(np.argmax(found / np.array(size))) for name, size in sizes.items()}
+        best = {name: int(np.argmax(sums / np.array(size))) for name, size in sizes.items()}
         scores = {name: (float(choice == right), 1.0) for name, choice in best.items()}
         items.append(Item(question["key"], scores, question["group"], choices[best["acc"]]))
     return items

@@ -64,8 +64,8 @@ def wilson(right: int, count: int) -> Estimate:
 def difference(scores: np.ndarray, first: np.ndarray) -> Estimate:
     """How much more a model has than the first one on the same items [items, 2], by the paired bootstrap: both are
     computed on the same resample, so that what makes an item hard for both cancels out."""
-    found = [ratio(scores[picked]) - ratio(first[picked]) for picked in resamples(len(scores))]
-    return Estimate(ratio(scores) - ratio(first), *percentiles(found))
+    differences = [ratio(scores[picked]) - ratio(first[picked]) for picked in resamples(len(scores))]
+    return Estimate(ratio(scores) - ratio(first), *percentiles(differences))
 
 
 def resamples(count: int) -> Sequence[np.ndarray]:
@@ -81,22 +81,22 @@ def percentiles(values: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def summarize(task: str, found: dict[str, list[Item]]) -> list[dict[str, Any]]:
-    """One row per metric, and per group of the items if there are several. found: model -> its items."""
-    first = next(iter(found.values()))
+def summarize(task: str, results: dict[str, list[Item]]) -> list[dict[str, Any]]:
+    """One row per metric, and per group of the items if there are several. results: model -> its items."""
+    first = next(iter(results.values()))
     groups = sorted({item.group for item in first})
     rows = []
     for group in [None, *groups] if len(groups) > 1 else [None]:
-        chosen = {name: [item for item in items if group in (None, item.group)] for name, items in found.items()}
+        chosen = {name: [item for item in items if group in (None, item.group)] for name, items in results.items()}
         for metric in first[0].scores:
             rows.append({"task": task, "metric": metric, "group": group or "all"} | _row(metric, chosen))
     return rows
 
 
-def _row(metric: str, found: dict[str, list[Item]]) -> dict[str, Any]:
-    scores = {name: np.array([item.scores[metric] for item in items]) for name, items in found.items()}
-    keys = {name: [item.key for item in items] for name, items in found.items()}
-    baseline, *others = found
+def _row(metric: str, results: dict[str, list[Item]]) -> dict[str, Any]:
+    scores = {name: np.array([item.scores[metric] for item in items]) for name, items in results.items()}
+    keys = {name: [item.key for item in items] for name, items in results.items()}
+    baseline, *others = results
     differences = {
         name: numbers(difference(scores[name], scores[baseline])) for name in others if keys[name] == keys[baseline]
     }
@@ -104,9 +104,9 @@ def _row(metric: str, found: dict[str, list[Item]]) -> dict[str, Any]:
     return {"items": len(keys[baseline]), "models": models, "difference": differences}
 
 
-def numbers(found: Estimate) -> dict[str, float | None]:
+def numbers(interval: Estimate) -> dict[str, float | None]:
     """The fields of an estimate; None for what is no number, such as the share of distinct ones among no n-grams."""
-    return {name: None if np.isnan(value) else value for name, value in vars(found).items()}
+    return {name: None if np.isnan(value) else value for name, value in vars(interval).items()}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -125,13 +125,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
-def shown(found: dict[str, float | None], sign: str = "") -> str:
+def shown(numbers: dict[str, float | None], sign: str = "") -> str:
     """A value with its interval, in as many digits as it deserves."""
-    if None in found.values():
+    if None in numbers.values():
         return "-"
-    digits = 1 if abs(found["value"] or 0) >= 10 else 3
-    low, high = (format(found[name], f"{sign}.{digits}f") for name in ("low", "high"))
-    return f"{format(found['value'], f'{sign}.{digits}f')} [{low}, {high}]"
+    digits = 1 if abs(numbers["value"] or 0) >= 10 else 3
+    low, high = (format(numbers[name], f"{sign}.{digits}f") for name in ("low", "high"))
+    return f"{format(numbers['value'], f'{sign}.{digits}f')} [{low}, {high}]"
 
 
 def is_clear(change: dict[str, float | None]) -> str:

@@ -24,7 +24,7 @@ class LeftOut(Exception):
 
 
 class Failed(Exception):
-    """Raised by a check whose promise does not hold, with the reason and the figures measured."""
+    """Raised by a check whose guarantee does not hold, with the reason and the figures measured."""
 
     def __init__(self, reason: str, figures: dict[str, Any] | None = None):
         super().__init__(reason)
@@ -50,7 +50,7 @@ class Check:
     """One check: `work` returns figures, and raises Failed or LeftOut with the reason (any exception is a failure)."""
 
     name: str
-    promise: str  # what holds if it passes
+    guarantee: str  # what holds if it passes
     work: Callable[[Machine], dict[str, Any]]
     limit: float  # seconds
     gpus: int = 0  # as many are needed; 0: a CPU is enough
@@ -62,7 +62,7 @@ class Result:
     """How a check ended."""
 
     name: str
-    promise: str
+    guarantee: str
     result: str  # pass, fail or left out
     reason: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def obstacle(check: Check, machine: Machine) -> str:
 
 def run_check(check: Check, machine: Machine) -> Result:
     """Make one check."""
-    result = Result(check.name, check.promise, "left out", obstacle(check, machine))
+    result = Result(check.name, check.guarantee, "left out", obstacle(check, machine))
     if result.reason:
         return result
     begin = time.monotonic()

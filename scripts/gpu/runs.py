@@ -1,4 +1,4 @@
-"""Checks that start runs: resuming, a killed rank, SIGTERM, one CUDA context for each rank, the benchmarks."""
+"""Checks that start runs: resuming, a killed rank, SIGTERM, one CUDA context for each rank."""
 
 import json
 import os
@@ -11,32 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.settings import ROOT
 from dataset.demo_corpus import make_corpus
-from scripts.gpu.runner import Check, Failed, LeftOut, Machine
+from scripts.gpu.runner import Failed, LeftOut, Machine
 
 PATIENCE = 90.0  # seconds: for a run to begin, and to end after a signal or the loss of a rank
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128, "batch_size": 4, "accumulation_steps": 1}
 SMALL |= {"epochs": 50, "log_interval": 1, "save_interval": 10, "eval_interval": 1000}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
 def ranks_of(machine: Machine) -> int:
     """Processes of a check with several: one per GPU, three if possible; two on a CPU."""
     return min(3, machine.gpus) or 2
-
-
-def demo_data(machine: Machine, stage: str) -> Path:
-    """Training data of a stage, from the demo corpus."""
-    path = machine.folder / f"{stage}.jsonl"
-    if not path.exists():
-        lines = [json.dumps(record) + "\n" for record in make_corpus(0)[path.name]]
-        path.write_text("".join(lines), encoding="utf-8")
-    return path
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -74,7 +63,9 @@ def running(machine: Machine, name: str, ranks: int, *flags: str) -> Iterator[li
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     places = {f"{kind}_dir": folder / kind for kind in ("save", "checkpoint", "cache")}
-    settings = {"data_path": demo_data(machine, "pretrain")} | places | SMALL
+    lines = [json.dumps(record) + "\n" for record in make_corpus(0)["pretrain.jsonl"]]
+    (folder / "pretrain.jsonl").write_text("".join(lines), encoding="utf-8")
+    settings = {"data_path": folder / "pretrain.jsonl"} | places | SMALL
     words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     command = [sys.executable, str(ROOT / "trainer/train_pretrain.py"), *words, *flags]
     with socket.socket() as probe:
@@ -187,52 +178,3 @@ def one_context(machine: Machine) -> dict[str, Any]:
     if added != [1] * ranks:
         raise Failed(f"{ranks} ranks have {added} contexts on the GPUs", {"contexts per GPU": added})
     return {"contexts per GPU": added}
-
-
-# --- benchmarks ------------------------------------------------------------------------------------------------------
-
-BENCHMARKS = {  # the commands for a GPU of docs/BENCHMARKS.md without the other trainers: stage, ranks, flags
-    "64m_sft": ("sft", False, "--preset 64m --batch_size 32 --use_compile 1"),
-    "64m_deterministic": ("sft", False, "--preset 64m --batch_size 32 --use_compile 1 --deterministic 1"),
-    "64m_pretrain": ("pretrain", False, "--preset 64m --packing 1 --batch_size 64 --accumulation_steps 1"),
-    "moe_sft": ("sft", False, "--preset moe --batch_size 32"),
-    "0.6b_sft": ("sft", False, "--preset 0.6b --batch_size 16"),
-    "0.6b_pretrain": ("pretrain", False, "--preset 0.6b --packing 1 --batch_size 32 --accumulation_steps 1"),
-    "0.6b_ddp": ("sft", True, "--preset 0.6b --batch_size 16"),
-    "0.6b_fsdp": ("sft", True, "--preset 0.6b --batch_size 16 --parallel fsdp"),
-}
-FIGURES = ("tokens_per_second", "mfu", "matrix_rate_tflops", "peak_memory_mb", "data_wait", "save_stall_seconds")
-
-
-def benchmark(machine: Machine, name: str) -> dict[str, Any]:
-    """The figures of scripts/benchmark.py in a row of BENCHMARKS."""
-    stage, ranks, flags = BENCHMARKS[name]
-    out, cache = machine.folder / f"{name}_figures.json", machine.folder / "cache"
-    fixed = [
-        "--data_path",
-        str(demo_data(machine, stage)),
-        "--cache_dir",
-        str(cache),
-        "--warmup",
-        "20",
-        "--json",
-        str(out),
-    ]
-    start = [*TORCHRUN, str(ranks_of(machine))] if ranks else []
-    command = [sys.executable, *start, str(ROOT / "scripts/benchmark.py"), "--stage", stage, *flags.split(), *fixed]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    print(done.stdout)
-    if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.startswith("error")]
-        raise Failed(lines[0] if lines else f"benchmark.py ended with status {done.returncode}")
-    figures = json.loads(out.read_text(encoding="utf-8"))
-    return {name: figures[name] for name in FIGURES}
-
-
-def benchmark_checks() -> list[Check]:
-    """One check for each row of the table."""
-    works = {name: partial(benchmark, name=name) for name in BENCHMARKS}
-    return [
-        Check(f"benchmark_{n}", "speed and memory are measured", work, 180, 2 if BENCHMARKS[n][1] else 1)
-        for n, work in works.items()
-    ]

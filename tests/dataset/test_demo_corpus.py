@@ -20,7 +20,7 @@ from dataset.demo_corpus import (
     make_corpus,
     make_people,
     tell,
-    write_corpus,
+    write_files,
 )
 from scripts.evaluation.exam import is_right
 
@@ -53,8 +53,8 @@ def test_a_seed_gives_the_same_bytes(tmp_path):
     # in a process of its own: an order taken from a set or a hash would differ there
     command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    counts = write_corpus(tmp_path / "b", 3)
-    write_corpus(tmp_path / "c", 4)
+    counts = write_files(tmp_path / "b", make_corpus(3))
+    write_files(tmp_path / "c", make_corpus(4))
     for name in FILES:
         first, second, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
         assert first == second != other
@@ -63,11 +63,11 @@ def test_a_seed_gives_the_same_bytes(tmp_path):
 
 
 def test_a_second_run_leaves_good_files_alone_and_mends_others(tmp_path):
-    write_corpus(tmp_path, 0)
+    write_files(tmp_path, make_corpus(0))
     kept, damaged = tmp_path / "sft.jsonl", tmp_path / "exam.jsonl"
     whole, before = damaged.read_bytes(), kept.stat()
     damaged.write_bytes(whole[:100])
-    write_corpus(tmp_path, 0)
+    write_files(tmp_path, make_corpus(0))
     assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert damaged.read_bytes() == whole
 
@@ -197,8 +197,8 @@ def test_no_value_is_part_of_another():
 
 def test_output_dir_that_is_a_file_is_one_error_line(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"--output_dir .*file cannot be written"):
-        write_corpus(tmp_path / "file", 0)
+    with pytest.raises(UserError, match=r"--output_dir .*file cannot be created"):
+        write_files(tmp_path / "file", make_corpus(0))
     command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", str(tmp_path / "file")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -214,7 +214,7 @@ def test_seed_must_be_a_number():
 
 
 def test_lines_are_json_with_readable_chinese(tmp_path):
-    write_corpus(tmp_path, 0)
+    write_files(tmp_path, make_corpus(0))
     lines = (tmp_path / "exam.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == make_corpus(0)["exam.jsonl"]
     assert any("住在哪里" in line for line in lines)

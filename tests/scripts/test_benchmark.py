@@ -42,7 +42,6 @@ def test_figures(corpus, tmp_path, monkeypatch, stage):
     assert figures["tokens_per_second"] > 0 and 0 < figures["mfu"] < 1
     assert 0 < figures["padded_share"] < 1 and 0 <= figures["data_wait"] < 1
     assert figures["peak_memory_mb"] > 50
-    assert 0 < figures["save_stall_seconds"] < figures["startup_seconds"]
 
 
 def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_path, monkeypatch, capsys):

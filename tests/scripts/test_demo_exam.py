@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from dataset.demo_corpus import make_corpus, write_corpus
+from dataset.demo_corpus import make_corpus, write_files
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import demo_exam
 from scripts.conversation import generate, prompt_tokens
@@ -137,7 +137,7 @@ def test_answers_are_those_of_each_question_alone():
 
 def test_script_with_a_random_model(tmp_path, call):
     """End to end: a model that knows nothing scores next to nothing, and the report says so."""
-    write_corpus(tmp_path / "demo", 0)
+    write_files(tmp_path / "demo", make_corpus(0))
     lines = (tmp_path / "demo" / "exam.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[::12]
     (tmp_path / "exam.jsonl").write_text("".join(lines), encoding="utf-8")
     model = tiny_model()
@@ -169,7 +169,7 @@ def test_script_with_a_random_model(tmp_path, call):
     ],
 )
 def test_a_mistake_is_one_error_line(tmp_path, call, args, message):
-    write_corpus(tmp_path / "demo", 0)
+    write_files(tmp_path / "demo", make_corpus(0))
     done = call(demo_exam, "--save_dir", tmp_path, "--exam_path", tmp_path / "demo" / "exam.jsonl", *args)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

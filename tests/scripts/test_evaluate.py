@@ -34,7 +34,7 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices", "probe"]
     args += ["--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
     args += ["--prompts_path", prompts, "--max_new_tokens", 8]
-    args += ["--json", tmp_path / "new" / "report.json", "--items", tmp_path / "items.jsonl"]
+    args += ["--json", tmp_path / "new" / "report.json"]
     done = call(evaluate, *args)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "new" / "report.json").read_text())
@@ -46,10 +46,9 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
     header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
     assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(rows)
-    items = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
-    assert {item["model"] for item in items if item["task"] == "probe"} == {"a_32", "b_64"}
-    assert next(item["answer"] for item in items if item["task"] == "choices") in QUESTIONS[0]["choices"]
-    again = call(evaluate, *args[:-4])
+    assert list(report["items"]["probe"]) == ["a_32", "b_64"]
+    assert report["items"]["choices"]["a_32"][0]["answer"] in QUESTIONS[0]["choices"]
+    again = call(evaluate, *args[:-2])
     assert again.stdout.splitlines()[-len(lines) :] == lines  # the same draws, the same resamples
 
 
@@ -78,9 +77,9 @@ def test_a_pretrained_model_continues_texts(models, tmp_path, call):
     shown = ["--task", "probe", "--prompts_path", prompts, "--max_new_tokens", 8, "--temperature", 0]
     items = []
     for form in ("text", "chat"):
-        done = call(evaluate, "--model", models[0], *shown, "--form", form, "--items", tmp_path / "items.jsonl")
+        done = call(evaluate, "--model", models[0], *shown, "--form", form, "--json", tmp_path / "p.json")
         assert done.returncode == 0, done.stderr
-        items.append((tmp_path / "items.jsonl").read_text())
+        items.append(json.loads((tmp_path / "p.json").read_text())["items"])
     assert items[0] != items[1]
 
 

@@ -101,7 +101,7 @@ def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
 def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1), record(2)])
+        write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1, expert_load=[0.5]), record(2)])
     files = [tmp_path / folder / "sft_64_metrics.jsonl" for folder in ("one", "two")]
     done = run(SCRIPT, [*files, "--x", "tokens", "--png", tmp_path / "curves.png"])
     assert done.out == f"wrote {tmp_path / 'curves.png'}\n"

@@ -90,9 +90,9 @@ def test_the_exit_status_tells_of_failures(works, status, monkeypatch, tmp_path,
     assert last.startswith(f"1 pass, {status} FAIL, {1 - status} left out in ")
 
 
-def test_the_checks_have_names_of_their_own_and_fit_fifteen_minutes(capsys, monkeypatch):
+def test_the_checks_have_names_of_their_own(capsys, monkeypatch):
     names = [check.name for check in gpu_check.CHECKS]
-    assert len(set(names)) == len(names) and all(check.promise for check in gpu_check.CHECKS)
+    assert len(set(names)) == len(names) and all(check.guarantee for check in gpu_check.CHECKS)
     assert pickle.loads(pickle.dumps(gpu_check.CHECKS)) is not None  # they are sent to processes
     for name in names:
         assert len(table_row(gpu_check.Result(name, "", "pass")).split("pass")[0]) == 28
@@ -106,7 +106,7 @@ def test_what_a_machine_cannot_check_is_left_out():
             (("none", 0), ("one", 1), ("three", 3))}  # fmt: skip
     assert left["three"] == []
     assert {"killed_rank", "resume_ranks", "resume_fsdp", "one_context"} <= set(left["one"])
-    assert {"host_waits", "benchmark_64m_sft"} <= set(left["none"])
+    assert "host_waits" in left["none"]
     assert not {"losses", "same_bits", "resume", "killed_rank", "sigterm"} & set(left["none"])
 
 
