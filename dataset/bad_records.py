@@ -1,4 +1,4 @@
-"""Bad records: counted, and listed in a file."""
+"""Bad records: counted, listed in a file, and skipped or the end of the run."""
 
 from pathlib import Path
 from typing import TextIO
@@ -16,17 +16,14 @@ class BadRecords:
         self.file: TextIO | None = None
         self.count = 0
         self.first: tuple[int, int, str] | None = None  # index of the file, line, reason
-        self.first_text = ""  # FILE:LINE: reason
 
     def add(self, block: Block, bad: list[tuple[int, str]]) -> None:
-        """Add (line, reason) of each bad record of a block."""
-        if not bad:
-            return
-        if self.file is None:
-            line, reason = bad[0]
-            self.first, self.first_text = (block.file, line, reason), f"{block.path}:{line}: {reason}"
+        """Add (line, reason) of the bad records of a block."""
+        if bad and self.file is None:
+            self.first = (block.file, *bad[0])
             self.file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        self.file.writelines(f"{block.path}:{line}: {reason}\n" for line, reason in bad)
+        if self.file is not None:
+            self.file.writelines(f"{block.path}:{line}: {reason}\n" for line, reason in bad)
         self.count += len(bad)
 
     def close(self) -> None:
@@ -35,26 +32,29 @@ class BadRecords:
             self.file.close()
 
 
-def bad_records_message(first: str, count: int) -> str:
-    """The error for `count` bad records: the first one, how many follow, and what to do."""
-    more = count - 1
-    follow = f"; {more} more bad record{'s' * (more > 1)} follow{'s' * (more == 1)}" if more else ""
-    return f"{first}{follow} (with --on_bad_data skip they are skipped and listed)"
+def first_bad_record(report: dict, paths: list[str]) -> str:
+    """FILE:LINE: reason of the first bad record that a report counts."""
+    file, line, reason = report["first_bad_record"]
+    return f"{paths[file]}:{line}: {reason}"
 
 
-def judge_bad_records(first: str, count: int, records: int, listed: str, on_bad_data: str, max_share: float) -> None:
+def judge_bad_records(
+    first: str, count: int, records: int, listed: str, on_bad_data: str, max_share: float = 1.0
+) -> None:
     """Report how many bad records are skipped.
 
     Args:
         first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are.
-        listed: where the others are told.
+        listed: where all of them stand.
         on_bad_data: "stop" or "skip". max_share: the largest share that may be skipped.
 
     Raises:
         UserError: bad records, or so many of them, are not allowed.
     """
     if on_bad_data == "stop":
-        raise UserError(bad_records_message(first, count))
+        more = count - 1
+        follow = f"; {more} more bad record{'s' * (more > 1)} follow{'s' * (more == 1)}" if more else ""
+        raise UserError(f"{first}{follow} (with --on_bad_data skip they are skipped and listed)")
     share = f"{count:,} of {records:,} records ({count / records:.1%})"
     if count > max_share * records:
         raise UserError(

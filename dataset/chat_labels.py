@@ -9,6 +9,7 @@ earlier turns is refused.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -104,7 +105,7 @@ def _without(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 
 
-def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """[first, last) tokens that overlap each [start, end) span of characters.
 
     `starts`, `ends` [T]: characters of each token, non-decreasing. A token across the start of a span counts as inside,

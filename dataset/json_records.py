@@ -1,118 +1,117 @@
-"""Decodes and checks one record of JSON, with a readable error message for a bad record.
+"""One record of JSON and the values of its fields, each checked when it is read, with a readable message if it is bad.
 
-Accepted silently: a UTF-8 byte order mark, CRLF line ends, blank lines, a last line without a line end.
-An escaped NUL (\\u0000) is a character like any other. Refused: a duplicate key in an object, of which JSON readers
-silently keep the last; a lone surrogate (half a character: \\ud83d); and nesting deeper than MAX_DEPTH (Python's own
-limit depends on the depth of the call stack).
+Accepted silently: a UTF-8 byte order mark, an escaped NUL (\\u0000). Refused: a lone surrogate (half a character:
+\\ud83d), which no tokenizer takes. A field that is null counts as absent: Parquet and other typed files fill in null
+wherever a record lacks a key.
 """
 
 import json
-import re
-from contextlib import suppress
-from typing import Any
 
-CHINESE = re.compile("[\u4e00-\u9fff]")
 BOM = b"\xef\xbb\xbf"
-MAX_DEPTH = 100
-TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep; make the record flatter"
+BLANKS = b" \t\r\n"  # of JSON
+TOO_DEEP = "lists and objects are nested too deep; make the record flatter"
 
 
 class BadRecord(Exception):
     """A bad record. The message says what is wrong and what to do, without FILE:LINE."""
 
 
-def parse_line(raw: bytes, last: bool = False) -> dict:
-    """One line of JSONL as a record; `last`: no line end follows. Raises BadRecord."""
+def parse_json(raw: bytes) -> dict:
+    """A record from a line of JSON Lines or an element of an array. Raises BadRecord."""
+    raw = raw.removeprefix(BOM).strip(BLANKS)
     try:
-        record = decoder.decode(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRecord(not_utf8(raw, error.start)) from None
     except json.JSONDecodeError as error:
-        cut = ", and the file ends here, so it looks cut off" if last else ""
-        reason = f"{error.msg} at column {error.colno}"
-        raise BadRecord(f"not valid JSON ({reason}{cut}); each line must hold one JSON object") from None
+        place = f"column {error.colno}" if error.lineno == 1 else f"column {error.colno} of its line {error.lineno}"
+        what = "each line must hold one JSON object, or the file one array of them"
+        raise BadRecord(f"not valid JSON ({error.msg} at {place}); {what}") from None
     except RecursionError:
         raise BadRecord(TOO_DEEP) from None
     except ValueError as error:  # a number with thousands of digits
-        raise BadRecord(f"JSON that cannot be read ({error}); each line must hold one JSON object") from None
+        raise BadRecord(f"JSON that cannot be read ({error})") from None
     if not isinstance(record, dict):
-        raise BadRecord(not_an_object(record))
-    # Only these escapes can be half a character.
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or b"\\ud" in raw or b"\\uD" in raw:
+        raise BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
+    if b"\\ud" in raw or b"\\uD" in raw:  # only these escapes can be half a character
         check_value(record)
     return record
 
 
-def check_element(record: object, raw: str) -> None:
-    """Check a record that was decoded from `raw`, in which bytes other than UTF-8 are escaped. Raises BadRecord."""
-    if not_text := escaped_bytes(raw):
-        raise BadRecord(not_text)
-    if raw.count("[") + raw.count("{") > MAX_DEPTH or "\\ud" in raw or "\\uD" in raw:
-        check_value(record)
-
-
 def check_value(value: object) -> None:
-    """Raise BadRecord if lists and objects are nested deeper than MAX_DEPTH, or any text holds a lone surrogate."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        nested = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, (dict, list)))
-        level = [child for children in nested for child in children]
-    if any(isinstance(node, (dict, list)) for node in level):
-        raise BadRecord(TOO_DEEP)
+    """Raise BadRecord if any text in a JSON value holds a lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])[1:-1]
         raise BadRecord(f"lone surrogate {half} (half a character); write the whole character or none") from None
+    except RecursionError:
+        raise BadRecord(TOO_DEEP) from None
 
 
-def without_nulls(value: object) -> object:
-    """The value without the keys that are null in its objects: typed files fill them in where a key is lacking."""
-    if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+def text_of(record: dict, key: str, where: str = "") -> str:
+    """The text under a key; `where`: " of message 2". Raises BadRecord."""
+    if key not in record:
+        raise BadRecord(f"no '{key}'{where} (its keys: {keys_of(record)}); add it")
+    value = record[key]
+    if not isinstance(value, str):
+        raise BadRecord(f"'{key}'{where} is {kind_of(value)} instead of text; write it as a string or remove the line")
+    return value
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
-    """A JSON object as a dict. Raises BadRecord for duplicate keys."""
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise BadRecord(f"the key {short(twice)} occurs twice in one object; keep one of them")
-    return record
+def json_of(text: str, where: str) -> object:
+    """The value of a field that holds JSON text; `where` names the field. Raises BadRecord."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        hint = "; Python's own notation is not JSON, write json.dumps(...)" if "'" in text[:4] else ""
+        raise BadRecord(f"{where} does not parse as JSON ({str(error).split(': line')[0]}){hint}") from None
+    check_value(value)
+    return value
 
 
-decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+def objects_of(value: object, where: str, name: str | None = None) -> list[dict]:
+    """JSON objects, given as a list, as a single one or as JSON text of either; an empty list if none are given.
+
+    None, blank text, `[]`, `{}`, and the text "[]", "{}" or "null" all mean that none are given. `where`: of which
+    field, for messages. `name`: a key that each object (or its "function") must have. Raises BadRecord.
+    """
+    if isinstance(value, str):
+        value = json_of(value, where) if value.strip() else None
+    if not value:
+        return []
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list):
+        raise BadRecord(f"{where} is {kind_of(value)} instead of a list of JSON objects")
+    objects = []
+    for number, entry in enumerate(value, 1):
+        item = json_of(entry, f"entry {number} of {where}") if isinstance(entry, str) else entry
+        if not isinstance(item, dict):
+            raise BadRecord(f"entry {number} of {where} is {kind_of(item)} instead of a JSON object")
+        function = item.get("function", item)
+        if name and not (isinstance(function, dict) and isinstance(function.get(name), str)):
+            raise BadRecord(f'{where} holds a call without a \'{name}\'; write {{"name": ..., "arguments": {{...}}}}')
+        objects.append(item)
+    return objects
+
+
+def switch_of(record: dict, key: str, where: str = "") -> bool | None:
+    """True or false (or 1 or 0) under a key; None if it is absent. Raises BadRecord for any other value."""
+    value = record.get(key)
+    if value is None:
+        return None
+    if not (isinstance(value, (bool, int, float)) and value in (0, 1)):
+        raise BadRecord(f"'{key}'{where} is {short(value)}; it is a switch: write true or 1, false or 0, or remove it")
+    return bool(value)
 
 
 # --- parts of error messages ---------------------------------------------------------------------------------------
 
 
 def not_utf8(raw: bytes, at: int) -> str:
-    """The message for bytes of which the one at `at` is not UTF-8, with a guess what they are."""
-    guess = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-    if not guess:
-        with suppress(UnicodeDecodeError):
-            found, read_so_far = (len(CHINESE.findall(raw.decode(*how))) for how in (("gb18030",), ("utf-8", "ignore")))
-            guess = "GB18030" if found > 1 + 2 * read_so_far else ""
-    hint, change = (f"it looks like {guess}, ", f": iconv -f {guess} -t UTF-8 OLD > NEW") if guess else ("", "")
-    return f"not UTF-8 ({hint}byte 0x{raw[at]:02x}); save the file as UTF-8{change}"
-
-
-def escaped_bytes(text: str) -> str | None:
-    """The message for text decoded with `surrogateescape` from bytes that are not UTF-8; None if they are."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raw = text.encode("utf-8", "surrogateescape")
-        return not_utf8(raw, len(text[: error.start].encode("utf-8")))
-    return None
-
-
-def not_an_object(value: object) -> str:
-    """The message for a JSON value other than an object."""
-    return f"{kind_of(value)} instead of a JSON object; each line must hold one {{...}}"
+    """The message for bytes of which the one at `at` is not UTF-8."""
+    convert = "iconv -f GB18030 -t UTF-8 OLD > NEW, with the encoding that it has (GB18030, UTF-16 ...)"
+    return f"not UTF-8 (byte 0x{raw[at]:02x}); save the file as UTF-8: {convert}"
 
 
 def kind_of(value: object) -> str:

@@ -8,11 +8,9 @@ The content is text, or a list of parts: {"type": "text" | "reasoning" | "tool_c
 A switch (`SWITCHES`) says whether a turn of the assistant is trained.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dataset.fields import objects_of, switch_of, text_of
-from dataset.json_records import BadRecord, keys_of, kind_of, short
+from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, short, switch_of, text_of
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_ROLES = {
@@ -44,11 +42,12 @@ PART_FIELDS = frozenset({"type", "value", *PARTS})
 
 
 class Turn(NamedTuple):
-    """A message as chat templates take it, the tools that stand on it, and whether training must leave it out."""
+    """A message as chat templates take it, and what was said about it."""
 
     message: dict
-    tools: list[dict]
-    is_masked: bool = False
+    tools: list[dict]  # that stand on it
+    is_masked: bool = False  # training must leave it out
+    unused: tuple[str, ...] = ()  # its fields, and those of the parts of its content, that nothing reads
 
 
 def parse_message(item: object, where: str) -> Turn:
@@ -78,14 +77,21 @@ def parse_message(item: object, where: str) -> Turn:
             message[extra] = text_of(item, extra, f" of {where}")
     refuse_media(item, f"of {where}")
     tools = objects_of(item.get("tools"), f"'tools' of {where}")
-    return Turn(message, tools, _is_masked(item, role, where))
+    return Turn(message, tools, _is_masked(item, role, where), _unused(item, content))
+
+
+def _unused(item: dict, content: object) -> tuple[str, ...]:
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    of_parts = [(f"content.{key}", part[key]) for part in parts for key in part if key not in PART_FIELDS]
+    of_message = [(key, value) for key, value in item.items() if key not in MESSAGE_FIELDS]
+    return tuple(name for name, value in of_message + of_parts if value is not None)
 
 
 def refuse_media(record: dict, where: str) -> None:
     """Raise BadRecord if a record or message comes with pictures, sound or film."""
-    if not MEDIA.isdisjoint(record) and (found := min((key for key in MEDIA if record.get(key)), default="")):
+    if media := sorted(key for key in MEDIA if record.get(key)):
         why = "the model reads text only; leave the record out, or this field where the text stands on its own"
-        raise BadRecord(f"'{found}' {where}: {why}")
+        raise BadRecord(f"'{media[0]}' {where}: {why}")
 
 
 def _calls(value: object, where: str) -> list[dict]:
@@ -149,8 +155,6 @@ def _part(part: object, where: str) -> tuple[str, Any]:
 
 def _is_masked(item: dict, role: str, where: str) -> bool:
     """Whether the switches of a message turn the training of the assistant's turn off."""
-    if TRAINING.isdisjoint(item):
-        return False
     if item.get("train_detail"):
         raise BadRecord(f"{where} has 'train_detail', but turns are trained as a whole; write 'train' and remove it")
     asked = {key: switch_of(item, key, f" of {where}") for key in sorted(SWITCHES) if item.get(key) is not None}
@@ -159,14 +163,3 @@ def _is_masked(item: dict, role: str, where: str) -> bool:
     if role != "assistant" and True in asked.values():
         raise BadRecord(f"'{min(asked)}' of {where} asks to train the role {role}; only the assistant is trained")
     return role == "assistant" and False in asked.values()
-
-
-def unused_message_fields(messages: list) -> Iterator[str]:
-    """Names of the fields of accepted messages, and of parts of their contents, that nothing reads; with repeats."""
-    for message in messages:
-        if not MESSAGE_FIELDS.issuperset(message):
-            yield from (key for key in message if key not in MESSAGE_FIELDS and message[key] is not None)
-        content = message.get("value") if message.get("content") is None else message["content"]
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and not PART_FIELDS.issuperset(part):
-                yield from (f"content.{key}" for key in part if key not in PART_FIELDS and part[key] is not None)

@@ -4,64 +4,54 @@ Columns have the names that keys have in JSON. Conversations and histories may a
 """
 
 import csv
-import os
 import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from common.errors import UserError, reason
 from dataset import blocks
-from dataset.blocks import Block, opened, read_on
-from dataset.formats import ANSWERS, COLUMNS, LISTS, PREFERENCE
-from dataset.json_records import BOM, BadRecord, check_value, decoder, escaped_bytes, short, without_nulls
-
-FORMS = ("text", *LISTS, *ANSWERS)  # one of them is needed
-AS_JSON = (*LISTS, "history", *PREFERENCE)  # may be JSON text
-Batches = Iterator[tuple[Any, float, tuple[str, ...]]]  # a batch, the bytes of the file that it covers, columns unread
+from dataset.blocks import DataFile
+from dataset.formats import known_fields, list_fields
+from dataset.json_records import BOM, BadRecord, json_of, not_utf8, short
 
 
-def parquet_blocks(index: int, path: str) -> Iterator[Block]:
-    """Blocks of rows of a Parquet file."""
+def read_parquet(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
+    """Yield (row, record) of a Parquet file."""
     import pyarrow.parquet  # only where Parquet is used
 
-    def batches() -> Batches:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            bytes_per_row = os.path.getsize(path) / max(1, table.metadata.num_rows)
-            columns, unread = _columns(path, table.schema_arrow.names)
-            for batch in table.iter_batches(blocks.BLOCK_ROWS, columns=columns or None):
-                yield batch, bytes_per_row * len(batch), unread
+    def batches() -> Iterator:
+        table = pyarrow.parquet.ParquetFile(file.stored)
+        columns = _known_columns(file, table.schema_arrow.names)
+        yield from table.iter_batches(blocks.BLOCK_ROWS, columns=columns)
 
-    return _rows(index, path, "Parquet", batches())
+    return _rows(file, "Parquet", batches())
 
 
-def arrow_blocks(index: int, path: str) -> Iterator[Block]:
-    """Blocks of rows of an Arrow file: the file format (also Feather) or the streaming format (also of `datasets`)."""
+def read_arrow(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
+    """Yield (row, record) of an Arrow file: the file format (also Feather) or the streaming format (of `datasets`)."""
     import pyarrow.ipc
 
-    def batches() -> Batches:
-        with pyarrow.memory_map(path) as source:
-            if source.read(6) == b"ARROW1":
-                table = pyarrow.ipc.open_file(source)
-                parts = (table.get_batch(i) for i in range(table.num_record_batches))
-            else:
-                source.seek(0)
-                table = parts = pyarrow.ipc.open_stream(source)
-            columns, unread = _columns(path, table.schema.names)
-            for part in parts:
-                part = part.select(columns) if columns else part
-                part.validate(full=True)
-                for start in range(0, len(part), blocks.BLOCK_ROWS):
-                    rows = part.slice(start, blocks.BLOCK_ROWS)
-                    yield rows, rows.nbytes, unread
+    def batches() -> Iterator:
+        is_file = file.stored.read(6) == b"ARROW1"
+        file.stored.seek(0)
+        table = pyarrow.ipc.open_file(file.stored) if is_file else pyarrow.ipc.open_stream(file.stored)
+        columns = _known_columns(file, table.schema.names)
+        for part in (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else table:
+            part = part.select(columns)
+            part.validate(full=True)
+            for start in range(0, len(part), blocks.BLOCK_ROWS):
+                yield part.slice(start, blocks.BLOCK_ROWS)
 
-    return _rows(index, path, "Arrow", batches())
+    return _rows(file, "Arrow", batches())
 
 
-def _columns(path: str, names: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The known columns, and the others; where none is known all are read, so that the error can list them."""
-    columns = [name for name in names if name in COLUMNS]
-    _check_unique(f"{path}: ", columns)
-    return columns, tuple(name for name in names if columns and name not in columns)
+def _known_columns(file: DataFile, names: list[str]) -> list[str]:
+    """The columns to read; where none is known all of them, so that the error can list them."""
+    known = known_fields()
+    columns = [name for name in names if name in known]
+    _check_unique(f"{file.path}: ", columns)
+    file.unread = tuple(name for name in names if columns and name not in columns)
+    return columns or names
 
 
 def _check_unique(where: str, names: list[str]) -> None:
@@ -69,71 +59,69 @@ def _check_unique(where: str, names: list[str]) -> None:
         raise UserError(f"{where}two columns have the same name ({', '.join(names)}); write it again")
 
 
-def _rows(index: int, path: str, kind: str, batches: Batches) -> Iterator[Block]:
-    """Blocks of the rows of batches."""
+def _rows(file: DataFile, kind: str, batches: Iterator) -> Iterator[tuple[int, Any]]:
+    """Yield (row, record) of batches of rows."""
     import pyarrow
 
     row = 1
     try:
-        for batch, size, unread in batches:
-            records = (_with_lists(cast(dict, without_nulls(record))) for record in batch.to_pylist())
-            rows = list(enumerate(records, row))
-            yield Block(index, path, row, rows, round(size), unread)
-            row += len(rows)
+        for batch in batches:
+            for record in batch.to_pylist():
+                yield row, _with_lists(_without_nulls(record))
+                row += 1
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # or no Python type for a value
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the file, not of what is in it
-        raise UserError(
-            f"{path}:{row}: unreadable {kind} from this row on ({reason(error)}); write it again"
-        ) from error
+        what = f"unreadable {kind} from this row on ({reason(error)}); write it again"
+        raise UserError(f"{file.path}:{row}: {what}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the keys that are null in its objects: typed files fill them in where a key is lacking."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _with_lists(record: dict) -> dict | BadRecord:
     """The record with lists in place of their JSON text."""
-    for key in AS_JSON:
-        value = record.get(key)
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            try:
-                record[key] = decoder.decode(value)
-                check_value(record[key])
-            except BadRecord as error:
-                return error
-            except (ValueError, RecursionError) as error:
-                hint = "; Python's own notation is not JSON, write json.dumps(...)" if "'" in value[:4] else ""
-                return BadRecord(f"'{key}' does not parse as JSON ({str(error).split(': line')[0]}){hint}")
+    try:
+        for key in list_fields():
+            value = record.get(key)
+            if isinstance(value, str) and value.lstrip().startswith("["):
+                record[key] = json_of(value, f"'{key}'")
+    except BadRecord as error:
+        return error
     return record
 
 
-def csv_blocks(index: int, path: str, delimiter: str) -> Iterator[Block]:
-    """Blocks of rows of a CSV or TSV file, whose first line names the columns. Rows have the number of a line."""
+def read_csv(file: DataFile, _separator: str = "", delimiter: str = ",") -> Iterator[tuple[int, Any]]:
+    """Yield (line, record) of a CSV file, whose first line names the columns."""
     csv.field_size_limit(sys.maxsize)
-    with opened(path) as (file, position):
-        reader = csv.reader(_lines(path, file), delimiter=delimiter, strict=True)
-        header, rows, done = _header(path, reader), [], 0
-        while True:
-            line = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                break
-            except csv.Error as error:
-                cells = _csv_error(path, line, error)
-            if cells:
-                rows.append((line, _row(header, cells) if isinstance(cells, list) else cells))
-            if len(rows) == blocks.BLOCK_ROWS or (rows and position() - done > blocks.BLOCK_BYTES):
-                yield Block(index, path, rows[0][0], rows, position() - done)
-                rows, done = [], position()
-        if rows:
-            yield Block(index, path, rows[0][0], rows, position() - done)
+    reader = csv.reader(_lines(file), delimiter=delimiter, strict=True)
+    header = _header(file.path, reader)
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield line, _csv_error(file.path, line, error)
+            continue
+        if cells:
+            yield line, _row(header, cells)
 
 
-def _lines(path: str, file: BinaryIO) -> Iterator[str]:
+def read_tsv(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
+    """Yield (line, record) of a TSV file."""
+    return read_csv(file, delimiter="\t")
+
+
+def _lines(file: DataFile) -> Iterator[str]:
     """The lines of a file; what is not UTF-8 becomes lone surrogates, so that only the rows that hold it are bad."""
-    line = 1
-    while raw := read_on(file, path, line, 1, whole_lines=True):
-        raw = raw.removeprefix(BOM) if line == 1 else raw
-        yield raw.decode("utf-8", "surrogateescape")
-        line += 1
+    for number, raw in enumerate(file.content):
+        yield (raw if number else raw.removeprefix(BOM)).decode("utf-8", "surrogateescape")
 
 
 def _header(path: str, reader) -> list[str]:
@@ -142,11 +130,12 @@ def _header(path: str, reader) -> list[str]:
         header = [name.strip() for name in next(reader, [])]
     except csv.Error as error:
         raise UserError(f"{path}:1: the header cannot be read ({error}); it must name the columns") from error
-    if not_text := escaped_bytes(",".join(header)):
+    if not_text := _not_utf8(header):
         raise UserError(f"{path}:1: {not_text}")
-    if not set(header) & set(FORMS):
+    if known_fields().isdisjoint(header):
         names = ", ".join(map(short, header[:8]))
-        raise UserError(f"{path}:1: no known column in the header ({names}); name one of them {', '.join(FORMS[:4])}")
+        wanted = "text, conversations, messages, instruction"
+        raise UserError(f"{path}:1: no known column in the header ({names}); name one of them {wanted}")
     _check_unique(f"{path}:1: ", header)
     return header
 
@@ -163,7 +152,18 @@ def _csv_error(path: str, line: int, error: csv.Error) -> BadRecord:
 def _row(header: list[str], cells: list[str]) -> dict | BadRecord:
     if len(cells) != len(header):
         return BadRecord(f"{len(cells)} cells, but the header names {len(header)} columns; quote text with delimiters")
-    if not_text := escaped_bytes("\n".join(cells)):
+    if not_text := _not_utf8(cells):
         return BadRecord(not_text)
     record = dict(zip(header, cells, strict=True))
-    return _with_lists({key: value for key, value in record.items() if value or key not in AS_JSON})
+    lists = list_fields()
+    return _with_lists({key: value for key, value in record.items() if value or key not in lists})
+
+
+def _not_utf8(cells: list[str]) -> str | None:
+    """The message for cells of which one holds bytes that are not UTF-8."""
+    try:
+        "".join(cells).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raw = error.object[error.start].encode("utf-8", "surrogateescape")
+        return not_utf8(raw, 0)
+    return None

@@ -10,10 +10,9 @@ Line ends become \\n, as everywhere in Python; blank lines around a document are
 
 import re
 from collections.abc import Iterator
-from typing import cast
 
 from dataset import blocks
-from dataset.blocks import Block, opened, read_on
+from dataset.blocks import DataFile
 from dataset.json_records import BOM, BadRecord, not_utf8
 
 CONTEXT_BYTES = 1 << 10
@@ -26,33 +25,38 @@ DIVISIONS = [re.compile(rb"\s*\S" + place, re.DOTALL) for place in PLACES]
 class DocumentPart(dict):
     """A record {"text"} that holds a document or a part of one."""
 
-    def __init__(self, context: bytes, begins: bool, ends: bool):
+    def __init__(self, context: bytes = b"", begins: bool = True, ends: bool = True):
         """`context`: the end of the part before; `begins`, `ends`: whether the document does, with this record."""
         super().__init__()
         self.context = "" if begins else context.decode("utf-8", "ignore")
         self.begins, self.ends = begins, ends
 
 
-def text_blocks(index: int, path: str, separator: str) -> Iterator[Block]:
-    """Blocks of whole documents, or parts of one document where it is longer than a block."""
-    line, done, context, rest = 1, 0, b"", b""
-    with opened(path) as (file, position):
-        file_begins = True
-        while True:
-            read = read_on(file, path, line + rest.count(b"\n"), blocks.BLOCK_BYTES)
-            data = rest + (read.removeprefix(BOM) if file_begins else read)
-            held = b"\r" if read and data.endswith(b"\r") else b""  # perhaps half of a line end
-            data = data.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            ends = [end for _, end in _separators(data, separator) if data[end - 1] == 10]
-            at = len(data) if not read else ends[-1] if ends else _division(data)
-            part, rest, file_begins = data[:at], data[at:] + held, False
-            if part:
-                continues = bool(read) and not ends
-                yield Block(index, path, line, part, position() - done, (), separator, context, continues)
-                context = _end_of(part) if continues else b""
-                done, line = position(), line + part.count(b"\n")
-            if not read:
-                return
+def read_text(file: DataFile, separator: str = "") -> Iterator[tuple[int, DocumentPart | BadRecord]]:
+    """Yield (line, {"text": ...}) for each document, or each part of one that is longer than a block.
+
+    Of what was read, whole documents are taken, or a part of the only one; the rest waits for what follows. With the
+    separator `--` and a short block: read `a\\n--\\nb\\nc`, take `a\\n--\\n`, keep `b\\nc`; read `d\\ne\\nf\\n`, take
+    `b\\ncd\\ne\\n` as a part that goes on, keep `f\\n`; read nothing, take `f\\n`, whose context is `b\\ncd\\ne\\n`.
+    """
+    line, context, rest = 1, b"", b""
+    at_start = True
+    while True:
+        read = file.content.read(blocks.BLOCK_BYTES)
+        data = rest + (read.removeprefix(BOM) if at_start else read)
+        half = b"\r" if read and data.endswith(b"\r") else b""  # perhaps half of a line end
+        data = data.removesuffix(half).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        separators = _separators(data, separator)
+        ends = [end for _, end in separators if data[end - 1] == 10]
+        length = len(data) if not read else ends[-1] if ends else _division(data)
+        taken, rest, at_start = data[:length], data[length:] + half, False
+        goes_on = bool(read) and not ends
+        if taken:
+            yield from _documents(taken, line, [] if goes_on else separators, context, goes_on)
+            context = _end_of(taken) if goes_on else b""
+            line += taken.count(b"\n")
+        if not read:
+            return
 
 
 def _separators(data: bytes, separator: str) -> list[tuple[int, int]]:
@@ -67,8 +71,8 @@ def _division(data: bytes) -> int:
     """How much of an unfinished document to take; what remains is never empty and begins with a character."""
     if len(data) < blocks.BLOCK_BYTES:
         return 0
-    found = (pattern.match(data) for pattern in DIVISIONS)
-    return next((match.end() for match in found if match), 0)
+    divided = (pattern.match(data) for pattern in DIVISIONS)
+    return next((match.end() for match in divided if match), 0)
 
 
 def _end_of(part: bytes) -> bytes:
@@ -76,21 +80,24 @@ def _end_of(part: bytes) -> bytes:
     return part[-CONTEXT_BYTES:].lstrip(bytes(range(0x80, 0xC0)))
 
 
-def text_records(block: Block) -> Iterator[tuple[int, DocumentPart | BadRecord]]:
-    """Yield (line, {"text": ...}) for each document of a block, or its part of one, unless it is blank."""
-    data, position, line = cast(bytes, block.data), 0, block.first
-    found = [] if block.continues else _separators(data, block.separator or "")
-    for start, end in [*found, (len(data), len(data))]:
-        begins, ends = position > 0 or not block.context, not block.continues
-        raw = data[position:start].rstrip(b"\n") if ends else data[position:start]
-        text = raw.lstrip(b"\n") if begins else raw
-        if text.strip() or not (begins and ends):
-            yield _document(text, line + len(raw) - len(text), DocumentPart(block.context, begins, ends))
+def _documents(
+    data: bytes, line: int, separators: list[tuple[int, int]], context: bytes, goes_on: bool
+) -> Iterator[tuple[int, DocumentPart | BadRecord]]:
+    """The documents between the separators, unless they are blank; `context`, `goes_on`: the first one has begun
+    before, the last one does not end here."""
+    position = 0
+    for start, end in [*(span for span in separators if span[1] <= len(data)), (len(data), len(data))]:
+        part = DocumentPart(context, position > 0 or not context, not goes_on)
+        raw = data[position:start]
+        raw = raw.rstrip(b"\n") if part.ends else raw
+        text = raw.lstrip(b"\n") if part.begins else raw
+        if text.strip() or not (part.begins and part.ends):
+            yield _decoded(text, line + len(raw) - len(text), part)
         line += data.count(b"\n", position, end)
         position = end
 
 
-def _document(raw: bytes, line: int, record: DocumentPart) -> tuple[int, DocumentPart | BadRecord]:
+def _decoded(raw: bytes, line: int, part: DocumentPart) -> tuple[int, DocumentPart | BadRecord]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -98,5 +105,5 @@ def _document(raw: bytes, line: int, record: DocumentPart) -> tuple[int, Documen
     if "\0" in text:
         line += text.count("\n", 0, text.index("\0"))
         return line, BadRecord("a NUL character, so this is not plain text in UTF-8; save the file as UTF-8 text")
-    record["text"] = text
-    return line, record
+    part["text"] = text
+    return line, part

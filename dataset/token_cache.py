@@ -1,4 +1,4 @@
-"""The token cache: data tokenised once into plain .npy files, which every rank opens as memory maps.
+"""The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
     python -m dataset.token_cache --kind sft --data_path data/sft.jsonl --max_seq_len 768
 
@@ -7,11 +7,9 @@ data's content, the tokenizer and the settings, so a change of any of them build
 temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the others wait,
 and a half-built cache is never used.
 
-    <cache_dir>/<key>/  tokens.npy [N], offsets.npy [S+1], loss_mask.npy [N] (SFT, DPO), target_bytes.npy [S],
-                        num_targets.npy [S], sources.npy [S, 2] (file, line), row_samples.npy [S],
-                        row_offsets.npy [R+1] (see dataset/packing.py), meta.json, bad_records.txt (if any)
+    <cache_dir>/<key>/  NAME.bin for each array of TokenCache, without a header; meta.json, bad_records.txt (if any)
 
-meta.json has the times and the SHA-256 of each file. A file changed since is found when the cache is opened, which
+meta.json has the SHA-256, size and times of each file. A file changed since is noticed when the cache is opened, which
 builds it again.
 """
 
@@ -37,9 +35,10 @@ from common.errors import UserError, reason, say, warn
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig, StageArgs, add_flags, settings_of
-from dataset.bad_records import judge_bad_records
-from dataset.cache_build import build_arrays, format_report
+from dataset.bad_records import first_bad_record, judge_bad_records
+from dataset.cache_build import build_arrays
 from dataset.data_files import describe_files, expand_paths, how_read
+from dataset.report import format_report
 from dataset.tokenizing import KINDS, TokenizerSpec
 from dataset.worker_pool import stoppable
 
@@ -47,12 +46,10 @@ if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
-LAYOUT_VERSIONS = {"pretrain": 4, "sft": 5, "dpo": 5}  # raise one when the same samples are stored in other files, or
-# counted in another way
+LAYOUT_VERSION = 6  # raise it when the same samples are stored in other files, or counted in another way
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 KEY_LENGTH = 32  # hexadecimal digits in a cache's name
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
-HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 class TokenCache:
@@ -70,18 +67,23 @@ class TokenCache:
     fingerprint   str            SHA-256 of data, tokenizer and settings
     """
 
+    tokens: np.ndarray
+    offsets: np.ndarray
+    target_bytes: np.ndarray
+    num_targets: np.ndarray
+    sources: np.ndarray
+    row_samples: np.ndarray
+    row_offsets: np.ndarray
+    loss_mask: np.ndarray | None = None
+
     def __init__(self, path: str | os.PathLike, files: list[str]):
         self.path, self.files = Path(path), files
         self.meta = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
         self.report: dict = self.meta["report"]
         self.fingerprint: str = self.meta["fingerprint"]
-        self.tokens, self.offsets, self.target_bytes = map(self._open, ("tokens", "offsets", "target_bytes"))
-        self.num_targets, self.sources = map(self._open, ("num_targets", "sources"))
-        self.row_samples, self.row_offsets = map(self._open, ("row_samples", "row_offsets"))
-        self.loss_mask = self._open("loss_mask") if self.meta["kind"] != "pretrain" else None
-
-    def _open(self, name: str) -> np.ndarray:
-        return np.load(self.path / f"{name}.npy", mmap_mode="r")
+        for name, dtype in self.meta["types"].items():
+            setattr(self, name, np.memmap(self.path / f"{name}.bin", dtype, mode="r"))
+        self.sources = self.sources.reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.target_bytes)
@@ -89,10 +91,10 @@ class TokenCache:
     def release(self) -> None:
         """Unmap the pages of a large cache read so far; otherwise all of it would in the end count as this process's
         memory. They stay in the page cache: mapping them again costs about a microsecond each."""
-        if sum(self.meta["sizes"].values()) > LARGE:
-            for array in vars(self).values():
-                if isinstance(array, np.memmap):
-                    cast(mmap.mmap, array.base).madvise(mmap.MADV_DONTNEED)
+        arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
+        if sum(array.nbytes for array in arrays) > LARGE:
+            for array in arrays:
+                array._mmap.madvise(mmap.MADV_DONTNEED)  # pyrefly: ignore[missing-attribute]
 
     def __reduce__(self):
         return TokenCache, (str(self.path), self.files)
@@ -137,12 +139,12 @@ def build_token_cache(
         stamps = [_stamp(path) for path in paths]
         hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
-        settings |= {"layout": LAYOUT_VERSIONS[kind], "tokenizer": spec.fingerprint()}
+        settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:KEY_LENGTH]
         if not _is_complete(folder):
-            settings |= {"fingerprint": key, "text_separator": text_separator or ""}
-            options = {"num_proc": num_proc or available_cores(), "skip_bad": on_bad_data == "skip"}
+            settings |= {"fingerprint": key}
+            options = (num_proc or available_cores(), on_bad_data, text_separator or "")
             _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, settings, options)
         cache = TokenCache(folder, paths)
     except OSError as error:
@@ -156,54 +158,31 @@ def build_token_cache(
             "(python -m dataset.token_cache ... --num_proc 1), and split lines of hundreds of megabytes"
         ) from error
     if count := cache.report["skipped_bad_records"]:
-        file, line, reason = cache.report["first_bad_record"]
-        first = f"{cache.files[file]}:{line}: {reason}"
+        first = first_bad_record(cache.report, cache.files)
         listed = f"all of them are listed in {cache.path / 'bad_records.txt'}"
         judge_bad_records(first, count, cache.report["records"], listed, on_bad_data, max_bad_share)
     return cache
 
 
-def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
+def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple) -> None:
     """Build the cache in `folder` unless another process has; `stamps`: `_stamp` of each file when it was hashed."""
-    failure = folder.with_suffix(".error-skip" if options["skip_bad"] else ".error-stop")
-    before = _stamp_if_any(failure)
     message = f"waiting for the token cache {folder.name}, which another process builds"
     with locked(folder.with_suffix(".lock"), message) as is_held:
         if _is_complete(folder):
             return
-        if _stamp_if_any(failure) not in (None, before):  # the process that this one waited for has failed
-            raise UserError(failure.read_text(encoding="utf-8", errors="surrogateescape"))
-        if is_held:
-            _remove_leftovers(folder)
         if folder.exists():
             warn(f"the token cache {folder} is damaged or was changed; it is built again")
-        building = folder.with_suffix(f".tmp-{HOST}-{uuid.uuid4().hex[:8]}")
+        # Under the lock a machine builds in one place, where a killed build may have left files. Some shared file
+        # systems have locks that hold on one machine only, others have none.
+        host = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+        building = folder.with_suffix(f".tmp-{host if is_held else uuid.uuid4().hex}")
         try:
+            shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
             _build(building, stamps, spec, settings, options)
             _put_in_place(building, folder)
-            failure.unlink(missing_ok=True)
-        except UserError as error:
-            failure.write_text(str(error), encoding="utf-8", errors="surrogateescape")
-            raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed builds left, half-built caches and locks: of this cache, and of others not being built now."""
-    found = [*folder.parent.glob("*.tmp-*"), *folder.parent.glob("[0-9a-f]" * KEY_LENGTH + ".lock")]
-    for key in {path.stem for path in found}:
-        mine = contextlib.nullcontext(True) if key == folder.name else locked(folder.with_name(f"{key}.lock"))
-        with mine as is_held, contextlib.suppress(OSError):
-            for leftover in filter(_is_abandoned, folder.parent.glob(f"{key}.tmp-*") if is_held else ()):
-                shutil.rmtree(leftover)
-
-
-def _is_abandoned(leftover: Path) -> bool:
-    # on some shared file systems a lock holds on one machine only, so another machine's must also be an hour old
-    latest = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
-    return leftover.suffix.startswith(f".tmp-{HOST}") or time.time() - latest > 3600
 
 
 def _put_in_place(building: Path, folder: Path) -> None:
@@ -219,18 +198,15 @@ def _put_in_place(building: Path, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: dict) -> None:
+def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple) -> None:
     begin = time.monotonic()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # see cache_build: the processes are the parallelism
-    options |= {"text_separator": settings["text_separator"]}
-    report = build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], **options)
+    report, types = build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], *options)
     changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
-    times = {path.name: _stamp(path) for path in sorted(folder.iterdir())}
-    files = {"sizes": {name: stamp[0] for name, stamp in times.items()}, "stamps": times}
-    digests = {name: _sha256(folder / name) for name in times}
-    write_json(folder / "meta.json", {**settings, "report": report, **files, "sha256": digests})
+    files = {path.name: [_sha256(path), _stamp(path)] for path in sorted(folder.iterdir())}
+    write_json(folder / "meta.json", {**settings, "report": report, "types": types, "files": files})
     sync_folder(folder)
     seconds = time.monotonic() - begin
     say(describe_files(list(stamps)))
@@ -243,22 +219,13 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether all files are those that meta.json, which is written last, describes. A file is read only if its times
-    have changed since it was built and since it was last read (`file_hash`), and not where that cannot be remembered:
-    every rank would read it at every start. Early versions' caches for pretraining have no digests."""
+    """Whether all files are those that meta.json, which is written last, describes. A file is read only if its size or
+    its times have changed since it was built, and since it was last read (`file_hash`)."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        same = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-        digests, stamps = meta.get("sha256", {}), meta.get("stamps", {})
-        changed = [name for name in digests if _stamp(folder / name) != stamps.get(name)]
-        if same and os.access(folder.parent / "hashes", os.W_OK):
-            same = all(file_hash(str(folder / name), folder.parent) == digests[name] for name in changed)
-        return same and len(TokenCache(folder, [])) > 0
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, UserError, MemoryError):
-        raise
-    except Exception:  # of many types, for a damaged meta.json or .npy header
+        changed = {name: digest for name, (digest, stamp) in meta["files"].items() if _stamp(folder / name) != stamp}
+        return all(file_hash(str(folder / name), folder.parent) == digest for name, digest in changed.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -300,7 +267,9 @@ def _remembered_hash(known: Path, stamp: list[int]) -> str:
 
 
 def _sha256(path: str | Path) -> str:
+    """The hash of a file, which is also flushed to the disk."""
     with open(path, "rb") as file:
+        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -308,13 +277,6 @@ def _stamp(path: str | Path) -> list[int]:
     """Size and times of a file. Whoever sets the modification time back cannot set back the time of that change."""
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _stamp_if_any(path: Path) -> list[int] | None:
-    try:
-        return _stamp(path)
-    except OSError:
-        return None
 
 
 def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":

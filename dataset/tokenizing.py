@@ -22,11 +22,12 @@ EOS; in SFT those of the assistant's text, and none for special tokens.
 
 import hashlib
 import json
-import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -35,16 +36,14 @@ from common.errors import UserError
 from dataset.blocks import Block
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
-from dataset.formats import Chat, to_chat, to_pair, to_text, unused_fields
-from dataset.json_records import BadRecord
+from dataset.formats import Chat, to_chat, to_pair, to_text
+from dataset.json_records import TOO_DEEP, BadRecord
 from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
 
 Pieces = list[Piece]
 SPECIAL_TEXTS = "+special_texts"  # ends the hash of data with such text: early versions made special tokens of it
-KINDS = ("pretrain", "sft", "dpo")
 WINDOW = 1 << 17  # characters tokenised at once
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of vocabularies that spell rare characters byte by byte
 OVERLAP = 1 << 10  # characters shared by consecutive windows
 
 
@@ -90,6 +89,7 @@ class Samples:
     tokens: np.ndarray  # [N]
     lengths: np.ndarray  # int64 [S]
     loss_mask: np.ndarray  # bool [N]: this token is a target
+    num_targets: np.ndarray  # int64 [S]
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
     lines: np.ndarray  # int64 [S]: line or row of the record
     counts: Counter
@@ -97,91 +97,65 @@ class Samples:
     bad: list[tuple[int, str]]  # (line, reason) of each bad record
 
 
-class BlockTokenizer:
+class Text(NamedTuple):
+    """The text of a sample, or of several, before it is tokenised."""
+
+    pieces: Pieces
+    line: int
+    spans: Sequence[tuple[int, int]] = ()  # of a conversation: the characters [start, end) of the turns to train
+    part: DocumentPart | None = None  # of a document
+
+
+class BlockTokenizer(ABC):
     """Turns blocks into samples for one kind of training, tokenizer and length."""
 
-    def __init__(self, spec: TokenizerSpec, kind: str, max_length: int):
-        self.spec, self.kind, self.max_length = spec, kind, max_length
+    def __init__(self, spec: TokenizerSpec, max_length: int):
+        self.spec, self.max_length = spec, max_length
         self.backend = Tokenizer.from_str(spec.backend)
-        self.special = SpecialTexts(self.backend)
-        added = self.backend.get_added_tokens_decoder()
-        vocabulary = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=0)
-        self.dtype = np.min_scalar_type(vocabulary - 1)  # the smallest unsigned type that holds every id
-        self.is_special = np.zeros(vocabulary, dtype=bool)
-        self.is_special[[token_id for token_id, token in added.items() if token.special]] = True
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        size = 1 + max(vocabulary.values(), default=0)
+        self.dtype = np.min_scalar_type(size - 1)  # the smallest unsigned type that holds every id
+        self.is_special = np.zeros(size, dtype=bool)
+        for token_id, token in self.backend.get_added_tokens_decoder().items():
+            self.is_special[token_id] = token.special
         self.is_byte_level = '"ByteLevel"' in json.dumps(json.loads(spec.backend)["decoder"])
-        self.token_bytes = np.zeros(vocabulary, dtype=np.int64)
-        for entry, token_id in self.backend.get_vocab(with_added_tokens=True).items():
-            self.token_bytes[token_id] = 1 if BYTE_TOKEN.fullmatch(entry) else len(entry)  # of byte-level entries
-        if kind != "pretrain":
-            if not spec.chat_template:
-                raise UserError("--tokenizer_path: this tokenizer has no chat template, which SFT needs; add one to it")
-            self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
+        self.token_bytes = np.zeros(size, dtype=np.int64)  # a byte-level entry has a character for each byte
+        self.token_bytes[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
+
+    @abstractmethod
+    def texts(self, record: dict, line: int, counts: Counter) -> tuple[list[Text], Sequence[str]]:
+        """The texts of a record, and the names of the fields that nothing reads. Raises BadRecord."""
+
+    @abstractmethod
+    def add_samples(self, text: Text, token_ids: np.ndarray, offsets: np.ndarray, counts: Counter) -> None:
+        """Add the samples of a text. token_ids: int64 [T]. offsets: int64 [T, 2], their [start, end) characters."""
 
     def __call__(self, block: Block, check_only: bool = False) -> Samples:
         """The samples of a block; with `check_only` only its bad records.
 
         Raises UserError for problems of the tokenizer rather than of a record.
         """
-        self.pieces: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, bytes, line
-        self.answers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of a pair: tokens, loss_mask, bytes
+        self.samples: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, target bytes, line
         counts, unused, bad = Counter(), Counter(), []
-        texts, spans, lines = [], [], []  # texts: in pieces
+        texts: list[Text] = []
         for line, record in parse_block(block):
             counts["records"] += 1
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                text = self.kind == "pretrain"
-                found = [self._document(record, counts)] if text else self._render(block, line, record, counts)
-            except BadRecord as error:
-                bad.append((line, str(error)))
-                continue
-            if names := unused_fields(record, self.kind):
+                found, names = self.texts(record, line, counts)
+            except (BadRecord, RecursionError) as error:
+                bad.append((line, str(error) if isinstance(error, BadRecord) else TOO_DEEP))
+            except UserError as error:
+                raise UserError(f"{block.path}:{line}: {error}") from None
+            else:
+                texts += found
                 unused.update(names)
-            for text, span in found:
-                texts.append(text)
-                spans.append(span)
-                lines.append(line)
-        encoded = [] if check_only else self._encode(texts)
-        add = {"pretrain": self._add_document, "sft": self._add_chat, "dpo": self._add_answer}[self.kind]
-        for pieces, span, line, (token_ids, offsets) in zip(texts, spans, lines, encoded, strict=not check_only):
-            add("".join(piece.text for piece in pieces), token_ids, offsets, span, line, counts)
+        encoded = [] if check_only else self._encode([text.pieces for text in texts])
+        for text, (token_ids, offsets) in zip(texts, encoded, strict=not check_only):
+            self.add_samples(text, token_ids, offsets, counts)
         unused.update(dict.fromkeys(block.unread, counts["records"]))
         return self._collected(counts, unused, bad)
-
-    def _document(self, record: dict, counts: Counter) -> tuple[Pieces, tuple]:
-        """The text of a document or of a part; the tokens before and after it; whether the document begins and ends."""
-        start, end = ([] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end))
-        begins, ends = (record.begins, record.ends) if isinstance(record, DocumentPart) else (True, True)
-        if isinstance(record, DocumentPart) and not begins:
-            counts["records"] -= 1  # it was counted when it began
-            start = self.backend.encode(record.context, add_special_tokens=False).ids[-1:]
-        return [Piece(to_text(record), False)], (start, end if ends else [], begins, ends)
-
-    def _render(self, block: Block, line: int, record: dict, counts: Counter) -> list[tuple[Pieces, list]]:
-        """The text and the spans to train of a conversation, or of both of a pair; nothing for an answer that must not
-        be trained."""
-        chats: tuple[Chat, ...] = to_pair(record) if self.kind == "dpo" else (to_chat(record),)
-        try:
-            rendered = [self._rendered(chat) for chat in chats]
-        except UserError as error:
-            raise UserError(f"{block.path}:{line}: {error}") from None
-        counts["special_texts"] += sum(len(pieces) > 1 for pieces, _ in rendered)
-        if self.kind == "dpo":
-            counts["pairs"] += 1
-            return rendered
-        (chat,) = chats
-        counts["conversations"] += 1
-        counts["masked_turns"] += len(chat.masked)
-        if chat.is_good is not None:
-            counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
-        return [] if chat.is_good is False else rendered
-
-    def _rendered(self, chat: Chat) -> tuple[Pieces, list]:
-        hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
-        text, spans = self.template.render(hidden)
-        return self.special.pieces(text), spans
 
     def _encode(self, texts: list[Pieces]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Token ids int64 [T] and their [start, end) characters int64 [T, 2], for each text."""
@@ -204,112 +178,165 @@ class BlockTokenizer:
             begin += len(text)
         return np.concatenate([ids for ids, _ in encoded]), np.concatenate([places for _, places in encoded])
 
-    def _add_document(self, text: str, token_ids, offsets, part, line: int, counts: Counter) -> None:
-        """Split a document into samples; `part` as `_document` gives it."""
-        before, after, begins, ends = part
-        counts["documents"] += begins
-        if len(token_ids) == 0 and begins:
-            counts["empty_documents"] += 1
-            return
-        spelled = np.diff(self._bytes_reached(bytes_before(text), token_ids, offsets), prepend=0)
-        token_ids = np.concatenate([before, token_ids, after]).astype(self.dtype)
-        spelled = np.concatenate([[0] * len(before), spelled, [0] * len(after)]).astype(np.int64)
-        counts["documents_split"] += begins and (len(token_ids) > self.max_length or not ends)
-        step = self.max_length - 1
-        for first in range(0, max(1, len(token_ids) - 1), step):
-            tokens = token_ids[first : first + self.max_length]
-            loss_mask = np.ones(len(tokens), dtype=bool)
-            self._add_sample(tokens, loss_mask, spelled[first : first + self.max_length], line, counts)
-
-    def _labels(self, text: str, token_ids, offsets, spans) -> tuple[np.ndarray, np.ndarray, list]:
-        """Of a conversation: the loss mask [T], the bytes that each target spells [T], the tokens of each turn."""
-        starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
-        edges = bytes_before(text)
-        reached = self._bytes_reached(edges, token_ids, offsets)
-        ranges = token_ranges(starts, ends, spans)
-        loss_mask = np.zeros(len(token_ids), dtype=bool)
-        spelled = np.zeros(len(token_ids), dtype=np.int64)
-        for (start, end), (first, last) in zip(spans, ranges, strict=True):
-            loss_mask[first:last] = True
-            spelled[first:last] = np.diff(np.clip(reached[first:last], edges[start], edges[end]), prepend=edges[start])
-        spelled[self.is_special[token_ids]] = 0
-        return loss_mask, spelled, ranges
-
-    def _add_answer(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
-        """Keep a chosen answer until its rejected one comes, then add both or neither."""
-        loss_mask, spelled, _ = self._labels(text, token_ids, offsets, spans)
-        self.answers.append((token_ids.astype(self.dtype), loss_mask, spelled))
-        if len(self.answers) < 2:
-            return
-        cut = any(len(tokens) > self.max_length for tokens, *_ in self.answers)
-        pair = [[part[: self.max_length] for part in answer] for answer in self.answers]
-        self.answers = []
-        if not all(loss_mask[1:].any() for _, loss_mask, _ in pair):
-            counts["dropped_without_label"] += 1
-        elif np.array_equal(pair[0][0], pair[1][0]):
-            counts["dropped_alike"] += 1
-        else:
-            counts["pairs_cut"] += cut
-            for tokens, loss_mask, spelled in pair:
-                self._add_sample(tokens, loss_mask, spelled, line, counts)
-
-    def _add_chat(self, text: str, token_ids, offsets, spans, line: int, counts: Counter) -> None:
-        loss_mask, spelled, ranges = self._labels(text, token_ids, offsets, spans)
-        kept = len(token_ids)
-        if kept > self.max_length:
-            boundary = cut_at_turn(ranges, self.max_length)
-            kept = boundary or self.max_length
-            counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
-        self._add_sample(token_ids[:kept].astype(self.dtype), loss_mask[:kept], spelled[:kept], line, counts)
-
     def _bytes_reached(self, edges: np.ndarray, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """int64 [T]: UTF-8 bytes of the text that the tokens up to and including each spell; `edges`: `bytes_before`.
+        """int64 [T]: UTF-8 bytes of the text up to the end of each token; `edges`: `bytes_before`.
 
-        Entries of a byte-level vocabulary tell how many bytes they spell; if the sum is that of the text, no normaliser
-        has changed it. Otherwise the offsets tell, in characters. Then a token that ends inside a character begins a
-        run of tokens that share some; their lengths are used if they add up to these characters, else its first token
-        gets the whole character.
+        The entries of a byte-level vocabulary say how many bytes they spell; if the sum is that of the text, no
+        normaliser has changed it. Otherwise the offsets say it, in characters: a character that several tokens share
+        counts for the first one.
+
+        Example: "a河" is 4 bytes, so `edges` is [0, 1, 4]. Of the tokens "a", "河"'s first two bytes, and its last one,
+        with the offsets [0, 1], [1, 2], [1, 2], a byte-level vocabulary reaches [1, 3, 4], the offsets [1, 4, 4].
         """
         if len(token_ids) == 0:
             return np.zeros(0, dtype=np.int64)
-        lengths = np.cumsum(self.token_bytes[token_ids])
-        if self.is_byte_level and lengths[-1] == edges[-1]:
-            return lengths
-        ends = np.maximum.accumulate(offsets[:, 1])
-        reached = edges[ends]
-        reached[-1] = edges[-1]  # text after the last token counts as part of it
-        inside = np.append(offsets[1:, 0] < ends[:-1], False)  # this token ends inside a character
-        if not inside.any():
-            return reached
-        firsts = np.flatnonzero(inside & ~np.insert(inside[:-1], 0, False))  # tokens of each run
-        lasts = np.flatnonzero(inside & ~np.append(inside[1:], False)) + 1
-        lengths = np.insert(lengths, 0, 0)
-        begins = np.insert(reached, 0, 0)[firsts] - lengths[firsts]
-        exact = begins + lengths[lasts + 1] == reached[lasts]
-        firsts, sizes, begins = firsts[exact], (lasts - firsts + 1)[exact], begins[exact]
-        tokens = np.arange(sizes.sum()) + np.repeat(firsts - np.cumsum(sizes) + sizes, sizes)
-        reached[tokens] = np.repeat(begins, sizes) + lengths[tokens + 1]
+        reached = np.cumsum(self.token_bytes[token_ids])
+        if not (self.is_byte_level and reached[-1] == edges[-1]):
+            reached = edges[np.maximum.accumulate(offsets[:, 1])]
+            reached[-1] = edges[-1]  # text after the last token counts as part of it
         return reached
 
-    def _add_sample(self, tokens, loss_mask, spelled, line: int, counts: Counter) -> None:
-        loss_mask[:1] = False  # the first token has no context to be predicted from
-        if loss_mask.any():
-            self.pieces.append((tokens, loss_mask, int(spelled[loss_mask].sum()), line))
+    def _add_sample(self, tokens, mask, spelled, line: int, counts: Counter) -> None:
+        """Add a sample, unless it has no target. tokens: [T]. mask: bool [T]. spelled: bytes of each token [T]."""
+        mask[:1] = False  # the first token has no context to be predicted from
+        if mask.any():
+            self.samples.append((tokens.astype(self.dtype), mask, int(spelled[mask].sum()), line))
         else:
             counts["dropped_without_label"] += 1
 
     def _collected(self, counts: Counter, unused: Counter, bad: list[tuple[int, str]]) -> Samples:
-        tokens, loss_mask, spelled, lines = zip(*self.pieces, strict=True) if self.pieces else ([], [], [], [])
+        tokens, masks, spelled, lines = zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
-            lengths=np.array([len(piece) for piece in tokens], dtype=np.int64),
-            loss_mask=np.concatenate([np.empty(0, dtype=bool), *loss_mask]),
+            lengths=np.array([len(each) for each in tokens], dtype=np.int64),
+            loss_mask=np.concatenate([np.empty(0, dtype=bool), *masks]),
+            num_targets=np.array([mask.sum() for mask in masks], dtype=np.int64),
             target_bytes=np.array(spelled, dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=counts,
             unused_fields=unused,
             bad=bad,
         )
+
+
+class DocumentTokenizer(BlockTokenizer):
+    """Documents of pretraining."""
+
+    def texts(self, record: dict, line: int, counts: Counter) -> tuple[list[Text], Sequence[str]]:
+        """The text of a document or of a part of one."""
+        unused = [key for key, value in record.items() if key != "text" and value is not None]
+        part = record if isinstance(record, DocumentPart) else DocumentPart()
+        counts["records"] -= not part.begins  # it was counted when it began
+        return [Text([Piece(to_text(record), False)], line, part=part)], unused
+
+    def add_samples(self, text: Text, token_ids: np.ndarray, offsets: np.ndarray, counts: Counter) -> None:
+        """Split a document into samples of at most L tokens; each begins with the last token of the one before."""
+        part = text.part or DocumentPart()
+        counts["documents"] += part.begins
+        if len(token_ids) == 0 and part.begins:
+            counts["empty_documents"] += 1
+            return
+        before, after = ([] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end))
+        if not part.begins:
+            before = self.backend.encode(part.context, add_special_tokens=False).ids[-1:]
+        after = after if part.ends else []
+        reached = self._bytes_reached(bytes_before(text.pieces[0].text), token_ids, offsets)
+        spelled = np.concatenate([[0] * len(before), np.diff(reached, prepend=0), [0] * len(after)]).astype(np.int64)
+        token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
+        counts["documents_split"] += part.begins and (len(token_ids) > self.max_length or not part.ends)
+        for first in range(0, max(1, len(token_ids) - 1), self.max_length - 1):
+            tokens, of_tokens = (each[first : first + self.max_length] for each in (token_ids, spelled))
+            self._add_sample(tokens, np.ones(len(tokens), dtype=bool), of_tokens, text.line, counts)
+
+
+class ChatTokenizer(BlockTokenizer):
+    """Conversations of SFT."""
+
+    def __init__(self, spec: TokenizerSpec, max_length: int):
+        super().__init__(spec, max_length)
+        if not spec.chat_template:
+            raise UserError("--tokenizer_path: this tokenizer has no chat template, which SFT needs; add one to it")
+        self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
+        self.special = SpecialTexts(self.backend)
+
+    def texts(self, record: dict, line: int, counts: Counter) -> tuple[list[Text], Sequence[str]]:
+        """The text of a conversation; none for an answer that must not be trained."""
+        chat = to_chat(record)
+        text = self._rendered(chat, line)
+        counts["conversations"] += 1
+        counts["special_texts"] += len(text.pieces) > 1
+        counts["masked_turns"] += len(chat.masked)
+        if chat.is_good is not None:
+            counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
+        return [] if chat.is_good is False else [text], chat.unused
+
+    def _rendered(self, chat: Chat, line: int) -> Text:
+        hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
+        text, spans = self.template.render(hidden)
+        return Text(self.special.pieces(text), line, spans)
+
+    def labels(self, text: Text, token_ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, list]:
+        """Of a conversation: the loss mask [T], the bytes that each target spells [T], the tokens of each turn."""
+        starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
+        edges = bytes_before("".join(piece.text for piece in text.pieces))
+        reached = self._bytes_reached(edges, token_ids, offsets)
+        ranges = token_ranges(starts, ends, text.spans)
+        loss_mask = np.zeros(len(token_ids), dtype=bool)
+        spelled = np.zeros(len(token_ids), dtype=np.int64)
+        for (start, end), (first, last) in zip(text.spans, ranges, strict=True):
+            loss_mask[first:last] = True
+            spelled[first:last] = np.diff(np.clip(reached[first:last], edges[start], edges[end]), prepend=edges[start])
+        spelled[self.is_special[token_ids]] = 0
+        return loss_mask, spelled, ranges
+
+    def add_samples(self, text: Text, token_ids: np.ndarray, offsets: np.ndarray, counts: Counter) -> None:
+        """Add a conversation, cut at a turn if it is too long."""
+        loss_mask, spelled, ranges = self.labels(text, token_ids, offsets)
+        kept = len(token_ids)
+        if kept > self.max_length:
+            boundary = cut_at_turn(ranges, self.max_length)
+            kept = boundary or self.max_length
+            counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
+        self._add_sample(token_ids[:kept], loss_mask[:kept], spelled[:kept], text.line, counts)
+
+
+class PairTokenizer(ChatTokenizer):
+    """Preferences of DPO: a chosen and a rejected answer."""
+
+    chosen: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # waits for the rejected one
+
+    def texts(self, record: dict, line: int, counts: Counter) -> tuple[list[Text], Sequence[str]]:
+        """The texts of both conversations."""
+        pair = to_pair(record)
+        texts = [self._rendered(chat, line) for chat in pair]
+        counts["pairs"] += 1
+        counts["special_texts"] += sum(len(text.pieces) > 1 for text in texts)
+        return texts, pair[0].unused
+
+    def add_samples(self, text: Text, token_ids: np.ndarray, offsets: np.ndarray, counts: Counter) -> None:
+        """Keep a chosen answer until its rejected one comes, then add both or neither."""
+        loss_mask, spelled, _ = self.labels(text, token_ids, offsets)
+        if self.chosen is None:
+            self.chosen = token_ids, loss_mask, spelled
+            return
+        answers, self.chosen = (self.chosen, (token_ids, loss_mask, spelled)), None
+        cut = [tuple(part[: self.max_length] for part in answer) for answer in answers]
+        if not all(loss_mask[1:].any() for _, loss_mask, _ in cut):
+            counts["dropped_without_label"] += 1
+        elif np.array_equal(cut[0][0], cut[1][0]):
+            counts["dropped_alike"] += 1
+        else:
+            counts["pairs_cut"] += any(len(tokens) > self.max_length for tokens, *_ in answers)
+            for tokens, loss_mask, spelled in cut:
+                self._add_sample(tokens, loss_mask, spelled, text.line, counts)
+
+
+TOKENIZERS: dict[str, type[BlockTokenizer]] = {
+    "pretrain": DocumentTokenizer,
+    "sft": ChatTokenizer,
+    "dpo": PairTokenizer,
+}
+KINDS = tuple(TOKENIZERS)
 
 
 def encode_batch(backend: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,140 +1,111 @@
 """Tokenises blocks in several processes; if any of them fails, all end at once.
 
-Each worker has its own pipe, whose other end no other worker holds: if it dies at any point, the parent reads EOF. (In
-concurrent.futures a worker killed while sending a large result blocks the parent forever.) A worker is sent a block,
-which may exceed a pipe's buffer, only when it waits for one.
+Each worker has its own pipe, whose other end nobody else holds. If the worker dies at any point, the thread that waits
+for its answer reads the end of the file; if this process dies, however it does, the worker reads it and ends. (In
+concurrent.futures a worker killed while it sends a large result blocks its parent forever.)
 """
 
 import multiprocessing
-import os
-import pickle
 import signal
+import subprocess
 import sys
-import threading
 import traceback
+from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from queue import SimpleQueue
 
-from common.command_line import STOP_SIGNALS, handled_signals
+from common.command_line import handled_signals
 from common.errors import Interrupted, UserError
 from dataset.blocks import Block
-from dataset.tokenizing import BlockTokenizer, Samples
+from dataset.tokenizing import TOKENIZERS, BlockTokenizer, Samples, TokenizerSpec
 
 Results = Generator[tuple[Block, Samples], None, None]
+# A new Python, not a fork: this process may have torch's threads or a CUDA context.
+ROOT = str(Path(__file__).resolve().parents[1])
+START = f"import sys; sys.path.insert(0, {ROOT!r}); from dataset.worker_pool import work; work(sys.argv[1])"
 
 
-def in_processes(blocks, tokenizer: BlockTokenizer, num_proc: int, check_only, folder: Path) -> Results:
+def in_this_process(blocks, tokenizer: BlockTokenizer, check_only) -> Results:
+    """What `in_processes` does, without processes."""
+    for block in blocks:
+        yield block, tokenizer(block, check_only.is_set())
+
+
+def in_processes(blocks, settings: tuple[TokenizerSpec, str, int], num_proc: int, check_only) -> Results:
     """Yield each block with its samples, in order.
 
-    tokenizer: copied to `num_proc` workers through a file in `folder`. check_only: an event; once it is set, blocks are
-    only checked for bad records. Raises what a worker raises, or UserError if one dies.
+    settings: what each of `num_proc` workers makes its tokenizer of: spec, kind and length. check_only: an event; once
+    it is set, blocks are only checked for bad records. Raises what a worker raises, or UserError if one dies.
     """
-    settings = folder / "worker_settings.pickle"
-    settings.write_bytes(pickle.dumps((tokenizer.spec, tokenizer.kind, tokenizer.max_length)))
-    workers: dict[Connection, BaseProcess] = {}
-    try:
-        with _signals_deferred():  # multiprocessing's helper first: starting it would reset the signal mask
-            resource_tracker.ensure_running()
-        for _ in range(num_proc):
-            with _signals_deferred(), _main_module_hidden():
-                connection, process = _start_worker(settings)
-                workers[connection] = process
-        yield from _distribute(blocks, list(workers), check_only)
-    except (EOFError, OSError) as error:
-        raise UserError(
-            "a process of the token cache died, perhaps out of memory; build the cache ahead of time with fewer "
-            "processes (--num_proc of python -m dataset.token_cache)"
-        ) from error
-    finally:
-        for connection, process in workers.items():
-            process.kill()
-            process.join()
-            connection.close()
-        settings.unlink(missing_ok=True)
+    idle: SimpleQueue[Connection] = SimpleQueue()
+
+    def prepare(worker: Connection) -> None:
+        try:
+            worker.send(settings)
+        finally:
+            idle.put(worker)
+
+    def tokenised(block: Block) -> tuple[Block, Samples]:
+        worker = idle.get()
+        try:
+            worker.send((block, check_only.is_set()))
+            samples = worker.recv()
+        finally:
+            idle.put(worker)
+        if isinstance(samples, Exception):
+            raise samples
+        return block, samples
+
+    with ThreadPoolExecutor(num_proc) as threads, ExitStack() as stack:  # workers end first, which ends the threads
+        try:
+            for _ in range(num_proc):
+                threads.submit(prepare, _start_worker(stack))
+            waiting = deque()
+            for block in blocks:
+                waiting.append(threads.submit(tokenised, block))
+                if len(waiting) == 3 * num_proc:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "a process of the token cache died, perhaps out of memory; build the cache ahead of time with fewer "
+                "processes (--num_proc of python -m dataset.token_cache)"
+            ) from error
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _distribute(blocks, workers: list[Connection], check_only) -> Results:
-    """Send each free worker a block. A worker sends None when it is ready for its first one."""
-    numbered, exhausted = enumerate(blocks), False
-    free, at_work, finished, first = [], {}, {}, 0
-    while at_work or not exhausted:
-        while free and not exhausted and len(at_work) + len(finished) < 3 * len(workers):
-            number, block = next(numbered, (None, None))
-            exhausted = block is None
-            if not exhausted:
-                free[-1].send((block, check_only.is_set()))
-                at_work[free.pop()] = number, block
-        for connection in cast(list[Connection], wait(workers) if at_work or not free else []):
-            samples = connection.recv()
-            if isinstance(samples, Exception):
-                raise samples
-            if samples is not None:
-                number, block = at_work.pop(connection)
-                finished[number] = block, samples
-            free.append(connection)
-        while first in finished:
-            yield finished.pop(first)
-            first += 1
+def _start_worker(stack: ExitStack) -> Connection:
+    """The pipe to a new worker, which ends when `stack` is left. In a process group of its own it gets no signal that
+    is meant for the whole run: that is for this process, which then ends it."""
+    here, there = multiprocessing.Pipe()
+    stack.callback(here.close)
+    with there:
+        command = [sys.executable, "-c", START, str(there.fileno())]
+        process = subprocess.Popen(command, pass_fds=[there.fileno()], process_group=0)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return here
 
 
-def _start_worker(settings: Path) -> tuple[Connection, BaseProcess]:
-    # Spawned, not forked: the parent may have torch's threads or a CUDA context.
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there, settings), daemon=True)
-    process.start()
-    there.close()
-    return here, process
-
-
-def _work(connection: Connection, settings: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for a parent thread without a mask, see _signals_deferred
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process is enough
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    tokenizer = BlockTokenizer(*pickle.loads(settings.read_bytes()))
-    connection.send(None)
-    with suppress(EOFError, OSError):  # the parent is gone
+def work(descriptor: str) -> None:
+    """Tokenise the blocks that come through a pipe until it is closed; the `main` of a worker."""
+    with suppress(EOFError, OSError), Connection(int(descriptor)) as connection:
+        spec, kind, max_length = connection.recv()
+        tokenizer = TOKENIZERS[kind](spec, max_length)
         while True:
+            block, check_only = connection.recv()
             try:
-                samples = tokenizer(*connection.recv())
+                samples = tokenizer(block, check_only)
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 samples = error
             connection.send(samples)
-
-
-def _exit_with_parent() -> None:
-    """A parent killed by SIGKILL cannot end its workers, so each of them watches it."""
-    wait([cast(BaseProcess, multiprocessing.parent_process()).sentinel])
-    os._exit(1)
-
-
-@contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Defer signals until processes have started: an interrupted start would leave a broken process behind.
-
-    The new processes inherit the mask and never receive a signal: signals, which often go to all processes of a run,
-    are for the parent, which then ends its workers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
 
 
 @contextmanager
@@ -152,16 +123,3 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep new processes from importing the main script: a worker needs neither it nor torch."""
-    main = vars(sys.modules["__main__"])
-    saved = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-    try:
-        main["__file__"] = main["__spec__"] = None
-        yield
-    finally:
-        del main["__file__"], main["__spec__"]
-        main.update(saved)

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
-from dataset.fields import objects_of
-from dataset.json_records import BadRecord
+from dataset.json_records import BadRecord, objects_of
 from dataset.token_text import printable
 from model.answers import answer_message
 from model.sampling import COLDEST, DEFAULTS, default_sampling

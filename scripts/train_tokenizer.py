@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import ROOT
-from dataset.data_files import expand_paths, iter_blocks, parse_block
+from dataset.data_files import PLAIN_TEXT, expand_paths, file_kind, iter_blocks, parse_block
 from dataset.json_records import BadRecord
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
@@ -90,7 +90,7 @@ def read_records(path: str | Path) -> Iterator[str]:
             if text is None:
                 fields = ", ".join(TEXT_FIELDS)
                 raise UserError(f"{block.path}:{line}: needs one of the fields {fields}; add it or remove the record")
-            yield from filter(str.strip, text.split("\n") if block.separator is not None else [text])
+            yield from filter(str.strip, text.split("\n") if file_kind(block.path) == PLAIN_TEXT else [text])
 
 
 def text_of(record: dict) -> str | None:

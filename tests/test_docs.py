@@ -91,7 +91,7 @@ SCRIPTS = {
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,
     "scripts/write_flag_pages.py": None,
-    "dataset/inspect.py": "dataset.inspect",
+    "dataset/show_samples.py": "dataset.show_samples",
     "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
     "dataset/demo_sums.py": "dataset.demo_sums",

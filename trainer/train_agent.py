@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.locks import lock_output
 from common.settings import ROOT, parse_args, setting
-from dataset.prompts import collate_prompts
+from dataset.rollout_prompts import collate_prompts
 from trainer.components.bad_updates import BadUpdates
 from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.environments import load_environment

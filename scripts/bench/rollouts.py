@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
-from dataset.prompts import PromptDataset
+from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
 from scripts.convert.hugging_face import own_tensors, stock_config

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -183,26 +182,3 @@ def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, m
     with locked(path, "waiting for the other") as is_held:
         assert is_held
     assert capsys.readouterr().out == ""
-
-
-def test_a_lock_file_is_there_only_while_it_is_held(tmp_path, capsys):
-    """Who waits for a file that its holder deletes locks the one that everybody else sees."""
-    path, order = tmp_path / "cache.lock", []
-
-    def wait() -> None:
-        with locked(path, "waiting") as is_held, locked(path) as twice:
-            order.append((is_held, twice, path.exists()))
-
-    with locked(path) as is_held:
-        assert is_held and path.exists()
-        threads = [threading.Thread(target=wait) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        while capsys.readouterr().out.count("waiting\n") < 1:
-            time.sleep(0.01)
-        with locked(path) as is_held:  # without a message nobody waits
-            assert not is_held
-        assert path.exists() and not order
-    for thread in threads:
-        thread.join(30)
-    assert order == [(True, False, True)] * 3 and list(tmp_path.iterdir()) == []

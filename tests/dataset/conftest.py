@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dataset.blocks import Block
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,6 +26,11 @@ TEXTS = [
     "Emoji 🙂🚀, accents é ü ñ, tabs\tand\n\nblank lines; code: for i in range(10): print(i)",
     "数字 12345 与符号 ←→，以及生僻字 𠮷。",
 ] * 3
+
+
+def block_of(data: bytes, first: int = 1, path: str = "x.jsonl") -> Block:
+    """The block of a file of JSON Lines whose lines are these."""
+    return Block(0, path, [(first + i, line) for i, line in enumerate(data.splitlines())], len(data))
 
 
 @pytest.fixture(scope="session")

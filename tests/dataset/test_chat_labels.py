@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
-from dataset.data_files import Block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
-from dataset.tokenizing import BlockTokenizer, TokenizerSpec
+from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
+from tests.dataset.conftest import block_of
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -30,8 +30,8 @@ made = {}
 def samples_of(tokenizer, *records):
     data = "".join(json.dumps(record) + "\n" for record in records).encode()
     if tokenizer not in made:  # making one takes longer than using it
-        made[tokenizer] = BlockTokenizer(TokenizerSpec.of(tokenizer), "sft", 10_000)
-    return made[tokenizer](Block(0, "x.jsonl", 1, data, len(data)))
+        made[tokenizer] = ChatTokenizer(TokenizerSpec.of(tokenizer), 10_000)
+    return made[tokenizer](block_of(data))
 
 
 def segments(tokenizer, tokens, trained):
@@ -152,7 +152,7 @@ def test_the_text_of_special_tokens_in_the_data_is_text(kind, tokenizer, other_t
         if kind == "dpo":
             record = {"tools": tools, "prompt": messages, "chosen": answers[:1], "rejected": answers[1:]}
         line = json.dumps(record).encode()
-        samples = BlockTokenizer(TokenizerSpec.of(tok), kind, 10_000)(Block(0, "x.jsonl", 1, line, len(line)))
+        samples = TOKENIZERS[kind](TokenizerSpec.of(tok), 10_000)(block_of(line))
         assert not samples.bad and samples.counts["special_texts"] == len(samples.lengths)
         tokens = samples.tokens[: samples.lengths[0]].tolist()
         mask = samples.loss_mask[: samples.lengths[0]]
@@ -226,7 +226,7 @@ def test_a_sample_is_cut_after_the_last_turn_that_is_trained(tokenizer):
     data = json.dumps(record).encode()
     length = len(tokenizer.apply_chat_template(record["messages"][:4], return_dict=True)["input_ids"])
     for max_length, kept in ((length + 20, length - 1), (length - 2, length - 2)):
-        samples = BlockTokenizer(TokenizerSpec.of(tokenizer), "sft", max_length)(Block(0, "x", 1, data, 1))
+        samples = ChatTokenizer(TokenizerSpec.of(tokenizer), max_length)(block_of(data))
         assert samples.lengths.tolist() == [kept]
         assert tokenizer.decode(samples.tokens[samples.loss_mask].tolist()) in ("a<|im_end|>", "a")
 
@@ -291,7 +291,7 @@ def test_an_ambiguous_template_is_refused(template, messages, message, other_tok
     spec = TokenizerSpec(tokenizer.backend, template, {}, 1, 2)
     data = json.dumps({"messages": messages}).encode()
     with pytest.raises(UserError, match=r"^x\.jsonl:7: the chat template"):
-        BlockTokenizer(spec, "sft", 64)(Block(0, "x.jsonl", 7, data, 1))
+        ChatTokenizer(spec, 64)(block_of(data, 7))
 
 
 def test_what_a_template_raises_is_a_bad_record():

@@ -9,7 +9,7 @@ from common.settings import ROOT
 from dataset.demo_corpus import ATTRIBUTES, GROUPS, LANGUAGES, answer, make_corpus, make_people
 from dataset.demo_tour import MISTAKES, PERSONA, PLAIN_ANSWERS, make_tour
 from dataset.lm_dataset import SFTDataset
-from dataset.prompts import to_prompt
+from dataset.rollout_prompts import to_prompt
 from dataset.token_cache import load_tokenizer
 from model.prompts import prompt_tokens
 from scripts.evaluation.exam import FIELDS, is_right

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import blocks
-from dataset.formats import COLUMNS
+from dataset.formats import known_fields
 from dataset.messages import MESSAGE_FIELDS
 from dataset.token_cache import build_token_cache
 
@@ -136,7 +136,7 @@ MESSAGE = st.one_of(
     st.dictionaries(st.sampled_from(MESSAGE_KEYS), st.sampled_from(NAMES) | CALLS | JSON, max_size=5),
     JSON,
 )
-RECORD_KEYS = sorted(COLUMNS)
+RECORD_KEYS = sorted(known_fields())
 RECORD = st.one_of(
     st.fixed_dictionaries({"text": st.text(max_size=80)}),
     st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=5)}, optional={"tools": CALLS, "system": JSON}),

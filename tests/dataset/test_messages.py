@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dataset.json_records import BadRecord
-from dataset.messages import Turn, parse_message, unused_message_fields
+from dataset.messages import Turn, parse_message
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -137,4 +137,8 @@ def test_fields_that_nothing_reads():
         {"from": "human", "value": [part("text", text="q", cache_control={"type": "ephemeral"})], "id": 2},
         answer("a", part("text", text="b"), reasoning="hm"),
     ]
-    assert list(unused_message_fields(messages)) == ["id", "id", "content.cache_control", "reasoning"]
+    assert [parse_message(item, "").unused for item in messages] == [
+        ("id",),
+        ("id", "content.cache_control"),
+        ("reasoning",),
+    ]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from dataset.formats import to_pair, unused_fields
+from dataset.formats import to_pair
 from dataset.json_records import BadRecord
 from dataset.lm_dataset import DPODataset, collate_pairs
-from dataset.token_cache import format_report, load_tokenizer
+from dataset.report import format_report
+from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 
 QUESTION = {"role": "user", "content": "q"}
@@ -34,7 +35,7 @@ SAME = {
 def test_every_form_is_the_same_pair(form):
     for chat, answer in zip(to_pair(SAME[form]), (GOOD, BAD), strict=True):
         assert chat.messages == [QUESTION, answer] and chat.masked == () and chat.tools is None
-    assert unused_fields(SAME[form] | {"score": 3}, "dpo") in (["score"], ["prompt", "score"])
+    assert to_pair(SAME[form] | {"score": 3})[0].unused == ("score",)
 
 
 def test_what_both_share_is_not_trained():
@@ -110,7 +111,7 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(tmp_path, tokenizer):
 
 
 def test_data_without_a_usable_pair_is_refused_with_the_reason(tmp_path, tokenizer):
-    with pytest.raises(UserError, match="1 have two answers that are alike"):
+    with pytest.raises(UserError, match="pairs 1, dropped as alike 1"):
         dataset(tmp_path, tokenizer, [{"prompt": "q", "chosen": "a", "rejected": "a"}], 40)
     with pytest.raises(UserError, match=r"pairs.jsonl:1: no 'rejected'"):
         dataset(tmp_path, tokenizer, [json.loads('{"prompt": "q", "chosen": "a"}')], 40)

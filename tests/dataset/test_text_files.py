@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pyarrow
@@ -18,7 +19,7 @@ from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.json_records import BadRecord
 from dataset.lm_dataset import PretrainDataset
 from dataset.token_cache import build_token_cache
-from dataset.tokenizing import BlockTokenizer, TokenizerSpec
+from dataset.tokenizing import BlockTokenizer, DocumentTokenizer, TokenizerSpec
 from trainer.components.data import open_datasets
 
 
@@ -64,8 +65,8 @@ def test_compressed_text(write):
 @pytest.mark.parametrize(
     ("content", "line", "message"),
     [
-        ("好\n中文小说".encode("gb18030"), 1, "(it looks like GB18030, byte 0xba); save the file as UTF-8: iconv"),
-        ("one\ntwo".encode("utf-16"), 1, "not UTF-8 (it looks like UTF-16, byte 0xff)"),
+        ("好\n中文小说".encode("gb18030"), 1, "not UTF-8 (byte 0xba); save the file as UTF-8: iconv"),
+        ("one\ntwo".encode("utf-16"), 1, "not UTF-8 (byte 0xff)"),
         ("one\ntwo".encode("utf-16-le"), 1, "a NUL character, so this is not plain text in UTF-8"),
         (b"one\ntwo\n\xff\n", 3, "not UTF-8 (byte 0xff); save the file as UTF-8"),
     ],
@@ -99,8 +100,8 @@ PIECES = ["the river ", "北京", "🙂", "𠮷", "\n", "\n\n", "  ", "é", "a" 
 
 def targets(tokenizer, path, max_length):
     """The targets of a file's samples in order, the samples, and the bytes and counts."""
-    make = BlockTokenizer(TokenizerSpec.of(tokenizer), "pretrain", max_length)
-    found, spelled, counts = [], 0, {}
+    make = DocumentTokenizer(TokenizerSpec.of(tokenizer), max_length)
+    found, spelled, counts = [], 0, Counter()
     samples = []
     for block in iter_blocks([path]):
         made = make(block)
@@ -109,7 +110,7 @@ def targets(tokenizer, path, max_length):
         samples += [piece.tolist() for piece in pieces]
         found += made.tokens[made.loss_mask].tolist()
         spelled += int(made.target_bytes.sum())
-        counts = {key: counts.get(key, 0) + value for key, value in made.counts.items()}
+        counts.update(made.counts)
     return found, samples, spelled, counts
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError
 from common.plugins import source_files
 from common.settings import ROOT, StageArgs, setting
-from dataset.prompts import PromptDataset, collate_prompts
+from dataset.rollout_prompts import PromptDataset, collate_prompts
 from model.sampling import COLDEST
 from trainer.components.distributed import world_size
 from trainer.components.environments import Environment

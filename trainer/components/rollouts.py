@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
-from dataset.prompts import Prompt
+from dataset.rollout_prompts import RolloutPrompt
 from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, world_size
 from trainer.components.language_model import flat_size, target_log_probs
 from trainer.components.meter import Size
@@ -155,7 +155,7 @@ class Rollouts(Hooks):
             cut.append(flat | {"counted": 0 if cut else counted})  # only its sum over the update matters
         return cut
 
-    def _roll_out(self, state: TrainState, prompts: list[Prompt]) -> Batch:
+    def _roll_out(self, state: TrainState, prompts: list[RolloutPrompt]) -> Batch:
         """The flat batch of the trajectories of these prompts."""
         model, update = unwrap(state.model), state.update
         begin = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import UserError
-from dataset.prompts import Prompt
+from dataset.rollout_prompts import RolloutPrompt
 from model.answers import answer_message
 from model.generation import generate
 from model.prompts import Piece, encode_pieces, prompt_pieces
@@ -32,7 +32,7 @@ SLOTS = 128  # completions written at once
 class Trajectory:
     """One member of a prompt's group."""
 
-    prompt: Prompt
+    prompt: RolloutPrompt
     number: int  # in the group
     tokens: list[int]  # the prompt's, and those of all turns and replies
     is_target: list[bool]  # which of them were sampled
@@ -86,7 +86,7 @@ class TrajectoryWriter:
     def __post_init__(self) -> None:
         self.end_id = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
 
-    def write(self, model: Any, prompts: Sequence[Prompt], update: int) -> list[Trajectory]:
+    def write(self, model: Any, prompts: Sequence[RolloutPrompt], update: int) -> list[Trajectory]:
         """`group` trajectories of each prompt, prompt by prompt."""
         trajectories = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
         active = trajectories
@@ -97,7 +97,7 @@ class TrajectoryWriter:
                 break
         return trajectories
 
-    def _begin(self, prompt: Prompt, number: int) -> Trajectory:
+    def _begin(self, prompt: RolloutPrompt, number: int) -> Trajectory:
         tokens = list(prompt.input_ids)
         trajectory = Trajectory(prompt, number, tokens, [False] * len(tokens))
         if self.environment is not None:
@@ -105,7 +105,7 @@ class TrajectoryWriter:
                 trajectory.environment = self.environment(deepcopy(prompt.record))
         return trajectory
 
-    def _user_code(self, prompt: Prompt) -> AbstractContextManager[None]:
+    def _user_code(self, prompt: RolloutPrompt) -> AbstractContextManager[None]:
         """Around code of the environment: its errors become a UserError that names the prompt's record."""
         return user_code("the environment", self.source(prompt.sample_id), self.reply_timeout)
 

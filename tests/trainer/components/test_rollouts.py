@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.prompts import Prompt
+from dataset.rollout_prompts import RolloutPrompt
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_policy_loss import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
@@ -24,8 +24,8 @@ ODD, SIZE = [0.0, 1.0, 0.0, 1.0], [0.0, 0.5, 1.0, 1.5]  # rewards of the first p
 WEIGHTED = [0.0, 1.25, 0.5, 1.75]  # their sum with weights 1 and 0.5
 
 
-def prompt(number: int) -> Prompt:
-    return Prompt([number + 3, 4, 5, 6], [{"role": "user", "content": f"{number}?"}], None, {}, number)
+def prompt(number: int) -> RolloutPrompt:
+    return RolloutPrompt([number + 3, 4, 5, 6], [{"role": "user", "content": f"{number}?"}], None, {}, number)
 
 
 def numbers(text: str) -> tuple[int, int]:

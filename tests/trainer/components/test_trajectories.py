@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import UserError
-from dataset.prompts import PromptDataset
+from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.generation import Answer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM

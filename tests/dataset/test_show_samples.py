@@ -1,4 +1,4 @@
-"""`python -m dataset.inspect`: what a person sees of the labels."""
+"""`python -m dataset.show_samples`: what a person sees of the labels."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.command_line import one_line_errors
-from dataset.inspect import main, show
 from dataset.lm_dataset import SFTDataset
+from dataset.show_samples import main, show
 
 CHATS = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"你好 {i} 🙂"}]}
@@ -157,6 +157,6 @@ def test_colours_on_a_terminal(write, cache_dir, tokenizer, capsys):
 
 def test_a_reader_who_has_seen_enough(write, cache_dir):
     path = write("a.jsonl", [{"text": "the river 🙂 " * 50}] * 50)
-    start = f"{sys.executable} -m dataset.inspect --kind pretrain --data_path {path} --cache_dir {cache_dir}"
+    start = f"{sys.executable} -m dataset.show_samples --kind pretrain --data_path {path} --cache_dir {cache_dir}"
     done = subprocess.run(f"{start} --samples 50 | head -n 12", shell=True, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.count("river") >= 1

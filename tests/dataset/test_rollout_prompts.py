@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import UserError
 from dataset.json_records import BadRecord
-from dataset.prompts import PromptDataset, collate_prompts, to_prompt
+from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
 from dataset.tokenizing import SPECIAL_TEXTS
 
 QUESTION = {"role": "user", "content": "1+1=?"}

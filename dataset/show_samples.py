@@ -1,11 +1,11 @@
 """Shows what is a target and what is masked, and the report of lengths, cuts and drops.
 
-    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 2
-    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 1 --packing 1 --table 1
-    python -m dataset.inspect --kind sft --data_path data/sft.jsonl --samples 50 --html out/samples.html
+    python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 2
+    python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 1 --packing 1 --table 1
+    python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 50 --html out/samples.html
 
 Samples are shown as running text, in which targets are green, or without colours stand between ⟦ and ⟧; with --table 1
-token by token. Start it with -m as above: run as a file, it would shadow Python's own `inspect`.
+token by token.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError, say
 from dataset.data_files import describe_files
-from dataset.inspect_page import page
 from dataset.lm_dataset import TokenDataset
+from dataset.samples_page import page
 from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
 from dataset.token_text import describe_sample, printable, token_texts
 
@@ -82,7 +82,7 @@ def write_page(path: Path, text: str) -> None:
 
 def main() -> None:
     """Read the options, build or open the cache, print or write the page."""
-    parser = Parser(prog="python -m dataset.inspect", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m dataset.show_samples", description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")
     parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows")

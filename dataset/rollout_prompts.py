@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Prompt(NamedTuple):
+class RolloutPrompt(NamedTuple):
     """A prompt and what the reward may want to know of it."""
 
     input_ids: list[int]  # with the header of the turn to be written
@@ -77,7 +77,7 @@ class PromptDataset(Dataset):
         described = json.dumps([hashes, tools, template], sort_keys=True)
         self.fingerprint = {"data": hashlib.sha256(described.encode()).hexdigest()[:16]}
         self.fingerprint |= {"tokenizer": spec.fingerprint()[:16]}
-        self.prompts: list[Prompt] = []
+        self.prompts: list[RolloutPrompt] = []
         self.sources: list[str] = []  # FILE:LINE of each
         self.too_long = self.special_texts = 0
         self._read(on_bad_data, max_bad_share)
@@ -122,7 +122,7 @@ class PromptDataset(Dataset):
             self.too_long += 1
             return
         kept = record if answer is None else record | {"answer": answer}
-        self.prompts.append(Prompt(input_ids, chat.messages, tools, kept, len(self.prompts)))
+        self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts)))
         self.sources.append(source)
 
     def source(self, sample_id: int) -> str:
@@ -132,7 +132,7 @@ class PromptDataset(Dataset):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __getitem__(self, index: int) -> Prompt:
+    def __getitem__(self, index: int) -> RolloutPrompt:
         return self.prompts[index]
 
 
@@ -161,6 +161,6 @@ def _as_question(prompt: Any) -> dict:
     return {"conversations": [{"role": "user", "content": prompt}]}
 
 
-def collate_prompts(prompts: list[Prompt]) -> dict[str, Any]:
+def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
     """A micro-batch of prompts; the rollout makes a flat batch of it."""
     return {"prompts": prompts, "sample_ids": np.array([prompt.sample_id for prompt in prompts], dtype=np.int64)}

@@ -1,0 +1,90 @@
+"""The report of a token cache: what became of the records, lengths of the samples, fields that nothing reads."""
+
+from collections import Counter
+
+import numpy as np
+
+from dataset.bad_records import BadRecords
+from dataset.formats import BELOW, LABELS, PREFERENCE, TOOLS
+from dataset.json_records import short
+from dataset.messages import MEDIA
+
+COUNTS = {  # what becomes of the records of each kind of training, as the report calls it
+    "documents": "documents",
+    "documents_split": "split into several samples",
+    "empty_documents": "empty",
+    "pairs": "pairs",
+    "pairs_cut": "cut",
+    "dropped_alike": "dropped as alike",
+    "conversations": "conversations",
+    "cut_at_turn": "cut after a turn",
+    "cut_inside_turn": "cut inside the first turn",
+    "masked_turns": "turns not to be trained",
+    "labelled_good": "KTO good (trained)",
+    "labelled_bad": "KTO bad (left out)",
+    "special_texts": "with special tokens as text",
+    "dropped_without_label": "dropped for lack of a label",
+    "skipped_bad_records": "bad",
+}
+TOTALS = ("records", "samples", "tokens", "targets", "target_bytes")
+PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
+MOST_FIELDS = 100  # of the fields that nothing reads, the most frequent ones stand in the report
+SHOWN_FIELDS = 12  # and fewer in its text
+# Fields that are likely to change what a record means, wherever they are not read.
+MEANINGFUL = MEDIA.union(LABELS, PREFERENCE, BELOW, TOOLS, ("labels", "history", "weight", "loss_weight"))
+MEANINGFUL |= {"reasoning", "thinking", "mask"}  # of messages
+
+
+def make_report(
+    kind: str, max_length: int, files: int, counts: Counter, unused: Counter, bad: BadRecords, lengths: np.ndarray
+) -> dict:
+    """All counts under fixed names, and the lengths of the samples [S]. The same data give the same report."""
+    counts = counts | Counter(skipped_bad_records=bad.count)
+    percentiles = np.percentile(lengths, PERCENTILES) if len(lengths) else []
+    return {
+        "kind": kind,
+        "max_length": max_length,
+        "files": files,
+        **{name: int(counts[name]) for name in (*TOTALS, *COUNTS)},
+        "first_bad_record": bad.first,
+        "length_mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
+        "length_percentiles": dict(zip(map(str, PERCENTILES), map(int, percentiles), strict=False)),
+        "real_share_if_padded": round(counts["tokens"] / (max(1, len(lengths)) * max_length), 4),
+        "unused_fields": dict(sorted(unused.items(), key=lambda item: (-item[1], item[0]))[:MOST_FIELDS]),
+    }
+
+
+def describe_records(report: dict) -> str:
+    """What became of the records, in a line."""
+    parts = []
+    for name, text in COUNTS.items():
+        share = f" ({report[name] / report['records']:.1%})" if report[name] < report["records"] else ""
+        parts += [f"{text} {report[name]:,}{share}"] if report[name] else []
+    return ", ".join(parts)
+
+
+def format_report(report: dict) -> str:
+    """The report as text."""
+    r = report
+    share = r["targets"] / r["tokens"]
+    lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
+    lines = [
+        f"{r['kind']}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files",
+        f"  {describe_records(r)}",
+        f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})",
+        f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",
+        f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens",
+    ]
+    return "\n".join(lines + _unused_lines(r["unused_fields"]))
+
+
+def _unused_lines(fields: dict[str, int]) -> list[str]:
+    """The lines of the report about fields that nothing reads."""
+    names = {name: short(name)[1:-1] if not name.isprintable() or len(name) > 40 else name for name in fields}
+    listed = ", ".join(f"{names[name]} {fields[name]:,}" for name in list(fields)[:SHOWN_FIELDS])
+    more = f", and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
+    lines = [f"  unused fields: {listed}{more}"] if names else []
+    grave = [names[name] for name in fields if name.rsplit(".", 1)[-1] in MEANINGFUL]
+    if grave:
+        lines.append(f"  warning: {', '.join(grave)} may change what a record means, and nothing reads them")
+    return lines
