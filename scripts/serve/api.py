@@ -1,4 +1,4 @@
-"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it runs.py and web_page.py need FastAPI."""
+"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it curves.py and web_page.py need FastAPI."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ from scripts.serve.models import Models
 from scripts.serve.prompts import BadPrompt, TooLong
 from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
-from scripts.serve.runs import runs_router
+from scripts.serve.curves import curves_router
 from scripts.serve.served import Answers, ServedModel, Settings
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
@@ -144,7 +144,7 @@ def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     app.add_exception_handler(Exception, handle_failure)
     key = Depends(KeyCheck(settings.api_key))
     app.include_router(openai_routes(models, bodies), dependencies=[key])
-    app.include_router(runs_router(settings.save_dir), dependencies=[key])
+    app.include_router(curves_router(settings.save_dir), dependencies=[key])
     app.include_router(tools_router(bodies), dependencies=[key])
     app.include_router(page_router())
 
