@@ -17,12 +17,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from model.answers import CALL
+from scripts.serve.curves import curves_router
 from scripts.serve.gate import SMALL_BODY, Bodies, Gate
 from scripts.serve.models import Models
 from scripts.serve.prompts import BadPrompt, TooLong
 from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
-from scripts.serve.curves import curves_router
 from scripts.serve.served import Answers, ServedModel, Settings
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router

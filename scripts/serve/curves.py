@@ -105,8 +105,8 @@ class MetricsFile:
 
     def table(self) -> np.ndarray:
         """All numbers, [records, fields]."""
-        fields = len(self.columns)
-        padded = [np.pad(block, ((0, 0), (0, fields - block.shape[1])), constant_values=np.nan) for block in self.blocks]
+        fields, none = len(self.columns), np.nan
+        padded = [np.pad(block, ((0, 0), (0, fields - block.shape[1])), constant_values=none) for block in self.blocks]
         self.blocks = [np.concatenate([np.empty((0, fields)), *padded])]
         return self.blocks[0]
 

@@ -1,4 +1,4 @@
-"""The curves that the web page gets: which runs, thinned how, followed while they grow; nothing from outside the folder."""
+"""The curves that the web page gets: which runs, thinned how, also while they grow; nothing from elsewhere."""
 
 import json
 import math
