@@ -21,7 +21,7 @@ class QueueFull(Exception):
     """As many jobs wait as may wait."""
 
 
-class Piece(NamedTuple):
+class Progress(NamedTuple):
     """News of one answer of a job. finish: "stop", "length" or, if it failed, "error", for lack of memory "memory"."""
 
     number: int  # of the answer in its job
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     tokens: int  # of the answer so far
     finish: str | None
     logprobs: Sequence[TokenLogprob] = ()  # of the tokens that this text consists of
-    prompt: Sequence[TokenLogprob] = ()  # of the prompt's tokens but the first, with the answer's first piece
+    prompt: Sequence[TokenLogprob] = ()  # of the prompt's tokens but the first, with the first news of the answer
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Job:
     prompt: list[int]
     samplings: list[Sampling]
     max_new_tokens: int
-    notify: Callable[[Piece], None]
+    notify: Callable[[Progress], None]
     stops: tuple[str, ...] = ()
     streams: bool = True  # whether it wants the text as it is written, or each answer as a whole
     top: int | None = None  # as that of `Decoder.add`, and so is echo
@@ -117,7 +117,7 @@ class Scheduler:
             self.writing.clear()
             self.waiting.clear()
         for job, number in jobs:
-            self._notify(job, Piece(number, "", 0, "error"))
+            self._notify(job, Progress(number, "", 0, "error"))
 
     def _admit_and_step(self) -> bool:
         """False when the scheduler is closed."""
@@ -183,7 +183,7 @@ class Scheduler:
         except Exception as error:  # the request was not checked before
             warn(f"a request was not answered: {reason(error)}")
             for number in range(len(job.samplings)):
-                self._notify(job, Piece(number, "", 0, "error"))
+                self._notify(job, Progress(number, "", 0, "error"))
             return
         for number, answer in enumerate(answers):
             self.writing[answer] = Writing(job, number, TextStream(self.tokenizer, job.stops))
@@ -207,7 +207,7 @@ class Scheduler:
             prompt, writing.is_new = answer.prompt_details if writing.is_new else (), False
             if finish:
                 self._leave(answer)
-            self._notify(job, Piece(writing.number, new, len(answer.tokens), finish, details, prompt))
+            self._notify(job, Progress(writing.number, new, len(answer.tokens), finish, details, prompt))
 
     def _details(self, answer: Answer, writing: Writing, is_last: bool) -> list[TokenLogprob]:
         """The log-probabilities of the tokens whose text has begun to be sent, of the last ones in any case."""
@@ -221,9 +221,9 @@ class Scheduler:
         self.decoder.remove(answer)
         del self.writing[answer]
 
-    def _notify(self, job: Job, piece: Piece) -> None:
+    def _notify(self, job: Job, progress: Progress) -> None:
         try:
-            job.notify(piece)
+            job.notify(progress)
         except Exception:  # nobody listens any more
             job.cancelled = True
 
@@ -233,7 +233,7 @@ class Scheduler:
         finish = "memory" if is_out_of_memory(error) else "error"
         failed = {answer: self.writing.pop(answer) for answer in answers if answer in self.writing}
         for answer, writing in failed.items():
-            self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))
+            self._notify(writing.job, Progress(writing.number, "", len(answer.tokens), finish))
         if not self.writing:
             self.decoder.clear()
         for answer in failed:

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from dataset.formats import to_chat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.serve.api import create_app
 from scripts.serve.curves import MetricsFile
-from scripts.serve.served import Settings
+from scripts.serve.models import Settings
 from scripts.serve.web_page import PAGE
-from scripts.serve_openai_api import create_app
 from tests.conftest import ROOT
 from tests.scripts.serve.scripted_server import ScriptedServer, Serving
 from tests.scripts.serve.test_curves import append, record
@@ -177,7 +177,7 @@ def test_no_text_is_too_much_for_the_markdown(chat):
         import('/page/markdown.js').then(({ render }) => {
           for (const piece of pieces) {
             const element = document.createElement('div');
-            try { render(element, piece.repeat(6000)); } catch (error) { return done(piece + error); }
+            try { render(element, progress.repeat(6000)); } catch (error) { return done(piece + error); }
           }
           done('');
         });"""
