@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,7 @@ class Models:
         card = {"id": name, "object": "model", "created": self.first.created, "owned_by": "minimind"}
         card |= {"max_model_len": self.settings.context, "loaded": served is not None}
         if served is not None:
-            sampling = asdict(served.sampling)
-            del sampling["seed"]
+            sampling = {name: getattr(served.sampling, name) for name in ("temperature", "top_p", "top_k")}
             card |= {"created": served.created, "sampling": sampling}
         return card
 

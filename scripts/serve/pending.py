@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from model.sampling import Sampling
 from scripts.serve.models import ServedModel
@@ -18,7 +19,11 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
     default: of what the request leaves out."""
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
-    given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k and max(0, asked.top_k)}
+    given: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k and max(0, asked.top_k),
+    }
     given = {name: value for name, value in given.items() if value is not None}
     return [replace(default, **given, seed=seed) for seed in seeds]
 

@@ -516,7 +516,7 @@ def test_pydantic_does_not_build_an_error_for_every_item_of_a_large_body(tokeniz
             cause = refused.__cause__
             assert not isinstance(cause, ValidationError) or cause.error_count() <= 4, body[:80]
         else:
-            assert b"metadata" in body[:80], body[:80]
+            assert b"metadata" in body[:80] or b"k0" in body[:80], body[:80]
 
 
 def test_bodies_of_very_many_objects_are_not_even_decoded(monkeypatch):
