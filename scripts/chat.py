@@ -26,7 +26,7 @@ from model.answers import THINK, answer_message
 from model.generation import Decoder
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
-from scripts.serve.text import IncrementalDecoder
+from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.terminal import Screen, Stop, line_editing
 from scripts.toolbox import ROUNDS, Toolbox, names_of
 from trainer.components.environments import SHIPPED

@@ -10,7 +10,7 @@ from typing import Any
 
 from dataset.token_text import printable
 from model.answers import THINK
-from scripts.serve.answers import AnswerParser
+from scripts.serve.answer_stream import AnswerParser
 
 DIM, NORMAL = "\033[2m", "\033[0m"
 

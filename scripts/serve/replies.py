@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from model.sampling import TokenLogprob
-from scripts.serve.answers import AnswerParser, merge
+from scripts.serve.answer_stream import AnswerParser, merge
 from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.models import ServedModel
 from scripts.serve.protocol import ChatRequest, CompletionRequest

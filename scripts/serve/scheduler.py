@@ -5,6 +5,7 @@ is repeated job by job: those that fail alone end with an error, the others and 
 """
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from common.errors import reason, warn
 from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
-from scripts.serve.text import TextStream
+from scripts.serve.answer_stream import TextStream
 from trainer.components.failures import is_out_of_memory
 
 
@@ -55,7 +56,8 @@ class Writing:
     number: int
     text: TextStream
     unsent: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # where the text of each token with unsent log-probabilities begins
+    starts: list[int] = field(default_factory=list)  # where the text of each token with log-probabilities begins
+    sent: int = 0  # how many of these were sent
     is_new: bool = True
 
 
@@ -203,19 +205,16 @@ class Scheduler:
         new = "".join(writing.unsent) if job.streams or finish else ""
         if new or finish:
             writing.unsent = []
-            details = self._details(answer, writing, is_last=bool(finish) and not text.stopped)
+            whole = finish and not text.stopped  # else the log-probabilities of tokens whose text has begun to be sent
+            first, writing.sent = (
+                writing.sent,
+                len(writing.starts) if whole else bisect_left(writing.starts, text.shown),
+            )
+            details = answer.details[first : writing.sent]
             prompt, writing.is_new = answer.prompt_details if writing.is_new else (), False
             if finish:
                 self._leave(answer)
             self._notify(job, Progress(writing.number, new, len(answer.tokens), finish, details, prompt))
-
-    def _details(self, answer: Answer, writing: Writing, is_last: bool) -> list[TokenLogprob]:
-        """The log-probabilities of the tokens whose text has begun to be sent, of the last ones in any case."""
-        shown = writing.text.shown
-        count = len(writing.starts) if is_last else sum(start < shown for start in writing.starts)
-        first = len(answer.details) - len(writing.starts)
-        writing.starts = writing.starts[count:]
-        return answer.details[first : first + count]
 
     def _leave(self, answer: Answer) -> None:
         self.decoder.remove(answer)
