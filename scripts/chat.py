@@ -15,23 +15,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import StoppingCriteriaList
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
 from dataset.json_records import BadRecord, objects_of
 from dataset.token_text import printable
-from model.answers import answer_message
-from model.sampling import COLDEST, DEFAULTS, default_sampling
-from scripts.conversation import Conversation, generate
+from model.answers import THINK, answer_message
+from model.generation import Decoder
+from model.sampling import DEFAULTS, default_sampling
+from scripts.conversation import Conversation
+from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.terminal import Screen, Stop, line_editing
 from scripts.toolbox import ROUNDS, Toolbox, names_of
 from trainer.components.environments import SHIPPED
 from trainer.components.trained_weights import add_trained_model_flags, load_model
 
+DRAWN = ("temperature", "top_p", "top_k")
 HELP = """/reset          start a new conversation
 /system TEXT    set the system prompt (without TEXT: none) and start a new conversation
 /save FILE      append this conversation to FILE as a record that SFT can train on
@@ -56,18 +56,16 @@ def parse_args() -> argparse.Namespace:
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
     default = "(default: the model's generation_config.json, else {})"
-    drawn = {name: default.format(getattr(DEFAULTS, name)) for name in ("temperature", "top_p", "top_k")}
+    drawn = {name: default.format(getattr(DEFAULTS, name)) for name in DRAWN}
     flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")
     flag("--top_p", type=float, help=f"sample from the smallest set of tokens with this probability {drawn['top_p']}")
     flag("--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}")
-    flag("--repetition_penalty", type=float, default=1.0, help="above 1: tokens that were there are less likely")
-    flag("--seed", type=int, default=42, help="random seed of the sampling")
+    flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
     limits = {
         "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
         "--top_p must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
         "--top_k must not be negative": args.top_k is None or args.top_k >= 0,
-        "--repetition_penalty must be above 0": args.repetition_penalty > 0,
         "--max_new_tokens must be at least 1": args.max_new_tokens >= 1,
         "--max_seq_len must be at least 16": args.max_seq_len is None or args.max_seq_len >= 16,
     }
@@ -104,11 +102,10 @@ class Chat:
         self.tools = self.toolbox.tools if self.toolbox else read_tools(args.tools) if args.tools else None
         with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
             self.model, self.tokenizer = load_model(args)
-        given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(args, name) for name in DRAWN if getattr(args, name) is not None}
         self.sampling = replace(default_sampling(self.model), **given)
         self.args, self.is_terminal = args, is_terminal
-        self.screen = Screen(self.tokenizer, is_terminal)
+        self.screen, self.count = Screen(is_terminal), -1  # answers so far, but the first
         self.start(args.system)
 
     def start(self, system: str) -> None:
@@ -157,27 +154,24 @@ class Chat:
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
         """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
-        args, sampling = self.args, self.sampling
-        self.stop = stop = Stop()
-        samples = sampling.temperature >= COLDEST
-        options: dict[str, Any] = {"do_sample": samples, "repetition_penalty": args.repetition_penalty}
-        if samples:
-            options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        if self.is_terminal:
-            options["stopping_criteria"] = StoppingCriteriaList([stop])
+        args, self.stop, self.count = self.args, Stop(), self.count + 1
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))
-        begun = "<think>" if args.open_thinking else ""  # by the template
-        if begun:
-            self.screen.on_finalized_text(begun)
-        with stop.listening() if self.is_terminal else nullcontext():
-            (found,) = generate(self.model, self.tokenizer, [tokens], room, streamer=self.screen, **options)
-        if stop.asked:
+        decoder = Decoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
+        (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
+        text, thinks = IncrementalDecoder(self.tokenizer), bool(args.open_thinking)
+        self.screen.begin(thinks, [tool.get("function", tool)["name"] for tool in self.tools or ()])
+        with self.stop.listening() if self.is_terminal else nullcontext():
+            while decoder.rows and not self.stop.asked:
+                if decoder.step() and answer.finish != "stop":  # then its last token is the end token
+                    self.screen.write(text.push(answer.tokens[-1]))
+        self.screen.write(text.end(), is_last=True)
+        if self.stop.asked:
             self.screen.note("stopped")
-        elif found[-1] != self.tokenizer.eos_token_id:
+        elif answer.finish == "length":
             limit = "--max_new_tokens" if room == args.max_new_tokens else "the context"
             self.screen.note(f"the answer was cut after {room} tokens by {limit}")
-        text = str(self.tokenizer.decode(found, skip_special_tokens=True))
-        return answer_message(begun + text) if text or not stop.asked else {}
+        written = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        return answer_message(THINK * thinks + written) if written or not self.stop.asked else {}
 
     def command(self, line: str) -> bool:
         """Obey a line that is a command; whether it was one.
@@ -280,7 +274,6 @@ def on_pipe(chat: Chat) -> None:
 def main() -> None:
     """Answer one message, or chat until the input ends."""
     args = parse_args()
-    torch.manual_seed(args.seed)
     is_terminal = sys.stdout.isatty() and (args.prompt is not None or sys.stdin.isatty())
     chat = Chat(args, is_terminal)
     if args.prompt is not None:

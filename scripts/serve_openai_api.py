@@ -30,8 +30,6 @@ from trainer.components.trained_weights import add_trained_model_flags, load_mod
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from scripts.serve.served import Settings
-
 KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
 UNREAD = 60  # seconds that an answer may wait for its client to read on
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
@@ -66,13 +64,6 @@ def parse_args() -> argparse.Namespace:
     if args.max_new_tokens >= args.context:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be below --context {args.context}")
     return args
-
-
-def create_app(model: Any, tokenizer: Any, settings: "Settings") -> "FastAPI":
-    """The application that serves a model (`scripts.serve.served.Settings`): the API, and the page at `/`."""
-    from scripts.serve.api import build_app
-
-    return build_app(model, tokenizer, settings)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -168,7 +159,8 @@ def main() -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
-    from scripts.serve.served import Settings
+    from scripts.serve.api import create_app
+    from scripts.serve.models import Settings
 
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]

@@ -1,68 +1,54 @@
 """The terminal of a chat: answers shown while they are made, Ctrl-C, line editing with a history."""
 
-import json
 import os
-import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TextStreamer
-
 from dataset.token_text import printable
-from model.answers import parse_call
+from model.answers import THINK
+from scripts.serve.answer_stream import AnswerParser
 
 DIM, NORMAL = "\033[2m", "\033[0m"
-TAGS = re.compile("(</?think>|</?tool_call>)")
 
 
-class Screen(TextStreamer):
+class Screen:
     """Writes an answer while it is made. On a terminal the reasoning is dimmed and tool calls stand on lines of their
     own; elsewhere the text is written as the model writes it."""
 
-    def __init__(self, tokenizer: Any, is_terminal: bool):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self, is_terminal: bool):
         self.is_terminal = is_terminal
         self.has_colors = is_terminal and "NO_COLOR" not in os.environ
-        self.call: str | None = None  # the call that is being written
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """transformers gives the text in pieces that end between words; a tag is never divided."""
+    def begin(self, thinks: bool, tools: Collection[str]) -> None:
+        """An answer begins. thinks: inside its reasoning; tools: names that its calls may have."""
+        self.parser, self.kind = AnswerParser(thinks, tools), ""
+        if thinks and not self.is_terminal:
+            sys.stdout.write(THINK)
+
+    def write(self, text: str, is_last: bool = False) -> None:
+        """The next piece of the answer."""
         if not self.is_terminal:
             sys.stdout.write(text)
-        for part in TAGS.split(text) if self.is_terminal else ():
-            self.show(part)
-        if stream_end:
-            self.show_call()
-            sys.stdout.write((NORMAL if self.has_colors else "") + "\n")
+        else:
+            for delta in self.parser.push(text) + (self.parser.end() if is_last else []):
+                self._show(delta)
+        sys.stdout.write("\n" if is_last else "")
         sys.stdout.flush()
 
-    def show(self, part: str) -> None:
-        """A tag, or the text between two."""
-        if part in ("<think>", "</think>") and self.has_colors:
-            sys.stdout.write(DIM if part == "<think>" else NORMAL)
-        elif part == "<tool_call>":
-            self.call = ""
-        elif part == "</tool_call>":
-            self.show_call()
-        elif self.call is not None:
-            self.call += part
-        else:
-            sys.stdout.write(printable(part))
-
-    def show_call(self) -> None:
-        """The call that was being written, or its text if it is none."""
-        text, self.call = self.call, None
-        call = parse_call(text) if text else None
-        if call:
-            arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            sys.stdout.write(printable(f"[call] {call['name']} {arguments}"))
-        elif text is not None:
-            sys.stdout.write(printable(f"<tool_call>{text}"))
+    def _show(self, delta: dict[str, Any]) -> None:
+        ((kind, value),) = delta.items()
+        if self.kind and (kind != self.kind or kind == "tool_calls"):
+            sys.stdout.write("\n")
+        self.kind = kind
+        if kind == "tool_calls":
+            call = value[0]["function"]
+            value = f"[call] {call['name']} {call['arguments']}"
+        dim = self.has_colors and kind == "reasoning_content"
+        sys.stdout.write(f"{DIM}{printable(value)}{NORMAL}" if dim else printable(value))
 
     def note(self, text: str) -> None:
         """A remark that is no part of the conversation."""
@@ -73,13 +59,10 @@ class Screen(TextStreamer):
 
 
 class Stop:
-    """Whether Ctrl-C was pressed while an answer was made; a criterion for `generate` to end."""
+    """Whether Ctrl-C was pressed while an answer was made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.asked, device=input_ids.device)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

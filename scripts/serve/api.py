@@ -1,13 +1,11 @@
-"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it runs.py and web_page.py need FastAPI."""
+"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it curves.py and web_page.py need FastAPI."""
 
 import asyncio
 import gc
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -17,32 +15,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from model.answers import CALL
+from scripts.serve.curves import curves_router
 from scripts.serve.gate import SMALL_BODY, Bodies, Gate
-from scripts.serve.models import Models
-from scripts.serve.prompts import BadPrompt, TooLong
+from scripts.serve.models import Models, ServedModel, Settings
+from scripts.serve.pending import PendingAnswers
 from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
-from scripts.serve.runs import runs_router
-from scripts.serve.served import Answers, ServedModel, Settings
+from scripts.serve.scheduler import Progress
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 
 OffLoop = Callable[..., Awaitable[Any]]
-LOGPROBS = ThreadPoolExecutor(1, thread_name_prefix="log-probabilities")  # up to 50 ms of work for each whole reply
-
-
-def tokens_or_error(work: Callable[..., list[int]], *args: Any, param: str) -> list[int]:
-    """The tokens of a prompt as `work` writes it.
-
-    Raises:
-        ApiError: it cannot be answered.
-    """
-    try:
-        return work(*args)
-    except TooLong as error:
-        raise ApiError(str(error), param=param, code="context_length_exceeded") from error
-    except BadPrompt as error:
-        raise ApiError(str(error), param=param, code="invalid_value") from error
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -53,7 +36,7 @@ def event(data: dict[str, Any]) -> bytes:
 class EventStream(StreamingResponse):
     """A streamed reply, as server-sent events. An error in the middle is the last event."""
 
-    def __init__(self, answers: Answers, reply: ChatReply | TextReply, with_usage: bool):
+    def __init__(self, answers: PendingAnswers, reply: ChatReply | TextReply, with_usage: bool):
         self.answers, self.reply, self.with_usage = answers, reply, with_usage
         super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -66,8 +49,8 @@ class EventStream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         reply, extra = self.reply, {"usage": None} if self.with_usage else {}
         try:
-            async for piece in self.answers:
-                for choice in reply.take(piece):
+            async for progress in self.answers:
+                for choice in reply.take(progress):
                     yield event(reply.chunk([choice]) | extra)
         except ApiError as error:
             yield event(error.body())
@@ -78,36 +61,34 @@ class EventStream(StreamingResponse):
 
 
 async def respond(
-    request: Request, answers: Answers, reply: ChatReply | TextReply, asked: ChatRequest | CompletionRequest
+    request: Request, answers: PendingAnswers, reply: ChatReply | TextReply, asked: ChatRequest | CompletionRequest
 ) -> Response:
     """The response to a request, whole or streamed; its places are free again as soon as the client hangs up.
 
     Raises:
         ApiError: too many wait, or the step that was to write the answer failed.
     """
-    loop = asyncio.get_running_loop()
-
-    async def off_loop(work: Callable[..., Any], *args: Any) -> Any:
-        return work(*args) if asked.top is None else await loop.run_in_executor(LOGPROBS, work, *args)
-
-    async def take_all() -> None:
-        async for piece in answers:
-            await off_loop(reply.take, piece)
-
     answers.submit()
     if asked.stream:
         return EventStream(answers, reply, asked.stream_options.include_usage)
-    work, gone = asyncio.create_task(take_all()), asyncio.create_task(_hung_up(request))
+
+    async def whole() -> Response:
+        news = [progress async for progress in answers]
+        return await asyncio.to_thread(written, news)  # many log-probabilities take 50 ms
+
+    def written(news: list[Progress]) -> Response:
+        for progress in news:
+            reply.take(progress)
+        return JSONResponse(reply.whole())
+
+    work, gone = asyncio.create_task(whole()), asyncio.create_task(_hung_up(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            return Response(status_code=499)  # nobody reads it
-        work.result()
+        return work.result() if work.done() else Response(status_code=499)  # nobody reads it
     finally:
         work.cancel()
         gone.cancel()
         answers.close()
-    return await off_loop(lambda: JSONResponse(reply.whole()))
 
 
 async def _hung_up(request: Request) -> None:
@@ -119,10 +100,9 @@ async def _hung_up(request: Request) -> None:
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 
-def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
-    """The application that serves a model; its thread ends with the application."""
-    served = ServedModel(model, tokenizer, settings)
-    models = Models(served, settings)
+def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
+    """The application that serves a model: the API, and the page at `/`. Its thread ends with the application."""
+    models = Models(ServedModel(model, tokenizer, settings), settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -137,14 +117,14 @@ def build_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    app.state.served, app.state.models = served, models
+    app.state.models = models
     bodies = Bodies()
     app.add_exception_handler(ApiError, handle_api_error)
     app.add_exception_handler(HTTPException, handle_http_error)
     app.add_exception_handler(Exception, handle_failure)
     key = Depends(KeyCheck(settings.api_key))
     app.include_router(openai_routes(models, bodies), dependencies=[key])
-    app.include_router(runs_router(settings.save_dir), dependencies=[key])
+    app.include_router(curves_router(settings.save_dir), dependencies=[key])
     app.include_router(tools_router(bodies), dependencies=[key])
     app.include_router(page_router())
 
@@ -203,11 +183,10 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                 opening = opening_of(asked)
                 thinking = False if opening else asked.chat_template_kwargs.enable_thinking
                 tools = asked.tools if asked.tool_names else []
-                write = partial(tokens_or_error, served.prompts.chat, param="messages")
-                prompt = await off_loop(write, asked.messages, tools, thinking, opening)
+                prompt = await off_loop(served.prompts.chat, asked.messages, tools, thinking, opening)
             asked.messages = []
             reply = ChatReply(served, asked, len(prompt), bool(thinking), opening)
-            return await respond(request, Answers(served, [prompt], asked), reply, asked)
+            return await respond(request, PendingAnswers(served, [prompt], asked), reply, asked)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
@@ -218,14 +197,9 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                     raise ApiError(message, param="prompt", code="invalid_value")
                 served = await stack.enter_async_context(offered.use(asked.model))
                 text, tokens = served.prompts.text, served.prompts.tokens
-                write = partial(tokens_or_error, param="prompt")
-                prompts = [
-                    await off_loop(write, text if isinstance(one, str) else tokens, one) for one in asked.prompts
-                ]
-            start_of = served.prompts.start_of
-            skipped = [len(start_of(one)) if isinstance(one, str) else 0 for one in asked.prompts]
-            reply = TextReply(served, asked, prompts, skipped)
-            return await respond(request, Answers(served, prompts, asked), reply, asked)
+                prompts = [await off_loop(text if isinstance(one, str) else tokens, one) for one in asked.prompts]
+            reply = TextReply(served, asked, prompts)
+            return await respond(request, PendingAnswers(served, prompts, asked), reply, asked)
 
     return routes
 

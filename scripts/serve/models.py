@@ -1,29 +1,66 @@
 """The models that a server offers: one that is loaded from the start, and the weights of a folder, loaded on demand."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import reason, warn
+from common.settings import ROOT
+from model.generation import Decoder
+from model.sampling import default_sampling
+from scripts.serve.logprobs import TokenTexts
+from scripts.serve.prompt_writer import PromptWriter
 from scripts.serve.protocol import ApiError
-from scripts.serve.served import ServedModel, Settings
+from scripts.serve.scheduler import Scheduler
 from trainer.components.run_files import shape_in_name
 
 NAMED = 20  # names that an error message lists
 
 
-def weights_in(folder: str | Path) -> dict[str, Path]:
-    """Name -> weights file of the models in a folder, newest first; never outside it, whatever a link says."""
-    root, ages = Path(folder).resolve(), {}
-    for path in root.glob("*.pth"):
-        try:
-            if shape_in_name(path) and path.stem.isprintable() and path.resolve().parent == root and path.is_file():
-                ages[path] = path.stat().st_mtime
-        except OSError:  # removed this moment
-            continue
-    return {path.stem: path for path in sorted(ages, key=lambda path: (-ages[path], path.name))}
+@dataclass(frozen=True)
+class Settings:
+    """How to serve. context: tokens of a prompt with its answer; slots: answers that are written at once."""
+
+    name: str = "minimind"
+    slots: int = 64
+    context: int = 2048
+    max_new_tokens: int = 1024  # the longest answer, and that of a chat that sets no limit
+    max_queue: int = 256  # requests that may wait
+    api_key: str | None = None
+    local_only: bool = False  # answer only requests to this machine's own names
+    origins: tuple[str, ...] = ()  # other web pages that may use the API; "*": all
+    save_dir: str | Path = ROOT / "out"  # whose training curves are shown, and whose models can be asked for
+    path: Path | None = None  # of the model that is loaded from the start
+    load: Callable[[Path], tuple[Any, Any]] | None = None  # model and tokenizer of a weights file; None: no other model
+    max_models: int = 4  # loaded at once
+
+
+class ServedModel:
+    """A model that answers requests under a name; by default that of the settings."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings, name: str | None = None):
+        self.name, self.settings, self.created = name or settings.name, settings, int(time.time())
+        self.sampling = default_sampling(model)
+        self.users = 0  # requests not yet queued
+        self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
+        self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
+        self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it may not be dropped."""
+        return self.users > 0 or self.scheduler.busy
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer: those of the model's config and the tokenizer's own."""
+    configured = model.config.eos_token_id
+    tokens = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*tokens, tokenizer.eos_token_id] if token is not None}
 
 
 class Models:
@@ -36,12 +73,20 @@ class Models:
         self.loading = asyncio.Lock()
 
     def files(self) -> dict[str, Path]:
-        """Name -> file of what can be loaded besides the first model."""
+        """Name -> weights file of what --save_dir offers besides the first model, newest first; never outside the
+        folder, whatever a link says."""
         if self.settings.load is None or self.settings.max_models < 2:
             return {}
-        first = self.settings.path and Path(self.settings.path).resolve()
-        files = weights_in(self.settings.save_dir)
-        return {name: path for name, path in files.items() if path != first and name != self.first.name}
+        root, first = Path(self.settings.save_dir).resolve(), self.settings.path and self.settings.path.resolve()
+        ages = {}
+        for path in root.glob("*.pth"):
+            try:
+                if shape_in_name(path) and path.stem.isprintable() and path.resolve().parent == root and path.is_file():
+                    ages[path] = path.stat().st_mtime
+            except OSError:  # removed this moment
+                continue
+        paths = sorted(ages, key=lambda path: (-ages[path], path.name))
+        return {path.stem: path for path in paths if path != first and path.stem != self.first.name}
 
     async def cards(self) -> list[dict[str, Any]]:
         """What /v1/models says of each; the first one is what requests without a name get."""
@@ -60,10 +105,13 @@ class Models:
         return self._card(name)
 
     def _card(self, name: str) -> dict[str, Any]:
-        if served := self.loaded.get(name):
-            return served.card() | {"loaded": True}
-        card = {key: value for key, value in self.first.card().items() if key != "sampling"}  # not known yet
-        return card | {"id": name, "loaded": False}
+        served = self.loaded.get(name)
+        card = {"id": name, "object": "model", "created": self.first.created, "owned_by": "minimind"}
+        card |= {"max_model_len": self.settings.context, "loaded": served is not None}
+        if served is not None:
+            sampling = {name: getattr(served.sampling, name) for name in ("temperature", "top_p", "top_k")}
+            card |= {"created": served.created, "sampling": sampling}
+        return card
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -127,10 +175,14 @@ class Models:
         return ApiError(message, status=404, param="model", code="model_not_found")
 
     def health(self) -> dict[str, Any]:
-        """How busy they are."""
-        counts = [served.health() for served in self.loaded.values()]
-        total = {name: sum(count[name] for count in counts) for name in ("writing", "waiting")}
-        return {"alive": all(count["alive"] for count in counts), **total, "slots": self.settings.slots}
+        """Whether their decoding threads live, and how many answers are being written and how many requests wait."""
+        schedulers = [served.scheduler for served in self.loaded.values()]
+        return {
+            "alive": all(scheduler.thread.is_alive() for scheduler in schedulers),
+            "writing": sum(len(scheduler.writing) for scheduler in schedulers),
+            "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
+            "slots": self.settings.slots,
+        }
 
     @property
     def busy(self) -> bool:

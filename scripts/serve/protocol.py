@@ -5,7 +5,6 @@ A request comes from anybody, so its size is looked at before it is validated: p
 item of a list, a hundred times as large as the item.
 """
 
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -14,7 +13,6 @@ from pydantic_core import from_json
 MAX_ANSWERS = 128  # of one request
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_BRACKETS = 1 << 16  # of a body, in its texts as well
-MAX_PARTS = 50_000  # objects, lists, names and values outside the prompts
 MAX_TOKENS = 1 << 18  # of one prompt
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -229,8 +227,6 @@ def parse(kind: type[Body], body: bytes) -> Body:
         raise ApiError(f"The body of the request is no JSON: {error}", code="invalid_value") from error
     if not isinstance(data, dict):
         raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
-    if not fits(data.values() if "prompt" not in data else [data[name] for name in data if name != "prompt"]):
-        raise ApiError("The request has too many parts.", code="invalid_value")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -239,19 +235,3 @@ def parse(kind: type[Body], body: bytes) -> Body:
         message = first["msg"].removeprefix("Value error, ")
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
         raise ApiError(f"{place}: {message}" if place else message, param=place or None, code=code) from error
-
-
-def fits(values: Iterable[Any]) -> bool:
-    """Whether JSON values have at most MAX_PARTS parts; looks at so many at most."""
-    count, stack = 0, [iter(values)]
-    while stack:
-        for value in stack[-1]:
-            count += 1
-            if count > MAX_PARTS:
-                return False
-            if isinstance(value, (list, dict)):
-                stack.append(iter(value.values() if isinstance(value, dict) else value))
-                break
-        else:
-            stack.pop()
-    return True

@@ -1,15 +1,15 @@
-"""Replies in OpenAI's form, whole or in chunks, from the pieces of text that the scheduler sends."""
+"""Replies in OpenAI's form, whole or in chunks, from what the scheduler reports."""
 
 import secrets
 import time
 from typing import Any
 
 from model.sampling import TokenLogprob
-from scripts.serve.answers import AnswerParser, merge
+from scripts.serve.answer_stream import AnswerParser, merge
 from scripts.serve.logprobs import TextLogprobs
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
-from scripts.serve.scheduler import Piece
-from scripts.serve.served import ServedModel
+from scripts.serve.models import ServedModel
+from scripts.serve.protocol import ChatRequest, CompletionRequest
+from scripts.serve.scheduler import Progress
 
 
 class BaseReply:
@@ -39,62 +39,51 @@ class BaseReply:
         """A chunk with these choices."""
         return self.head | {"object": self.streamed, "choices": choices}
 
-    def count(self, piece: Piece) -> None:
-        """Note the tokens of a piece.
-
-        Raises:
-            ApiError: the step that was to write it failed.
-        """
-        self.tokens[piece.number] = piece.tokens
-        if piece.finish == "memory":
-            raise ApiError("The server has too little memory for this answer; try again later.", 503, "server_error")
-        if piece.finish == "error":
-            raise ApiError("The server failed to answer; try again.", status=500, kind="server_error")
-
 
 class TextReply(BaseReply):
     """A reply of /v1/completions.
 
-    prompts: the tokens of each prompt; an answer with `echo` begins with those behind `skipped[i]`, as text.
+    prompts: the tokens of each prompt; an answer with `echo` begins with their text.
     """
 
     kind, streamed, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, served: ServedModel, asked: CompletionRequest, prompts: list[list[int]], skipped: list[int]):
+    def __init__(self, served: ServedModel, asked: CompletionRequest, prompts: list[list[int]]):
         super().__init__(served.name, len(prompts) * asked.n, sum(map(len, prompts)))
-        self.served, self.asked, self.prompts, self.skipped = served, asked, prompts, skipped
+        self.served, self.asked, self.prompts = served, asked, prompts
         self.choices = [_text_choice(index) for index in range(len(self.tokens))]
         self.details = [TextLogprobs(served.texts) for _ in self.tokens]
         self.begun = [False] * len(self.tokens)
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
-        """The choices of the chunks that a piece makes."""
-        self.count(piece)
-        text, entries, finish = piece.text, [*piece.logprobs], piece.finish
+    def take(self, progress: Progress) -> list[dict[str, Any]]:
+        """Add news of an answer; returns the choices of the chunks that tell a client of it."""
+        self.tokens[progress.number] = progress.tokens
+        text, entries, finish = progress.text, [*progress.logprobs], progress.finish
         if self.asked.max_tokens == 0:  # one token was drawn all the same
-            text, entries, self.tokens[piece.number] = "", [], 0
+            text, entries, self.tokens[progress.number] = "", [], 0
             finish = finish and "length"
-        if self.asked.echo and not self.begun[piece.number]:
-            prompt, prompt_logprobs = self._prompt(piece)
+        if self.asked.echo and not self.begun[progress.number]:
+            prompt, prompt_logprobs = self._prompt(progress)
             text, entries = prompt + text, [*prompt_logprobs, *entries]
-        self.begun[piece.number] = True
-        logprobs = None if self.asked.top is None else self.details[piece.number].add(entries)
-        choice = self.choices[piece.number]
+        self.begun[progress.number] = True
+        logprobs = None if self.asked.top is None else self.details[progress.number].add(entries)
+        choice = self.choices[progress.number]
         choice["text"] += text
         choice["finish_reason"] = finish
         if logprobs is not None:
             choice["logprobs"] = choice["logprobs"] or {name: [] for name in logprobs}
             for name, values in logprobs.items():
                 choice["logprobs"][name] += values
-        return [_text_choice(piece.number, text, finish) | {"logprobs": logprobs}]
+        return [_text_choice(progress.number, text, finish) | {"logprobs": logprobs}]
 
-    def _prompt(self, piece: Piece) -> tuple[str, list[TokenLogprob | int]]:
+    def _prompt(self, progress: Progress) -> tuple[str, list[TokenLogprob | int]]:
         """The text of the prompt, and what is known of its tokens; nothing of the first."""
-        number = piece.number // self.asked.n
-        tokens, skipped = self.prompts[number], self.skipped[number]
-        given = self.asked.prompts[number]
-        text = given if isinstance(given, str) else self.served.texts.whole(tokens)
-        return text, [tokens[0], *piece.prompt][skipped:]
+        number = progress.number // self.asked.n
+        tokens, given = self.prompts[number], self.asked.prompts[number]
+        entries = [tokens[0], *progress.prompt]
+        if isinstance(given, str):
+            return given, entries[len(self.served.prompts.start_of(given)) :]  # without the token put in front
+        return self.served.texts.whole(tokens), entries
 
 
 def _text_choice(index: int, text: str = "", finish: str | None = None) -> dict[str, Any]:
@@ -119,34 +108,34 @@ class ChatReply(BaseReply):
             for index in range(asked.n)
         ]
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
-        """The choices of the chunks that a piece makes."""
-        self.count(piece)
-        choice, parser = self.choices[piece.number], self.parsers[piece.number]
-        deltas = parser.push(piece.text)
-        if piece.finish:
+    def take(self, progress: Progress) -> list[dict[str, Any]]:
+        """Add news of an answer; returns the choices of the chunks that tell a client of it."""
+        self.tokens[progress.number] = progress.tokens
+        choice, parser = self.choices[progress.number], self.parsers[progress.number]
+        deltas = parser.push(progress.text)
+        if progress.finish:
             deltas += parser.end()
         for delta in deltas:
             merge(choice["message"], delta)
-        if not self.begun[piece.number]:
-            self.begun[piece.number] = True
+        if not self.begun[progress.number]:
+            self.begun[progress.number] = True
             deltas.insert(0, {"role": "assistant", "content": ""})
-        chunks = [_chat_choice(piece.number, delta) for delta in deltas]
-        if piece.finish:
-            called = parser.calls > 0 and piece.finish == "stop"
-            choice["finish_reason"] = "tool_calls" if called else piece.finish
+        chunks = [_chat_choice(progress.number, delta) for delta in deltas]
+        if progress.finish:
+            called = parser.calls > 0 and progress.finish == "stop"
+            choice["finish_reason"] = "tool_calls" if called else progress.finish
             message = choice["message"]
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
-            chunks.append(_chat_choice(piece.number, {}, choice["finish_reason"]))
+            chunks.append(_chat_choice(progress.number, {}, choice["finish_reason"]))
         if self.asked.top is not None:
-            self._add_logprobs(piece, chunks)
+            self._add_logprobs(progress, chunks)
         return chunks
 
-    def _add_logprobs(self, piece: Piece, chunks: list[dict[str, Any]]) -> None:
-        """Log-probabilities of all tokens but the end token; they go with the last delta of their piece, or wait."""
-        waiting, choice = self.details[piece.number], self.choices[piece.number]
-        waiting += [entry for entry in piece.logprobs if entry.token not in self.served.decoder.end_ids]
+    def _add_logprobs(self, progress: Progress, chunks: list[dict[str, Any]]) -> None:
+        """Log-probabilities of all tokens but the end token; they go with the last delta of their progress, or wait."""
+        waiting, choice = self.details[progress.number], self.choices[progress.number]
+        waiting += [entry for entry in progress.logprobs if entry.token not in self.served.decoder.end_ids]
         if chunks:
             content = self.served.texts.chat(waiting)
             waiting.clear()

@@ -5,6 +5,7 @@ is repeated job by job: those that fail alone end with an error, the others and 
 """
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from common.errors import reason, warn
 from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
-from scripts.serve.text import TextStream
+from scripts.serve.answer_stream import TextStream
 from trainer.components.failures import is_out_of_memory
 
 
@@ -21,7 +22,7 @@ class QueueFull(Exception):
     """As many jobs wait as may wait."""
 
 
-class Piece(NamedTuple):
+class Progress(NamedTuple):
     """News of one answer of a job. finish: "stop", "length" or, if it failed, "error", for lack of memory "memory"."""
 
     number: int  # of the answer in its job
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
     tokens: int  # of the answer so far
     finish: str | None
     logprobs: Sequence[TokenLogprob] = ()  # of the tokens that this text consists of
-    prompt: Sequence[TokenLogprob] = ()  # of the prompt's tokens but the first, with the answer's first piece
+    prompt: Sequence[TokenLogprob] = ()  # of the prompt's tokens but the first, with the first news of the answer
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Job:
     prompt: list[int]
     samplings: list[Sampling]
     max_new_tokens: int
-    notify: Callable[[Piece], None]
+    notify: Callable[[Progress], None]
     stops: tuple[str, ...] = ()
     streams: bool = True  # whether it wants the text as it is written, or each answer as a whole
     top: int | None = None  # as that of `Decoder.add`, and so is echo
@@ -55,7 +56,8 @@ class Writing:
     number: int
     text: TextStream
     unsent: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # where the text of each token with unsent log-probabilities begins
+    starts: list[int] = field(default_factory=list)  # where the text of each token with log-probabilities begins
+    sent: int = 0  # how many of these were sent
     is_new: bool = True
 
 
@@ -117,7 +119,7 @@ class Scheduler:
             self.writing.clear()
             self.waiting.clear()
         for job, number in jobs:
-            self._notify(job, Piece(number, "", 0, "error"))
+            self._notify(job, Progress(number, "", 0, "error"))
 
     def _admit_and_step(self) -> bool:
         """False when the scheduler is closed."""
@@ -183,7 +185,7 @@ class Scheduler:
         except Exception as error:  # the request was not checked before
             warn(f"a request was not answered: {reason(error)}")
             for number in range(len(job.samplings)):
-                self._notify(job, Piece(number, "", 0, "error"))
+                self._notify(job, Progress(number, "", 0, "error"))
             return
         for number, answer in enumerate(answers):
             self.writing[answer] = Writing(job, number, TextStream(self.tokenizer, job.stops))
@@ -203,27 +205,24 @@ class Scheduler:
         new = "".join(writing.unsent) if job.streams or finish else ""
         if new or finish:
             writing.unsent = []
-            details = self._details(answer, writing, is_last=bool(finish) and not text.stopped)
+            whole = finish and not text.stopped  # else the log-probabilities of tokens whose text has begun to be sent
+            first, writing.sent = (
+                writing.sent,
+                len(writing.starts) if whole else bisect_left(writing.starts, text.shown),
+            )
+            details = answer.details[first : writing.sent]
             prompt, writing.is_new = answer.prompt_details if writing.is_new else (), False
             if finish:
                 self._leave(answer)
-            self._notify(job, Piece(writing.number, new, len(answer.tokens), finish, details, prompt))
-
-    def _details(self, answer: Answer, writing: Writing, is_last: bool) -> list[TokenLogprob]:
-        """The log-probabilities of the tokens whose text has begun to be sent, of the last ones in any case."""
-        shown = writing.text.shown
-        count = len(writing.starts) if is_last else sum(start < shown for start in writing.starts)
-        first = len(answer.details) - len(writing.starts)
-        writing.starts = writing.starts[count:]
-        return answer.details[first : first + count]
+            self._notify(job, Progress(writing.number, new, len(answer.tokens), finish, details, prompt))
 
     def _leave(self, answer: Answer) -> None:
         self.decoder.remove(answer)
         del self.writing[answer]
 
-    def _notify(self, job: Job, piece: Piece) -> None:
+    def _notify(self, job: Job, progress: Progress) -> None:
         try:
-            job.notify(piece)
+            job.notify(progress)
         except Exception:  # nobody listens any more
             job.cancelled = True
 
@@ -233,7 +232,7 @@ class Scheduler:
         finish = "memory" if is_out_of_memory(error) else "error"
         failed = {answer: self.writing.pop(answer) for answer in answers if answer in self.writing}
         for answer, writing in failed.items():
-            self._notify(writing.job, Piece(writing.number, "", len(answer.tokens), finish))
+            self._notify(writing.job, Progress(writing.number, "", len(answer.tokens), finish))
         if not self.writing:
             self.decoder.clear()
         for answer in failed:

@@ -16,7 +16,9 @@ import torch
 
 from dataset.formats import to_chat
 from dataset.token_cache import load_tokenizer
+from model.generation import Answer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import Sampling
 from scripts import chat
 from scripts.terminal import DIM, NORMAL
 from scripts.toolbox import ROUNDS
@@ -25,6 +27,28 @@ from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
+
+
+class ScriptedAnswer:
+    """Stands in for the decoder: one answer, of the tokens that `tokens_of` gives, one in each step."""
+
+    def __init__(self, model, slots, length, end_ids):
+        self.end_ids, self.rows = end_ids, []
+
+    def tokens_of(self, prompt, max_new_tokens):
+        raise NotImplementedError
+
+    def add(self, prompt, samplings, max_new_tokens):
+        self.tokens, answer = iter(self.tokens_of(prompt, max_new_tokens)), Answer(samplings[0], max_new_tokens)
+        self.rows = [answer]
+        return [answer]
+
+    def step(self):
+        (answer,) = self.rows
+        answer.tokens.append(next(self.tokens))
+        if answer.tokens[-1] in self.end_ids:
+            answer.finish, self.rows = "stop", []
+        return [answer]
 
 
 @pytest.fixture
@@ -57,17 +81,12 @@ def said(monkeypatch) -> list[str]:
     lines, tokenizer = Said(), load_tokenizer(ROOT / "model")
     lines.prompts = []
 
-    def generate(model, tokenizer_, prompts, max_new_tokens, streamer, **options):
-        tokens = tokenizer(lines.pop(0))["input_ids"][: max_new_tokens - 1]
-        tokens.append(tokenizer.eos_token_id)
-        lines.prompts += prompts
-        streamer.put(torch.tensor(prompts[0]))
-        for token in tokens:
-            streamer.put(torch.tensor([token]))
-        streamer.end()
-        return [tokens]
+    class Speaker(ScriptedAnswer):
+        def tokens_of(self, prompt, max_new_tokens):
+            lines.prompts.append(prompt)
+            return [*tokenizer(lines.pop(0))["input_ids"][: max_new_tokens - 1], tokenizer.eos_token_id]
 
-    monkeypatch.setattr(chat, "generate", generate)
+    monkeypatch.setattr(chat, "Decoder", Speaker)
     return lines
 
 
@@ -79,21 +98,26 @@ def test_one_prompt_is_repeatable(weights, call):
     assert "cut after 12 tokens by --max_new_tokens" in first.stderr
     sampled = [call(chat, *weights, "--prompt", "hello", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert sampled[0] == sampled[1] != sampled[2]
-    penalized = call(chat, *greedy, "--repetition_penalty", "5").stdout
-    assert penalized != first.stdout and "--top_k" in call(chat, "--help").stdout
+    assert "--top_k" in call(chat, "--help").stdout
 
 
 def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(chat, "generate", lambda *args, streamer, **options: asked.append(options) or [[2]])
+
+    class Asked(ScriptedAnswer):
+        def add(self, prompt, samplings, max_new_tokens):
+            asked.append(samplings[0])
+            return super().add(prompt, samplings, max_new_tokens)
+
+        def tokens_of(self, prompt, max_new_tokens):
+            return [2]
+
+    monkeypatch.setattr(chat, "Decoder", Asked)
     call(chat, *weights, "--prompt", "x")
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
     call(chat, *weights, "--prompt", "x", "--top_k", "0")
-    call(chat, *weights, "--prompt", "x", "--temperature", "1e-40")
-    assert not asked.pop()["do_sample"]  # float32 has no room for logits divided by it
-    drawn = [[options[name] for name in ("temperature", "top_p", "top_k")] for options in asked]
-    assert drawn == [[0.7, 0.9, 50], [0.2, 0.9, 5], [0.2, 0.9, 0]]
+    assert asked == [Sampling(0.7, 50, 0.9, seed=42), Sampling(0.2, 5, 0.9, seed=42), Sampling(0.2, 0, 0.9, seed=42)]
 
 
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
@@ -130,10 +154,10 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     asked = [*weights, "--max_new_tokens", "99", "--tools", tmp_path / "tools.json", "--prompt", "x"]
     lines = call(chat, *asked, "--open_thinking", "1").stdout
-    assert f"{DIM}\nhm\n{NORMAL}\n\nA \\x1b[31m moment.\n[call] get_time" in lines
+    assert f"{DIM}hm{NORMAL}\nA \\x1b[31m moment.\n[call] get_time" in "".join(lines.split(NORMAL + DIM))
     assert '[call] get_time {"city": "Oslo"}' in lines and "model: " in lines
     plain = call(chat, *asked).stdout
-    assert "<tool_call>get_time() <tool_call>cut" in plain  # what is no call is shown as it was written
+    assert said == [] and "<tool_call>get_time()</tool_call> <tool_call>cut" in plain  # no call: as it was written
     assert "Tools you can call" in load_tokenizer(ROOT / "model").decode(said.prompts[1])
 
 
@@ -143,7 +167,6 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
         (["--weight", "nothing"], "nothing_*.pth do not exist"),
         (["--temperature", "-1", "--top_p", "0"], "--temperature must not be negative; --top_p must be above 0"),
         (["--top_k", "-1"], "--top_k"),
-        (["--repetition_penalty", "0"], "--repetition_penalty"),
         (["--open_thinking", "2"], "--open_thinking"),
         (["--tools", "no/such.json"], "--tools no/such.json"),
         (["--tools", "calculater"], "a JSON list of function schemas, or name tools that run: calculator"),
@@ -192,7 +215,7 @@ START = """
 import json, sys
 from scripts import chat
 from tests.scripts.test_chat import slowly
-chat.generate = slowly(json.loads(sys.argv.pop(1)))
+chat.Decoder = slowly(json.loads(sys.argv.pop(1)))
 chat.main()
 """
 
@@ -249,22 +272,19 @@ class Terminal:
         raise AssertionError("the chat does not end")
 
 
-def slowly(answers: list[str]):
-    """A `generate` that gives the answers, and then one without end until its stopping criterion says so."""
+def slowly(answers: list[str]) -> type:
+    """A decoder that gives the answers, and then one without end."""
 
-    def generate(model, tokenizer, prompts, max_new_tokens, streamer, stopping_criteria, **options):
-        streamer.put(torch.tensor(prompts[0]))
-        lines, tokens = answers.pop(0) if answers else None, []
-        for token in tokenizer(lines)["input_ids"] if lines else iter(lambda: tokenizer.encode(" on")[0], None):
-            time.sleep(0 if lines else 0.01)
-            streamer.put(torch.tensor([token]))
-            tokens.append(token)
-            if stopping_criteria(torch.tensor([tokens]), None).all():
-                break
-        streamer.end()
-        return [tokens + ([tokenizer.eos_token_id] if lines else [])]
+    class Slow(ScriptedAnswer):
+        def tokens_of(self, prompt, max_new_tokens):
+            tokenizer = load_tokenizer(ROOT / "model")
+            if answers:
+                yield from [*tokenizer(answers.pop(0))["input_ids"], tokenizer.eos_token_id]
+            while True:
+                time.sleep(0.01)
+                yield tokenizer.encode(" on")[0]
 
-    return generate
+    return Slow
 
 
 def test_a_terminal_session(weights, tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
+from scripts.serve import api
 from tests.conftest import ROOT
 from tests.stage_process import StageProcess
 from trainer.components.model_files import save_weights
@@ -91,7 +92,7 @@ def test_mistakes(weights, call, flags, told):
 def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch):
     """The command line is there for every user of the machine to see."""
     served = []
-    monkeypatch.setattr(serve_openai_api, "create_app", lambda model, tokenizer, settings: served.append(settings))
+    monkeypatch.setattr(api, "create_app", lambda model, tokenizer, settings: served.append(settings))
     monkeypatch.setattr(serve_openai_api, "run", lambda app, listener: listener.close())
     for value, flags, key in (("secret", [], "secret"), ("secret", ["--api_key", "other"], "other"), ("", [], None)):
         monkeypatch.setenv("MINIMIND_API_KEY", value)
@@ -119,6 +120,6 @@ def test_it_warns_when_everyone_may_use_it(weights, call, monkeypatch, flags, wa
     done = call(serve_openai_api, *weights, "--port", "0", "--model_name", "mine", *flags)
     assert done.returncode == 0 and ("warning: everyone who reaches 0.0.0.0" in done.stderr) == warns
     assert "serving mine at http://" in done.stdout
-    served[0].state.served.scheduler.close()
+    served[0].state.models.close()
     assert not call(serve_openai_api, *weights, "--port", "0", "--api_key", "k", *flags).stderr
-    served[1].state.served.scheduler.close()
+    served[1].state.models.close()

@@ -83,10 +83,10 @@ export async function runCalls(calls, signal) {
 
 export const runs = async () => (await (await request("api/runs")).json()).runs;
 
-/** The curves of a run, or what is new in them since the answer that had this cursor. */
-export async function run(name, cursor) {
+/** The curves of a run, each of at most so many points. */
+export async function run(name, points) {
   const path = name.split("/").map(encodeURIComponent).join("/");
-  return (await request(`api/runs/${path}?cursor=${encodeURIComponent(cursor)}`)).json();
+  return (await request(`api/runs/${path}?points=${points}`)).json();
 }
 
 /** Ask for an answer; `onChunk` gets every chunk of it. Ends when the answer is complete. */

@@ -2,7 +2,7 @@
 import * as api from "./api.js";
 import { byId, h, table } from "./dom.js";
 import { Plot } from "./plot.js";
-import { duration, joined, short, smooth } from "./series.js";
+import { duration, short, smooth } from "./series.js";
 import { askForKey } from "./settings.js";
 import { read, write } from "./store.js";
 import { knows, t } from "./text.js";
@@ -20,12 +20,14 @@ const SMOOTHED = ["loss", "reward", "kl", "entropy", "completion_length", "grad_
 const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|skipped|not_finite)$|_(low|high)$/;
 const AXES = ["update", "tokens", "seconds"];
 
+const FEW = 16; // runs of which each is shown in full
+const POINTS = 512; // of a curve then, else a quarter
 const READERS = 3; // requests for curves at a time; others of the page need connections too
 const DRAW_EVERY = 600; // milliseconds at least, while curves arrive; drawing takes a quarter of the time at most
 
 const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
 const colors = new Map(Array.isArray(view.colors) ? view.colors : []); // name -> colour; a run may have any name
-const known = new Map(); // name -> what joined() returns, with the size it had
+const known = new Map(); // name -> {columns: Map, records, stride, damaged}, with the size and points it had
 const plots = new Map(); // field -> Plot
 let runs = null; // not known yet
 let timer = 0;
@@ -75,11 +77,14 @@ async function look() {
 
 /** Read what is new of the chosen runs, and draw while it comes. */
 async function readChosen() {
-  const due = chosen().filter((run) => known.get(run.name)?.size !== run.size);
+  const points = chosen().length > FEW ? POINTS / 4 : POINTS;
+  const isKnown = (run) => known.get(run.name)?.size === run.size && known.get(run.name).points === points;
+  const due = chosen().filter((run) => !isKnown(run));
   const reader = async () => {
     for (let run = due.shift(); run; run = due.shift()) {
-      const answer = await api.run(run.name, known.get(run.name)?.cursor ?? "");
-      known.set(run.name, { ...joined(known.get(run.name), answer), size: run.size });
+      const answer = await api.run(run.name, points);
+      const columns = new Map(Object.entries(answer.columns)); // a metric may have any name
+      known.set(run.name, { ...answer, columns, size: run.size, points });
       drawing ||= setTimeout(draw, known.size > 1 ? pause : 0);
     }
   };
@@ -154,7 +159,7 @@ function line(run, field) {
   const y = pick(ys);
   if (view.smoothing && SMOOTHED.includes(field)) return { ...base, y: smooth(y, view.smoothing), raw: y };
   const [low, high] = [values(run, `${name}_low`), values(run, `${name}_high`)];
-  return low && high ? { ...base, y, low: pick(low), high: pick(high) } : { ...base, y };
+  return low && high && shown().length <= FEW ? { ...base, y, low: pick(low), high: pick(high) } : { ...base, y };
 }
 
 /** Whether a point has updates that were skipped, or a loss that is no finite number. */

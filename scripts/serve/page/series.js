@@ -1,25 +1,5 @@
-// Numbers of the curves: joining what the server sends, smoothing, ticks, and how values are written.
+// Numbers of the curves: smoothing, ticks, and how values are written.
 import { t } from "./text.js";
-
-/**
- * Join an answer of the server to what is known of a run; returns {cursor, records, stride, damaged, columns}. The
- * columns are a Map: a metric may have any name, also one that every object has.
- */
-export function joined(known, answer) {
-  const kept = answer.first; // points before it stay
-  const [before, after] = [known?.columns ?? new Map(), new Map(Object.entries(answer.columns))];
-  const count = kept + Math.max(0, ...[...after.values()].map((column) => column.length));
-  const columns = new Map();
-  for (const name of new Set([...before.keys(), ...after.keys()])) {
-    const column = (before.get(name) ?? []).slice(0, kept);
-    while (column.length < kept) column.push(null);
-    column.push(...(after.get(name) ?? []));
-    while (column.length < count) column.push(null);
-    if (column.some((value) => value !== null)) columns.set(name, column);
-  }
-  const { cursor, records, stride, damaged } = answer;
-  return { cursor, records, stride, damaged, columns };
-}
 
 /** Exponential moving average without the pull of its start; gaps (null) stay gaps. */
 export function smooth(values, weight) {

@@ -14,8 +14,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from scripts.serve.curves import curves_router
 from scripts.serve.gate import Bodies
-from scripts.serve.runs import runs_router
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 
@@ -88,7 +88,7 @@ class ScriptedServer(Serving):
         self.key, self.asked, self.hung_up = key, [], 0
         app = FastAPI()
         app.include_router(page_router())
-        app.include_router(runs_router(save_dir))
+        app.include_router(curves_router(save_dir))
         app.include_router(tools_router(Bodies()))
         app.middleware("http")(self.check_key)
         app.get("/v1/models")(self.models)

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.serve import gate, prompts, protocol, served
+from scripts.serve import gate, models, pending, prompt_writer, protocol
+from scripts.serve.api import create_app
+from scripts.serve.models import Settings
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
-from scripts.serve.served import Settings
-from scripts.serve_openai_api import create_app
 from tests.conftest import ROOT
 from tests.scripts.serve import scripted_decoder
 from tests.scripts.serve.scripted_decoder import PACE, SAYS, ScriptedDecoder
@@ -51,7 +51,7 @@ def serving(model: Any, tokenizer: Any, settings: Settings) -> Iterator[SimpleNa
         base_url=f"http://127.0.0.1:{port}/v1", api_key=settings.api_key or "none", max_retries=0, timeout=60
     )
     try:
-        yield SimpleNamespace(client=client, port=port, model=app.state.served, models=app.state.models)
+        yield SimpleNamespace(client=client, port=port, model=app.state.models.first, models=app.state.models)
     finally:
         client.close()
         server.should_exit = True
@@ -83,7 +83,7 @@ def real(tiny, tokenizer) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def scripted(tokenizer, monkeypatch) -> Iterator[SimpleNamespace]:
-    monkeypatch.setattr(served, "Decoder", ScriptedDecoder)
+    monkeypatch.setattr(models, "Decoder", ScriptedDecoder)
     monkeypatch.setattr(scripted_decoder, "SAYS", SAYS)
     SAYS.clear()
     PACE["seconds"] = 0.0
@@ -121,9 +121,9 @@ def test_what_a_request_leaves_out_is_the_models_default(real):
     default = Sampling(temperature=0.3, top_k=7, top_p=0.8)
     message = '"messages": [{"role": "user", "content": "x"}]'
     asked = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
-    assert served.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
+    assert pending.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
     asked = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
-    assert served.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
+    assert pending.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
     assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
 
@@ -396,7 +396,7 @@ def test_log_probabilities_end_where_the_text_does(scripted, monkeypatch):
     SAYS["tool"] = f"So.\n{CALL}"
     called = chat(scripted, "tool", tools=TOOLS, logprobs=True).choices[0]
     assert "".join(entry.token for entry in called.logprobs.content) == SAYS["tool"]
-    assert threads == ["log-probabilities_0"]  # not that of the event loop
+    assert len(threads) == 1 and threads[0].startswith("asyncio_")  # not that of the event loop
 
 
 def test_more_log_probabilities_than_one_may_ask_for(scripted):
@@ -438,7 +438,6 @@ def test_more_log_probabilities_than_one_may_ask_for(scripted):
         ({"repetition_penalty": 1.1}, 400, None),
         ({"echo": True}, 400, None),
         ({"unheard_of": {"of": 1}}, 400, None),
-        ({"metadata": [[]] * 50_000}, 400, None),
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
         ({"model": "x" * 257}, 400, "model"),
@@ -505,13 +504,19 @@ def large_bodies() -> Iterator[tuple[type, bytes]]:
     yield ChatRequest, json.dumps({"messages": user("hello") * 30_000}).encode()
 
 
-def test_large_bodies_are_refused_before_pydantic_builds_an_error_for_every_item():
+def test_pydantic_does_not_build_an_error_for_every_item_of_a_large_body(tokenizer):
+    """A field that means nothing may be large; messages are too long for the context then."""
+    writer = prompt_writer.PromptWriter(tokenizer, CONTEXT)
     for kind, body in large_bodies():
-        with pytest.raises(ApiError) as refused:
-            parse(kind, body)
-        assert refused.value.status == 400 and len(str(refused.value)) < 300, body[:80]
-        cause = refused.value.__cause__
-        assert not isinstance(cause, ValidationError) or cause.error_count() <= 4, body[:80]
+        try:
+            asked = parse(kind, body)
+            writer.chat(asked.messages, asked.tools)
+        except ApiError as refused:
+            assert refused.status == 400 and len(str(refused)) < 300, body[:80]
+            cause = refused.__cause__
+            assert not isinstance(cause, ValidationError) or cause.error_count() <= 4, body[:80]
+        else:
+            assert b"metadata" in body[:80] or b"k0" in body[:80], body[:80]
 
 
 def test_bodies_of_very_many_objects_are_not_even_decoded(monkeypatch):
@@ -522,7 +527,7 @@ def test_bodies_of_very_many_objects_are_not_even_decoded(monkeypatch):
 
 def test_large_texts_are_refused_before_they_are_turned_into_tokens(scripted, monkeypatch):
     writer = scripted.model.prompts
-    monkeypatch.setattr(prompts, "prompt_pieces", lambda *_, **__: pytest.fail("the template is run"))
+    monkeypatch.setattr(prompt_writer, "prompt_pieces", lambda *_, **__: pytest.fail("the template is run"))
     monkeypatch.setattr(writer, "backend", None)
     for text in ("<|im_start|>" * 90_000, "x" * 1_000_000):
         for body, path in (({"messages": user(text)}, "chat/completions"), ({"prompt": text}, "completions")):
@@ -566,7 +571,7 @@ def test_an_aborted_upload_leaves_no_trace(scripted, caplog, monkeypatch):
 
 @contextmanager
 def asking(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Iterator[TestClient]:
-    monkeypatch.setattr(served, "Decoder", ScriptedDecoder)
+    monkeypatch.setattr(models, "Decoder", ScriptedDecoder)
     fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
     app = create_app(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, **fields))
     with TestClient(app, base_url="http://127.0.0.1") as client:

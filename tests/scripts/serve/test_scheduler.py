@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from model.generation import Decoder, KeyValueCache
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.serve.scheduler import Job, Piece, QueueFull, Scheduler
+from scripts.serve.scheduler import Job, Progress, QueueFull, Scheduler
 from tests.conftest import ROOT
 from tests.scripts.serve.scripted_decoder import SAYS, ScriptedDecoder
 
@@ -43,10 +43,10 @@ class Request:
         self.begun = threading.Event()
         self.job = Job(prompt, [Sampling(seed=i) for i in range(n)], max_new_tokens, self.take)
 
-    def take(self, piece: Piece) -> None:
+    def take(self, progress: Progress) -> None:
         self.begun.set()
-        if piece.finish:
-            self.ends[piece.number] = piece.finish
+        if progress.finish:
+            self.ends[progress.number] = progress.finish
         if len(self.ends) == self.n:
             self.done.set()
 

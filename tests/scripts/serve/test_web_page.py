@@ -17,13 +17,13 @@ from transformers import AutoTokenizer
 
 from dataset.formats import to_chat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from scripts.serve import runs
-from scripts.serve.served import Settings
+from scripts.serve.api import create_app
+from scripts.serve.curves import MetricsFile
+from scripts.serve.models import Settings
 from scripts.serve.web_page import PAGE
-from scripts.serve_openai_api import create_app
 from tests.conftest import ROOT
 from tests.scripts.serve.scripted_server import ScriptedServer, Serving
-from tests.scripts.serve.test_runs import append, record
+from tests.scripts.serve.test_curves import append, record
 
 LONG_WORD = "x" * 300
 EDIT, AGAIN = '.message.user [aria-label="Edit"]', '[aria-label="Answer again"]'
@@ -177,7 +177,7 @@ def test_no_text_is_too_much_for_the_markdown(chat):
         import('/page/markdown.js').then(({ render }) => {
           for (const piece of pieces) {
             const element = document.createElement('div');
-            try { render(element, piece.repeat(6000)); } catch (error) { return done(piece + error); }
+            try { render(element, progress.repeat(6000)); } catch (error) { return done(piece + error); }
           }
           done('');
         });"""
@@ -685,8 +685,8 @@ def test_axis_log_scale_smoothing_and_values(curves):
 
 def test_runs_are_listed_while_their_curves_are_still_read(page, folder, monkeypatch):
     may_read = threading.Event()
-    read = runs.Curve.read
-    monkeypatch.setattr(runs.Curve, "read", lambda *args: may_read.wait(30) and read(*args))
+    read = MetricsFile.read
+    monkeypatch.setattr(MetricsFile, "read", lambda *args: may_read.wait(30) and read(*args))
     append(folder / "slow_64_metrics.jsonl", record(1), record(2))
     with ScriptedServer(folder) as server:
         page.open(server.address)
@@ -695,6 +695,23 @@ def test_runs_are_listed_while_their_curves_are_still_read(page, folder, monkeyp
         assert page.text("#curves-empty") == "Reading the runs …"
         may_read.set()
         page.wait(lambda: curve(page, "Loss"))
+        page.driver.get("about:blank")
+
+
+def test_many_runs_are_shown_with_fewer_points_and_without_bands(page, tmp_path):
+    names = [f"run{i:02}_64" for i in range(17)]
+    for name in names:
+        append(tmp_path / f"{name}_metrics.jsonl", *map(record, range(1, 601)))
+    with ScriptedServer(tmp_path) as server:
+        page.open(server.address)
+        page.run("localStorage.setItem('minimind.curves', JSON.stringify({chosen: arguments[0]}))", names)
+        page.reload()
+        page.click("#tab-training")
+        page.wait(lambda: len(curve(page, "Loss")) == 17)
+        assert {len(points(path)) for path in curve(page, "Loss")} == {120} and not page.all(".band")
+        page.click(f'[data-run="{names[0]}"]')
+        page.wait(lambda: {len(points(path)) for path in curve(page, "Loss")} == {300})
+        assert page.all(".band")
         page.driver.get("about:blank")
 
 

@@ -6,7 +6,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.serve.prompts import BadPrompt, PromptWriter, TooLong
+from scripts.serve.prompt_writer import PromptWriter
+from scripts.serve.protocol import ApiError
 from tests.conftest import ROOT
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
@@ -79,9 +80,9 @@ def test_what_is_much_too_long_is_refused_before_the_template_is_run(monkeypatch
     monkeypatch.setattr(WRITER.tokenizer, "apply_chat_template", lambda *_, **__: pytest.fail("it is run"))
     long = "x" * 100_000
     for message in ({"role": "user", "content": long}, {"role": "assistant", "content": "", "tool_calls": [{long: 1}]}):
-        with pytest.raises(TooLong):
+        with pytest.raises(ApiError, match="The context of this model"):
             WRITER.chat([message], [])
-    with pytest.raises(TooLong):
+    with pytest.raises(ApiError, match="The context of this model"):
         WRITER.chat(CHAT, [{"function": {"name": "f", "parameters": {"a": [{"b": long}]}}}])
 
 
@@ -106,15 +107,15 @@ def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
     ],
 )
 def test_bad_messages(messages):
-    with pytest.raises(BadPrompt):
+    with pytest.raises(ApiError):
         WRITER.chat(messages, [])
 
 
 def test_what_is_too_long_or_no_token():
-    with pytest.raises(TooLong):
+    with pytest.raises(ApiError, match="The context of this model"):
         WRITER.text("a b" * 700)
-    with pytest.raises(TooLong):
+    with pytest.raises(ApiError, match="The context of this model"):
         WRITER.chat([{"role": "user", "content": "x" * 10**6}], [])
     for tokens in ([], [6400], [-1]):
-        with pytest.raises(BadPrompt):
+        with pytest.raises(ApiError):
             WRITER.tokens(tokens)

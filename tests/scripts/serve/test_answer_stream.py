@@ -1,4 +1,4 @@
-"""Reasoning, content and calls are found in a text wherever it is cut into pieces."""
+"""Text shown while it is written is the beginning of the whole text; reasoning and calls wherever it is cut."""
 
 import json
 from typing import Any
@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from scripts.serve.answers import AnswerParser, merge
+from scripts.serve.answer_stream import AnswerParser, IncrementalDecoder, TextStream, held_back, merge
 from tests.conftest import ROOT
 
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "中"}}\n</tool_call>'
 CASES = {  # text: reasoning, content, names of the calls
     "Hello.\n": (None, "Hello.\n", []),
@@ -85,3 +86,55 @@ def test_a_message_renders_to_the_text_that_it_was_found_in():
         message = {"role": "assistant", "content": "", **parsed([text], tools=["add"])}
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, message], tokenize=False)
         assert rendered.endswith(f"<|im_start|>assistant\n{text}<|im_end|>\n")
+
+
+# --- from tokens to text
+
+TEXTS = st.text(alphabet="ab \n🙂中文é<|>", max_size=40)
+
+
+def shown(stream: TextStream, tokens: list[int]) -> list[str]:
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            return pieces
+    return [*pieces, stream.end()]
+
+
+@given(TEXTS)
+def test_characters_come_whole_and_as_soon_as_they_can(text):
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    pieces = shown(TextStream(TOKENIZER), tokens)
+    assert "".join(pieces) == text and "\ufffd" not in text
+    for i in range(len(tokens)):  # no more is held back than one incomplete character
+        assert len("".join(pieces[: i + 1])) >= len(TOKENIZER.decode(tokens[: i + 1]).rstrip("\ufffd"))
+
+
+@given(st.lists(st.integers(25, 6399), max_size=30))
+def test_any_tokens_at_all_become_some_text(tokens):
+    """Bytes in any order: nothing is held back for ever, and what is a text comes out as it."""
+    decoder = IncrementalDecoder(TOKENIZER)
+    text = "".join([*map(decoder.push, tokens), decoder.end()])
+    whole = TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
+    assert text.replace("\ufffd", "") == whole.replace("\ufffd", "") or "\ufffd" in whole
+    assert "\ufffd" in whole or text == whole
+
+
+@given(TEXTS, st.lists(st.text(alphabet="ab 中<|", min_size=1, max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_string(text, stops):
+    stream = TextStream(TOKENIZER, stops)
+    pieces = shown(stream, TOKENIZER.encode(text, add_special_tokens=False))
+    first = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    assert stream.stopped == (first is not None)
+    # a stop string that is complete may hide one that begins earlier and is not
+    assert text.startswith("".join(pieces)) and not any(stop in "".join(pieces) for stop in stops)
+    if first is None or len({len(stop) for stop in stops}) == 1:
+        assert "".join(pieces) == text[:first]
+
+
+@pytest.mark.parametrize(
+    ("text", "held"), [("abc", 0), ("abc<", 1), ("abc<|im", 4), ("abc<|im_end|>", 0), ("<<", 1), ("", 0)]
+)
+def test_what_may_become_a_mark_is_held_back(text, held):
+    assert held_back(text, ["<|im_end|>", "x"]) == held

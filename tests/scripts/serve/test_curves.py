@@ -1,4 +1,4 @@
-"""The curves that the web page gets: which runs, thinned how, followed from where; nothing from outside the folder."""
+"""The curves that the web page gets: which runs, thinned how, also while they grow; nothing from elsewhere."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from scripts.serve.runs import POINTS, Curve
+from scripts.serve.curves import POINTS, MetricsFile
 from tests.scripts.serve.scripted_server import ScriptedServer
 
 
@@ -43,14 +43,10 @@ def get(folder):
         yield ask
 
 
-def joined(known: dict, answer: dict) -> dict:
-    """What the page makes of two answers: the points before `first` stay."""
-    count = max(len(column) for column in answer["columns"].values())
-    columns = {}
-    for name in known | answer["columns"]:
-        kept = (known.get(name) or [None] * answer["first"])[: answer["first"]]
-        columns[name] = kept + (answer["columns"].get(name) or [None] * count)
-    return columns
+def read(path: Path, points: int = POINTS) -> dict:
+    metrics = MetricsFile()
+    metrics.read(path)
+    return metrics.curves(points)
 
 
 def test_runs_of_the_folder_and_the_folders_in_it_newest_first(folder, get):
@@ -83,37 +79,34 @@ def test_damaged_lines_are_left_out_and_counted(folder, get):
     append(path, record(1))
     with open(path, "ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"update": "2"}\n' + b"[" * 5000 + b"\n\n")
-    append(path, record(3, mean_loss=None, grad_norm=math.inf, expert_load=[0.5, "x"], eval_loss=2.5))
+    append(path, record(3, mean_loss=None, grad_norm=math.inf, expert_load=["x"], eval_loss=2.5))
     answer = get("runs/damaged_64")
     assert (answer["records"], answer["damaged"]) == (2, 5)
     assert answer["columns"]["mean_loss"] == [1.0, None] and answer["columns"]["grad_norm"] == [1.0, None]
     assert answer["columns"]["eval_loss"] == [None, 2.5] and "expert_load" not in answer["columns"]
 
 
-def test_a_growing_file_is_read_on_and_only_the_new_is_sent(folder, get, monkeypatch):
+def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
     path = folder / "growing_64_metrics.jsonl"
     append(path, *(record(update) for update in range(1, 4)))
-    first = get("runs/growing_64")
+    assert get("runs/growing_64")["columns"]["update"] == [1, 2, 3]
     append(path, record(4))
     with open(path, "a") as file:
         file.write('{"update": 5, "mean')  # half a line: it is being written
-    second = get(f"runs/growing_64?cursor={first['cursor']}")
-    assert second["first"] == 3 and second["columns"]["update"] == [4]
+    assert get("runs/growing_64")["columns"]["update"] == [1, 2, 3, 4]
     with open(path, "a") as file:
-        file.write('_loss": 0.25}\n')
-    third = get(f"runs/growing_64?cursor={second['cursor']}")
-    assert third["columns"] == {"update": [5], "mean_loss": [0.25]} and third["damaged"] == 0
-    assert get(f"runs/growing_64?cursor={third['cursor']}")["columns"] == {}
-    for nonsense in ("x", "1.2.3", first["cursor"] + "x", "9" * 400, f"{first['cursor'].rpartition('.')[0]}.-4", "²"):
-        assert get(f"runs/growing_64?cursor={quote(nonsense)}")["first"] == 0
+        file.write('_loss": 0.25, "new": 7}\n')
+    columns = get("runs/growing_64")["columns"]
+    assert columns["mean_loss"][3:] == [0.25, 0.25] and columns["new"] == [None] * 4 + [7]
     append(path.with_suffix(".new"), record(1, mean_loss=7.0), record(2), record(3), record(4), record(5), record(6))
     path.with_suffix(".new").replace(path)  # resumed from an earlier update, or another run of this name
-    fourth = get(f"runs/growing_64?cursor={third['cursor']}")
-    assert fourth["first"] == 0 and fourth["columns"]["mean_loss"][0] == 7.0 and fourth["records"] == 6
+    answer = get("runs/growing_64")
+    assert (answer["records"], answer["damaged"]) == (6, 0) and answer["columns"]["mean_loss"][0] == 7.0
+    assert "new" not in answer["columns"]
 
 
 def test_the_rest_of_a_line_that_arrives_while_it_is_read_is_left_for_the_next_time(tmp_path):
-    path = tmp_path / "run_metrics.jsonl"
+    path, metrics = tmp_path / "run_metrics.jsonl", MetricsFile()
     append(path, record(1))
     with open(path, "a") as file:
         file.write('{"update": 2, "mean')
@@ -124,9 +117,18 @@ def test_the_rest_of_a_line_that_arrives_while_it_is_read_is_left_for_the_next_t
         with open(path, "a") as file:
             file.writelines(rest)
 
-    first = Curve().read(path, go_on)
-    assert first.records == 1 and first.read(path) is first
-    assert first.records == 2 and first.damaged == 0
+    metrics.read(path, go_on)
+    assert metrics.curves(POINTS)["records"] == 1
+    metrics.read(path)
+    assert metrics.curves(POINTS)["records"] == 2 and metrics.damaged == 0
+
+
+@pytest.mark.parametrize("points", ["0", "-1", "513", "x", "1e3"])
+def test_numbers_of_points_out_of_range_are_refused(folder, get, points):
+    append(folder / "points_64_metrics.jsonl", record(1))
+    with pytest.raises(HTTPError) as refused:
+        get(f"runs/points_64?points={points}")
+    assert refused.value.code == 422
 
 
 @pytest.mark.parametrize("count", [POINTS, POINTS + 1, 3 * POINTS + 5])
@@ -135,43 +137,39 @@ def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
     losses = [rng.uniform(0, 9) for _ in range(count)]
     path = tmp_path / "long_metrics.jsonl"
     append(path, *(record(i + 1, mean_loss=loss, expert_load=[0.25, 0.75]) for i, loss in enumerate(losses)))
-    answer = Curve().read(path).answer("")
+    answer = read(path)
     stride, columns = answer["stride"], answer["columns"]
-    assert len(columns["update"]) <= POINTS < 2 * math.ceil(count / stride) + 1
+    assert len(columns["update"]) <= POINTS < 2 * math.ceil(count / stride) + 2
     groups = [losses[at : at + stride] for at in range(0, count, stride)]
     assert columns["mean_loss"] == pytest.approx([sum(group) / len(group) for group in groups], rel=1e-5)
     assert columns["update"] == [min(count, at + stride) for at in range(0, count, stride)]
     assert columns["expert_load"] == [[0.25, 0.75]] * len(groups)
     if stride > 1:
-        highest = [max(group) if len(group) > 1 else None for group in groups]
-        assert columns["mean_loss_high"] == [value and pytest.approx(value, rel=1e-5) for value in highest]
+        assert columns["mean_loss_high"] == pytest.approx([max(group) for group in groups], rel=1e-5)
+        assert columns["mean_loss_low"] == pytest.approx([min(group) for group in groups], rel=1e-5)
 
 
 def test_following_a_run_gives_what_reading_it_whole_gives(tmp_path):
-    """Also where the number of records per point doubles in between."""
-    path, rng, curve = tmp_path / "run_metrics.jsonl", random.Random(3), Curve()
-    known, cursor, update = {}, "", 0
+    path, rng, metrics, update = tmp_path / "run_metrics.jsonl", random.Random(3), MetricsFile(), 0
     while update < 2 * POINTS + 300:
         more = rng.randint(1, 700)
         append(path, *(record(update + i + 1, **({"eval_loss": 2.0} if i % 50 == 0 else {})) for i in range(more)))
         update += more
-        curve = curve.read(path)
-        answer = curve.answer(cursor)
-        known, cursor = joined(known, answer), answer["cursor"]
-    assert known == Curve().read(path).answer("")["columns"]
+        metrics.read(path)
+        assert metrics.curves(POINTS) == read(path)
 
 
 def test_skipped_updates_and_lost_losses_are_counted_in_their_points(tmp_path):
     path, count = tmp_path / "run_metrics.jsonl", 2 * POINTS
     bad = {"loss": None, "mean_loss": None, "skipped": [{"update": 4}, {"update": 5}]}
     append(path, *(record(i, **(bad if i in (4, 5, count) else {})) for i in range(1, count + 1)))
-    columns = Curve().read(path).answer("")["columns"]
+    columns = read(path)["columns"]
     assert columns["skipped"][1:4] == [2, 2, None] and columns["not_finite"][-1] == 1
     assert columns["mean_loss"][1] == pytest.approx(1 / 3, rel=1e-5) and columns["update"][-1] == count
 
 
 def test_any_name_of_a_file_or_metric_and_any_number_is_read(folder, get):
-    odd = {"constructor": 1.5, "__proto__": 2, "huge": 10**400, "flag": True, "loss": math.nan}
+    odd = {"constructor": 1.5, "__proto__": 2, "huge": 10**400, "text": "a", "loss": math.nan}
     append(folder / "plain_64_metrics.jsonl", record(1, **odd))
     with open(os.fsencode(folder) + b"/caf\xe9_64_metrics.jsonl", "w", encoding="utf-8") as file:
         file.write(json.dumps(record(1)) + "\n")
@@ -179,4 +177,4 @@ def test_any_name_of_a_file_or_metric_and_any_number_is_read(folder, get):
     assert get("runs/" + quote("caf\\xe9_64"))["columns"]["update"] == [1]
     columns = get("runs/plain_64")["columns"]
     assert columns["constructor"] == [1.5] and columns["__proto__"] == [2] and columns["not_finite"] == [1]
-    assert not {"huge", "flag", "loss"} & columns.keys()
+    assert not {"huge", "text", "loss"} & columns.keys()

@@ -12,27 +12,20 @@ from common.errors import reason
 from dataset.json_records import BadRecord
 from dataset.messages import parse_message
 from model.prompts import encode_pieces, prompt_pieces, special_texts
-
-
-class BadPrompt(ValueError):
-    """A prompt that cannot be answered, and why."""
-
-
-class TooLong(BadPrompt):
-    """A prompt that leaves no room for an answer."""
+from scripts.serve.protocol import ApiError
 
 
 def characters(value: Any) -> int:
-    """Characters of all texts in a JSON value, the names of fields included."""
+    """Characters of all texts in a JSON value, the names of fields included; everything else counts as one."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(len, value)) + sum(map(characters, value.values()))
-    return sum(map(characters, value)) if isinstance(value, list) else 0
+        return 1 + sum(map(len, value)) + sum(map(characters, value.values()))
+    return 1 + sum(map(characters, value)) if isinstance(value, list) else 1
 
 
 class PromptWriter:
-    """Writes prompts for a model whose context has `length` tokens."""
+    """Writes prompts for a model whose context has `length` tokens. What cannot be answered is an ApiError."""
 
     def __init__(self, tokenizer: Any, length: int):
         self.tokenizer, self.length = tokenizer, length
@@ -46,58 +39,47 @@ class PromptWriter:
     def chat(
         self, messages: list[Any], tools: list[dict], thinking: bool | None = None, opening: str = ""
     ) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's next turn begins. opening: how that turn begins.
-
-        Raises:
-            BadPrompt: a message is not well formed, or the template refuses the conversation.
-        """
-        if not self.tokenizer.chat_template:
-            raise BadPrompt("this model has no chat template; use /v1/completions")
+        """The tokens of a conversation, up to where the assistant's next turn begins. opening: how that turn begins."""
         options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-        self._check_size(characters([messages, tools]))  # before the template is run
         try:
+            self._check_size(characters([messages, tools]), "messages")  # before the template is run
             turns = [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
             pieces = prompt_pieces(self.tokenizer, turns, tools, opening, **options)
         except (BadRecord, ValueError, RecursionError) as error:
-            raise BadPrompt(reason(error)) from error
-        self._check_size(sum(len(piece.text) for piece in pieces))
-        return self._checked(encode_pieces(self.tokenizer, pieces))
+            raise ApiError(reason(error), param="messages", code="invalid_value") from error
+        self._check_size(sum(len(piece.text) for piece in pieces), "messages")
+        return self._checked(encode_pieces(self.tokenizer, pieces), "messages")
 
     def text(self, text: str) -> list[int]:
-        """The tokens of a text, with the token in front that documents begin with, unless it begins with a special one.
-
-        Raises:
-            TooLong: it leaves no room for an answer.
-        """
-        self._check_size(len(text))
-        return self._checked(self.start_of(text) + self.backend.encode(text, add_special_tokens=False).ids)
+        """The tokens of a text, with the token in front that documents begin with, unless it begins with a special
+        one."""
+        self._check_size(len(text), "prompt")
+        return self._checked(self.start_of(text) + self.backend.encode(text, add_special_tokens=False).ids, "prompt")
 
     def start_of(self, text: str) -> list[int]:
         """The token that is put in front of a text."""
         return [] if self.special.match(text) else self.start
 
     def tokens(self, tokens: list[int]) -> list[int]:
-        """A prompt that is given as tokens.
-
-        Raises:
-            BadPrompt: one of them is none, or there are too many or none at all.
-        """
+        """A prompt that is given as tokens."""
         wrong = next((number for number, token in enumerate(tokens) if not 0 <= token < self.size), None)
         if wrong is not None:
-            raise BadPrompt(f"number {wrong} is no token of this model, whose vocabulary has {self.size}")
-        return self._checked(tokens)
+            message = f"number {wrong} is no token of this model, whose vocabulary has {self.size}"
+            raise ApiError(message, param="prompt", code="invalid_value")
+        return self._checked(tokens, "prompt")
 
-    def _check_size(self, characters: int) -> None:
+    def _check_size(self, characters: int, param: str) -> None:
         """Refuse what cannot fit before any work is done for it."""
         if characters > self.length * self.widest:
-            raise TooLong(f"The context of this model has {self.length} tokens; {characters} characters do not fit it.")
+            raise self._too_long(f"{characters} characters do not fit it", param)
 
-    def _checked(self, tokens: list[int]) -> list[int]:
+    def _checked(self, tokens: list[int], param: str) -> list[int]:
         if not tokens:
-            raise BadPrompt("the prompt is empty")
+            raise ApiError("the prompt is empty", param=param, code="invalid_value")
         if len(tokens) >= self.length:
-            raise TooLong(
-                f"The context of this model has {self.length} tokens; the prompt of {len(tokens)} leaves no room in it "
-                f"for an answer."
-            )
+            raise self._too_long(f"the prompt of {len(tokens)} leaves no room in it for an answer", param)
         return tokens
+
+    def _too_long(self, why: str, param: str) -> ApiError:
+        message = f"The context of this model has {self.length} tokens; {why}."
+        return ApiError(message, param=param, code="context_length_exceeded")

@@ -1,0 +1,199 @@
+"""An answer while it is being written: from tokens to text, and from text to reasoning, content and tool calls.
+
+Text that was shown is never taken back. The marks are those of model/chat_template.jinja: `<think>` ... `</think>` at
+the beginning, and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere behind it. A malformed call, or
+one of a tool that was not offered, stays text. Nothing is executed.
+"""
+
+import json
+import secrets
+from collections.abc import Collection
+from typing import Any
+
+from model.answers import CALL, END_CALL, END_THINK, THINK, parse_call
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
+CHARACTER = 4  # bytes of the longest character in UTF-8; a token holds at least one
+
+
+def held_back(text: str, marks: Collection[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of the marks."""
+    longest = max(map(len, marks), default=0)
+    for size in range(min(len(text), longest - 1), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
+
+
+class IncrementalDecoder:
+    """The text of tokens, as they come. Bytes of a character that is not complete yet are held back."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []  # the last ones shown, for what depends on a neighbour, and those held back
+        self.shown = 0  # how many of them are shown
+
+    def push(self, token: int) -> str:
+        """The text that this token completes."""
+        self.tokens.append(token)
+        return self._take(waits=len(self.tokens) - self.shown < CHARACTER)
+
+    def end(self) -> str:
+        """What is still held back."""
+        return self._take(waits=False)
+
+    def _take(self, waits: bool) -> str:
+        text = self._decode(self.tokens)
+        if waits and text.endswith(INCOMPLETE):
+            return ""
+        new = text[len(self._decode(self.tokens[: self.shown])) :]
+        self.tokens = self.tokens[self.shown :]
+        self.shown = len(self.tokens)
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class TextStream:
+    """The text of an answer up to the first stop string, which is left out. What may become one is held back."""
+
+    def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
+        self.decoder, self.stops = IncrementalDecoder(tokenizer), tuple(stops)
+        self.held, self.stopped = "", False
+        self.decoded = self.shown = 0  # characters of the tokens so far, and those of them that were let out
+
+    def push(self, token: int) -> str:
+        """The text that this token lets out."""
+        return self._let_out(self.decoder.push(token))
+
+    def end(self) -> str:
+        """The rest."""
+        text = self._let_out(self.decoder.end())
+        rest, self.held = self.held, ""
+        self.shown += len(rest)
+        return text + rest
+
+    def _let_out(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        self.decoded += len(text)
+        text = self.held + text
+        places = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if places:
+            self.stopped, keep = True, len(text) - min(places)
+        else:
+            keep = held_back(text, self.stops)
+        self.held = "" if self.stopped else text[len(text) - keep :]
+        self.shown += len(text) - keep
+        return text[: len(text) - keep]
+
+
+class AnswerParser:
+    """Turns the pieces of an answer's text into deltas of OpenAI's chat messages: {"content"}, {"reasoning_content"}
+    or {"tool_calls"}.
+
+    thinks: the answer begins inside its reasoning. tools: names that calls may have; none: no calls are looked for.
+    """
+
+    def __init__(self, thinks: bool = False, tools: Collection[str] = ()):
+        self.tools = frozenset(tools)
+        self.state = self._thinking if thinks else self._beginning
+        self.text = ""  # of which no delta was made yet
+        self.blank = True  # no delta was made in this state: its first line breaks are the template's
+        self.calls = 0
+        self.ended = False
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """The deltas that a piece of text completes."""
+        self.text += text
+        deltas: list[dict[str, Any]] = []
+        while (delta := self.state()) is not None:
+            deltas += [delta] if delta else []
+        return deltas
+
+    def end(self) -> list[dict[str, Any]]:
+        """The deltas of what is still held back."""
+        self.ended = True
+        return self.push("")
+
+    # Each state takes what it can from self.text. It returns a delta, {} for one more look, or None to wait for text.
+
+    def _beginning(self) -> dict[str, Any] | None:
+        text = self.text.lstrip()
+        if not self.ended and len(text) < len(THINK) and THINK.startswith(text):
+            return None
+        if text.startswith(THINK):
+            self.text, self.state = text[len(THINK) :], self._thinking
+        else:
+            self.blank, self.state = False, self._content
+        return {}
+
+    def _thinking(self) -> dict[str, Any] | None:
+        text, end, rest = self.text.partition(END_THINK)
+        if not end:
+            keep = 0 if self.ended else held_back(text, [END_THINK])
+            text, rest = text[: len(text) - keep], text[len(text) - keep :]
+        text = text.lstrip("\n") if self.blank else text
+        words = text.rstrip("\n")  # the last line breaks are the template's, if the reasoning ends there
+        self.text = rest if end else text[len(words) :] + rest
+        self.blank = self.blank and not words
+        if end:
+            self.blank, self.state = True, self._content
+        elif self.ended:
+            self.text = ""
+        return {"reasoning_content": words} if words else {} if end else None
+
+    def _content(self) -> dict[str, Any] | None:
+        if self.blank:
+            self.text = self.text.lstrip("\n")
+        before, mark, rest = self.text.partition(CALL) if self.tools else (self.text, "", "")
+        if mark:
+            words = before.rstrip("\n")  # the line break before a call is the template's
+            self.text, self.state, before = before[len(words) :] + mark + rest, self._call, words
+        else:
+            keep = self._kept_of_content()
+            before, self.text = self.text[: len(self.text) - keep], self.text[len(self.text) - keep :]
+        self.blank = self.blank and not before
+        return {"content": before} if before else {} if mark else None
+
+    def _kept_of_content(self) -> int:
+        """Characters to hold back: a mark that may begin, and line breaks that belong to it."""
+        if not self.tools or self.ended:
+            return 0
+        mark = held_back(self.text, [CALL])
+        words = self.text[: len(self.text) - mark]
+        return mark + len(words) - len(words.rstrip("\n"))
+
+    def _call(self) -> dict[str, Any] | None:
+        gap, _, text = self.text.partition(CALL)
+        body, end, rest = text.partition(END_CALL)
+        if not end and not self.ended:
+            return None
+        self.state = self._content
+        call = openai_call(body, self.tools) if end else None
+        if call is None:  # it stays text, up to where another call may begin
+            self.text, self.blank = rest, False
+            return {"content": gap + CALL + body + end}
+        self.text, self.blank = rest, True
+        self.calls += 1
+        return {"tool_calls": [{"index": self.calls - 1, "id": f"call_{secrets.token_hex(12)}", **call}]}
+
+
+def openai_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
+    """A call in OpenAI's form, its arguments as JSON text; None if it is not well formed or of no such tool."""
+    call = parse_call(body)
+    if call is None or call["name"] not in tools:
+        return None
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to a message."""
+    for field, value in delta.items():
+        if field == "tool_calls":
+            calls = [{name: part for name, part in call.items() if name != "index"} for call in value]
+            message.setdefault(field, []).extend(calls)
+        else:
+            message[field] = (message.get(field) or "") + value

@@ -1,0 +1,104 @@
+"""The answers to one request while they are written: from the decoding thread to the event loop."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from model.sampling import Sampling
+from scripts.serve.models import ServedModel
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from scripts.serve.scheduler import Job, Progress, QueueFull
+
+MAX_LOGPROBS = 1 << 15  # of one request, the likeliest tokens included
+
+
+def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> list[Sampling]:
+    """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on `n`.
+    default: of what the request leaves out."""
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed
+    seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
+    given: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k and max(0, asked.top_k),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return [replace(default, **given, seed=seed) for seed in seeds]
+
+
+class PendingAnswers:
+    """The answers to one HTTP request: one job for each of its prompts.
+
+    Raises:
+        ApiError: more answers to a prompt, or more log-probabilities, than one may ask for.
+    """
+
+    def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
+        slots, most = served.settings.slots, served.settings.max_new_tokens
+        if asked.n > slots:
+            raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
+        self.scheduler, self.queue = served.scheduler, asyncio.Queue[Progress]()
+        self.open = len(prompts) * asked.n
+        longest = max(1, min(most if asked.limit is None else asked.limit, most))
+        if asked.top is not None:
+            tokens = longest * self.open + sum(map(len, prompts)) * asked.n * asked.echo
+            if tokens * (1 + asked.top) > MAX_LOGPROBS:
+                message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
+                raise ApiError(message, param="logprobs", code="invalid_value")
+        self.jobs = [
+            Job(
+                prompt,
+                samplings_of(asked, served.sampling),
+                min(longest, served.settings.context - len(prompt)),
+                self._notifier(asyncio.get_running_loop(), number * asked.n),
+                asked.stop,
+                asked.stream,
+                asked.top,
+                asked.echo,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _notifier(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Progress], None]:
+        def notify(progress: Progress) -> None:
+            loop.call_soon_threadsafe(self.queue.put_nowait, progress._replace(number=first + progress.number))
+
+        return notify
+
+    def submit(self) -> None:
+        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens.
+
+        Raises:
+            ApiError: too many wait.
+        """
+        try:
+            self.scheduler.submit(*self.jobs)
+        except QueueFull:
+            if self.scheduler.closing:
+                raise ApiError("The server can no longer answer; see its log.", 503, "server_error") from None
+            message = "Too many requests are waiting; try again later."
+            raise ApiError(message, 429, "rate_limit_error", code="queue_full") from None
+
+    def close(self) -> None:
+        """Free the places of what is not written yet."""
+        if self.open:
+            self.scheduler.cancel(*self.jobs)
+
+    async def __aiter__(self) -> AsyncIterator[Progress]:
+        """News of the answers until all are finished.
+
+        Raises:
+            ApiError: a step that was to write one of them failed.
+        """
+        while self.open:
+            progress = await self.queue.get()
+            if progress.finish == "memory":
+                raise ApiError(
+                    "The server has too little memory for this answer; try again later.", 503, "server_error"
+                )
+            if progress.finish == "error":
+                raise ApiError("The server failed to answer; try again.", status=500, kind="server_error")
+            self.open -= progress.finish is not None
+            yield progress
