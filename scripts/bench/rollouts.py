@@ -39,7 +39,7 @@ from trainer.components.checkpoint import snapshot
 from trainer.components.device import mixed_precision
 from trainer.components.language_model import SHAPE, frozen_model
 from trainer.components.optimizer import build_optimizer
-from trainer.components.policy_loss import SHOWN
+from trainer.components.policy_loss import METRICS
 from trainer.components.reinforcement import build_sampler
 from trainer.components.resume import model_fingerprint, run_fingerprint
 from trainer.components.rewards import load_rewards
@@ -140,9 +140,21 @@ def our_updates(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: P
     run = run_fingerprint(settings, model_fingerprint(config), prompts.fingerprint, len(prompts))
     autocast, scaler = mixed_precision("float32", device)  # on a CPU MiniMind's precision, whatever its --dtype says
     optimizer = build_optimizer(model, settings.learning_rate, settings.weight_decay)
-    parts = (model.train(), optimizer, scaler, autocast, device, train_grpo.loss_fn)
-    state = TrainState(settings, config, *parts, lambda *_: settings.learning_rate, run, shown=SHOWN)
-    state.size_fn, state.hooks = rollouts.size, rollouts
+    state = TrainState(
+        args=settings,
+        lm_config=config,
+        model=model.train(),
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=device,
+        loss_fn=train_grpo.loss_fn,
+        schedule=lambda *_: settings.learning_rate,
+        run=run,
+        metric_names=METRICS,
+        size_fn=rollouts.size,
+        hooks=[rollouts],
+    )
 
     def update(batch: list[Prompt], number: int) -> list[int]:
         window = rollouts.prepare(state, [collate_prompts(batch)])

@@ -146,8 +146,18 @@ def build_state(settings: BenchmarkArgs, device: torch.device) -> TrainState:
     autocast, scaler = mixed_precision(settings.dtype, device)
     optimizer = build_optimizer(model, settings.learning_rate, settings.weight_decay, settings.optimizer)
     run = run_fingerprint(settings, model_fingerprint(config), {}, 1)
-    parts = (model, optimizer, scaler, autocast, device, next_token_loss)
-    return TrainState(settings, config, *parts, lambda update, total, args: args.learning_rate, run)
+    return TrainState(
+        args=settings,
+        lm_config=config,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=device,
+        loss_fn=next_token_loss,
+        schedule=lambda update, total, args: args.learning_rate,
+        run=run,
+    )
 
 
 def parameters(state: TrainState) -> int:

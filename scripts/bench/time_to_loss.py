@@ -127,8 +127,18 @@ def evaluate_weights(ours: StageArgs, held_out: StageDataset, weights: Path) -> 
     model, _ = init_model(config, "none", ours.tokenizer_path, ours.save_dir, device)
     load_weights(model, weights)
     optimizer = torch.optim.SGD(model.parameters())  # never stepped
-    parts = (model, optimizer, scaler, autocast, device, next_token_loss)
-    state = TrainState(ours, config, *parts, lambda update, total, args: None, {})
+    state = TrainState(
+        args=ours,
+        lm_config=config,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=device,
+        loss_fn=next_token_loss,
+        schedule=lambda update, total, args: None,
+        run={},
+    )
     loss = (evaluate(state, eval_loader(held_out, ours.batch_size)) or {}).get("eval_loss")
     return math.nan if loss is None else loss
 

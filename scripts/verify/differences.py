@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import reason
-from trainer.components import distillation, preference
+from trainer.components import preference
 from trainer.components.checkpoint import UNREADABLE, read_file, read_state
 from trainer.components.metrics import read_metrics
 from trainer.components.sharded import with_tensors
 
 FIELDS = ("update", "epoch", "step", "loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm")
-FIELDS += (*preference.SHOWN, *distillation.SHOWN, "eval_accuracy", "eval_divergence")
+FIELDS += (*preference.METRICS, "cross_entropy", "divergence", "eval_accuracy", "eval_divergence")
 FIELDS += ("reward", "reward_std", "entropy", "completion_length", "kl", "clipped", "samples", "eval_reward")
 FIELDS += ("tokens", "eval_loss", "eval_bpb", "skipped", "overflows", "expert_load", "dead_experts")  # no speed, time
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.command_line import Parser
+from common.config_sources import parse_args
 from common.errors import UserError
-from common.settings import StageArgs, Switch, own_defaults, parse_args, setting, settings_of
+from common.settings import StageArgs, Switch, setting, settings_of
 from dataset.token_cache import STAGE_LENGTH
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, launch

@@ -3,8 +3,9 @@
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
+from common.settings import StageArgs, setting
 from dataset.tokenizing import TokenizerSpec
-from trainer.components.language_model import Batch, target_logits, target_states
+from trainer.components.language_model import Batch, frozen_model, target_logits, target_states
 from trainer.components.model_import import TOKENIZER_FILE
+from trainer.components.resume import weights_fingerprint
 from trainer.components.run_files import is_path
 from trainer.components.trained_weights import find_weights, load_path
 
@@ -23,8 +26,40 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindForCausalLM
 
-SHOWN = ("cross_entropy", "divergence")
 PIECE = 1024  # targets whose predictions are compared at once
+
+
+@dataclass(kw_only=True)
+class TeacherArgs(StageArgs):
+    """The flags that name the teacher."""
+
+    aliases: ClassVar[dict[str, str]] = {  # MiniMind's names
+        "student_hidden_size": "hidden_size",
+        "student_num_layers": "num_hidden_layers",
+        "student_use_moe": "use_moe",
+        "from_student_weight": "from_weight",
+    }
+
+    from_teacher_weight: str = setting("full_sft", "the teacher: name of weights in --save_dir, or a path")
+    teacher_hidden_size: int = setting(0, "width of the teacher; 0: that of its weights", ge=0)
+    teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
+    teacher_use_moe: Literal["auto", "0", "1"] = setting("auto", "whether the teacher has experts; auto: as it is")
+
+    def teacher_shape(self) -> dict[str, int | bool]:
+        """What the flags say of the teacher's shape."""
+        sizes = {"hidden_size": self.teacher_hidden_size, "num_hidden_layers": self.teacher_num_layers}
+        shape: dict[str, int | bool] = {name: value for name, value in sizes.items() if value}
+        return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
+
+    def teacher(self) -> Path:
+        """The file or folder of the teacher."""
+        return teacher_path(self.from_teacher_weight, self.save_dir, **self.teacher_shape())
+
+    def frozen_weights(self) -> dict[str, Path]:
+        return {"from_teacher_weight": self.teacher()}
+
+    def frozen_hashes(self) -> dict[str, str]:
+        return weights_fingerprint("teacher", self.teacher(), self.cache_dir)
 
 
 def teacher_path(weight: str, save_dir: str, **asked: Any) -> Path:
@@ -48,16 +83,17 @@ def teacher_path(weight: str, save_dir: str, **asked: Any) -> Path:
 
 
 def load_teacher(
-    path: Path, tokenizer: "PreTrainedTokenizerBase", tokenizer_path: str, **asked: Any
+    args: TeacherArgs, tokenizer: "PreTrainedTokenizerBase", device: torch.device
 ) -> "MiniMindForCausalLM":
-    """The teacher in a file or folder; tokenizer: the student's, which must be the teacher's as well.
+    """The teacher that the flags name, frozen; tokenizer: the student's, which must be the teacher's as well.
 
     Raises:
-        UserError: it is no model, of another shape than `asked`, or has another tokenizer.
+        UserError: it is no model, of another shape than the flags say, or has another tokenizer.
     """
+    path, tokenizer_path = args.teacher(), args.tokenizer_path
     folder = path if path.is_dir() else path.parent
     own = folder if (folder / TOKENIZER_FILE).is_file() else tokenizer_path
-    teacher, teachers = load_path(path, own, **asked)
+    teacher, teachers = load_path(path, own, **args.teacher_shape())
     if TokenizerSpec.of(teachers).backend != TokenizerSpec.of(tokenizer).backend:
         raise UserError(
             f"the teacher {path} has another tokenizer ({own}) than the student ({tokenizer_path}); their predictions "
@@ -67,7 +103,7 @@ def load_teacher(
         raise UserError(
             f"the teacher {path} has a vocabulary of {teacher.config.vocab_size}, the student one of {len(tokenizer)}"
         )
-    return teacher
+    return frozen_model(teacher, device)
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float, kind: str, beta: float = 0.5) -> Tensor:

@@ -18,12 +18,12 @@ from trainer.components.language_model import Batch, target_log_probs
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 TOKEN_LEVEL = ("dapo", "cispo")
-SHOWN = ("kl", "clipped")  # beside the loss
+METRICS = ("kl", "clipped")  # names of the sums beside the loss
 
 
 class PolicyLoss(NamedTuple):
-    """Sums over the tokens of a batch, each []. All but the loss are to be shown: their means over what the loss is
-    divided by are means over tokens, for grpo and dr_grpo first over those of a completion."""
+    """Sums over the tokens of a batch, each []. Metrics use the loss's denominator: per token for dapo and cispo, per
+    completion for grpo and dr_grpo."""
 
     loss: Tensor
     kl: Tensor  # from the reference
@@ -82,14 +82,14 @@ def policy_loss(
         per_token = per_token / lengths
     elif loss_type == "dr_grpo":
         per_token = per_token / max_gen_len
-    shown = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
-    kl, is_clipped = ((shown * value.detach()).sum() for value in (kl, clipped.to(logp.dtype)))
+    weight = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
+    kl, is_clipped = ((weight * value.detach()).sum() for value in (kl, clipped.to(logp.dtype)))
     return PolicyLoss(per_token.sum(), kl, is_clipped)
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss of a stage, from the batches of components/rollouts.py: the sum of the policy loss over the sampled
-    tokens, that of the auxiliary losses over all tokens, and sums to show. args: the settings of the stage."""
+    tokens, that of the auxiliary losses over all tokens, and METRICS, each []. args: the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
     options = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "max_gen_len", "beta")}

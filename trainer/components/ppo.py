@@ -27,7 +27,7 @@ from trainer.components.trajectories import Trajectory
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
-SHOWN = ("value_loss", "kl", "policy_kl", "clipped")  # beside the loss
+METRICS = ("value_loss", "kl", "approx_kl", "clipped")  # names of the sums beside the loss
 
 
 class ActorCritic(nn.Module):
@@ -100,16 +100,16 @@ def policy_divergence(log_probs: Tensor, old: Tensor) -> Tensor:
 
 def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, that of the
-    auxiliary losses over all tokens, and sums to show. model: an ActorCritic. args: the settings of the stage."""
+    auxiliary losses over all tokens, and METRICS, each []. model: an ActorCritic. args: the settings of the stage."""
     log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
     old_values = batch.get("old_values", values.detach())
     options = {"ref_logp": batch.get("ref_log_probs"), "beta": args.beta}
     of_token = (batch["advantages"], batch["lengths"])
     policy = policy_loss(log_probs, old, *of_token, "dapo", args.epsilon, args.epsilon, **options)
-    critic = value_loss(values, old_values, batch["returns"], args.value_clip)
-    shown = {"value_loss": critic.detach(), "policy_kl": policy_divergence(log_probs.detach(), old)}
-    return policy.loss + args.vf_coef * critic, aux_loss, shown | {"kl": policy.kl, "clipped": policy.clipped}
+    critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
+    metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
+    return policy.loss + args.vf_coef * critic, aux_loss, metrics | {"kl": policy.kl, "clipped": policy.clipped}
 
 
 class ValuedRollouts(Rollouts):
@@ -176,10 +176,10 @@ class ValuedRollouts(Rollouts):
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
         found = super()._means(total)
-        del found["equal_groups"]  # one completion is no group
+        del found["frac_reward_zero_std"]  # one completion is no group
         return found | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later passes, not made
 
-    def size(self, batch: Batch) -> Size:
+    def size(self, batch: Batch, lm_config: Any = None) -> Size:
         """The size of a flat batch for both models, or of held-out prompts."""
         size = super().size(batch)
         if "prompts" in batch:

@@ -35,20 +35,36 @@ CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/
 class RolloutArgs(StageArgs):
     """The flags of all stages that learn from rollouts."""
 
+    monitor: str = "eval_reward"
+    mode: Literal["min", "max"] = "max"
     max_gen_len: int = setting(256, "longest completion (--max_seq_len is the longest prompt)", "tokens", ge=1)
-    temperature: float = setting(1.0, "of the sampling, and of what is trained", ge=COLDEST)
+    temperature: float = setting(1.0, "sampling temperature; also applied in the loss", ge=COLDEST)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
     reward_model: str | None = setting(None, "folder of a Hugging Face sequence classifier; its score is added")
-    reward_timeout: float = setting(10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0)
+    reward_timeout: float = setting(10.0, "longest time of one reward or one environment reply", "seconds", gt=0)
     beta: float = setting(0.0, "weight of the KL divergence from the start weights", ge=0)
     num_iterations: int = setting(1, "updates per rollout", ge=1)
-    epsilon: float = setting(EPSILON, "the ratio is clipped to 1 - this, with --num_iterations 2 or more", gt=0, lt=1)
+    epsilon: float = setting(
+        EPSILON, "lower clip: the ratio is at least 1 - epsilon, with --num_iterations 2 or more", gt=0, lt=1
+    )
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
 
-    clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # what holds the updates after a rollout's first one back
+    clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
 
     def frozen_weights(self) -> dict[str, Path]:
         return {"from_weight": start_path(self.save_dir, self.from_weight, self)} if self.beta else {}
+
+    def builds_on_start_weights(self) -> bool:
+        return self.beta > 0  # they are the reference
+
+    def code_files(self) -> list[Path]:
+        return rollout_code(self)
+
+    def frozen_hashes(self) -> dict[str, str]:
+        if self.reward_model is None:
+            return {}
+        files = sorted(path for path in Path(self.reward_model).iterdir() if path.is_file())  # its chat template, too
+        return files_fingerprint("reward_model", files, self.cache_dir)
 
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""
@@ -73,7 +89,7 @@ class ReinforcementArgs(RolloutArgs):
     num_generations: int = setting(8, "completions per prompt: the group that they are compared in", ge=2)
     scale_rewards: bool = setting(True, "1: divide an advantage by the group's standard deviation")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = setting("dapo", "loss and its normalisation")
-    epsilon_high: float = setting(EPSILON, "and to 1 + this", gt=0)
+    epsilon_high: float = setting(EPSILON, "upper clip: the ratio is at most 1 + epsilon_high", gt=0)
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
 
@@ -131,18 +147,6 @@ def prompt_loader(prompts: PromptDataset, args: RolloutArgs, epoch: int, skip_ba
     updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
     order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
     return ordered_loader(prompts, order, args.batch_size, skip_batches, args.num_workers, collate_prompts)
-
-
-def reward_model_fingerprint(args: RolloutArgs, checkpoint: dict[str, Any] | None) -> dict[str, str]:
-    """The part of the run fingerprint that describes --reward_model; empty also where the checkpoint (None: a new run)
-    of an early version does not hold it."""
-    is_early = checkpoint is not None and "reward_model_sha256" not in checkpoint.get("run", {})
-    if args.reward_model is None or is_early:
-        return {}
-    files = sorted(
-        path for path in Path(args.reward_model).iterdir() if path.is_file()
-    )  # also its chat template counts
-    return files_fingerprint("reward_model", files, args.cache_dir)
 
 
 def rollout_code(args: Any) -> list[Path]:

@@ -8,6 +8,7 @@ Token ids are trained as they were sampled, with the end token; nothing is decod
 softmax(logits / temperature), which is also what is trained.
 """
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,17 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
-from dataset.prompts import Prompt
+from dataset.prompts import Prompt, PromptDataset
 from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, world_size
-from trainer.components.language_model import flat_size, target_log_probs
+from trainer.components.environments import Environment
+from trainer.components.language_model import flat_size, frozen_model, target_log_probs
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
-from trainer.components.rewards import Reward, compute
+from trainer.components.reinforcement import build_sampler
+from trainer.components.rewards import Reward, compute, load_rewards
 from trainer.components.state import Batch, Hooks, TrainState
 from trainer.components.trajectories import Sampler, Trajectory
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from model.model_minimind import MiniMindConfig
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
@@ -126,7 +131,7 @@ class Rollouts(Hooks):
         figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
         figures |= {"completion_length": total["length"] / completions, "cut_share": total["cut"] / completions}
         figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
-        figures["equal_groups"] = total["equal_groups"] / max(total["groups"], 1)  # nothing is learned from them
+        figures["frac_reward_zero_std"] = total["equal_groups"] / max(total["groups"], 1)
         figures["rollout_seconds"] = total["seconds"] / rollouts
         figures["reward_seconds"] = total["reward_seconds"] / rollouts
         figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
@@ -262,13 +267,13 @@ class Rollouts(Hooks):
         """As many batches without trajectories."""
         return [self._flat([], 0) for _ in window]
 
-    def size(self, batch: Batch) -> Size:
+    def size(self, batch: Batch, lm_config: Any = None) -> Size:
         """The size of a flat batch, or of held-out prompts."""
         if "prompts" in batch:
             return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
         return flat_size(batch, self.lm_config)._replace(targets=batch["counted"])
 
-    def held_out(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
         weighted one."""
         sampler = replace(self.sampler, group=1, temperature=0.0, between=lambda: None)
@@ -281,6 +286,28 @@ class Rollouts(Hooks):
         total = sum(self._weighted(part) for part in parts)
         found = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+
+def add_rollouts(
+    state: TrainState,
+    kind: type[Rollouts],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: PromptDataset,
+    environment: type[Environment] | None = None,
+) -> None:
+    """Have the loop train what the model writes to the prompts: in an environment, over several turns. With --beta the
+    policy as it is now, which are the start weights, is kept as the reference.
+
+    Raises:
+        UserError: a reward, the reward model or an environment cannot be used.
+    """
+    args = state.args
+    rewards = load_rewards(args.reward, args.reward_model, state.device)
+    rollouts = kind(args, state.lm_config, build_sampler(args, tokenizer, prompts, environment), rewards)
+    if args.beta:
+        rollouts.reference = frozen_model(copy.deepcopy(rollouts.policy(unwrap(state.model))), state.device)
+    state.hooks.append(rollouts)
+    state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out
 
 
 def moved_to(device: torch.device | None, batch: Batch) -> Batch:

@@ -94,7 +94,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
 
 
 def test_minimind_names_of_the_student_are_the_common_flags():
-    from common.settings import parse_args
+    from common.config_sources import parse_args
 
     typed = ["--student_hidden_size", "64", "--student_num_layers", "3", "--student_use_moe", "1"]
     args = parse_args(train_distillation.Args, None, [*typed, "--from_student_weight", "w", "--teacher_use_moe", "0"])

@@ -162,7 +162,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
     args = SimpleNamespace(temperature=temperature, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, beta=beta)
     args.max_gen_len, args.loss_type, as_written, model = MAX_GEN_LEN, loss_type, loss_type, actor
     if loss_type == "ppo":  # the loss of dapo with one epsilon; that of the critic has tests of its own
-        model, as_written, args.vf_coef, args.value_clip = ActorCritic(actor), "dapo", 0.0, 0.2
+        model, as_written, args.vf_coef, args.cliprange_value = ActorCritic(actor), "dapo", 0.0, 0.2
         batch |= {"old_values": torch.zeros(sum(LENGTHS)), "returns": torch.zeros(sum(LENGTHS))}
     loss_fn = actor_critic_loss if loss_type == "ppo" else sampled_tokens_loss
     high = EPSILON if loss_type == "ppo" else EPSILON_HIGH

@@ -122,7 +122,7 @@ def test_the_record_holds_means_since_the_last_one():
     assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * 2 * GROUP]))
     assert figures["reward_size"] == pytest.approx(np.mean([*SIZE, *[1.0] * 2 * GROUP]))
     assert (figures["completion_length"], figures["entropy"]) == (2.5, 1.0)
-    assert (figures["cut_share"], figures["equal_groups"]) == (0.25, pytest.approx(2 / 3))
+    assert (figures["cut_share"], figures["frac_reward_zero_std"]) == (0.25, pytest.approx(2 / 3))
     assert [each["reward"] for each in figures["samples"]] == [1.5, 1.5]
     assert rollouts.figures(state)["reward"] is None
 

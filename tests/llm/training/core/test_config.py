@@ -13,8 +13,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from common.config_sources import config_parser, parse_args
 from common.errors import UserError
-from common.settings import StageArgs, Switch, own_defaults, parse_args, settings_of
+from common.settings import StageArgs, Switch, settings_of
 from llm.training.core.config import (
     SECTIONS,
     SETTINGS,
@@ -25,7 +26,6 @@ from llm.training.core.config import (
     ModelConfig,
     TrainingConfig,
 )
-from llm.training.core.config_sources import config_parser
 from tests.conftest import ROOT
 from trainer import train_full_sft, train_pretrain
 
