@@ -185,7 +185,7 @@ def settings_parser(args_class: type, description: str | None, **kwargs: Any) ->
             options = flag_options(each)
             group.add_argument(f"--{each.name}", **options)
             for alias in (alias for alias, name in aliases.items() if name == each.name):
-                named = {"dest": alias, "help": f"another name of --{each.name}"}
+                named: dict[str, Any] = {"dest": alias, "help": f"another name of --{each.name}"}
                 group.add_argument(f"--{alias}", **options | named)
     return parser
 
@@ -218,7 +218,7 @@ def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | No
     flags = [flag.removeprefix("--") for action in parser._actions for flag in action.option_strings]
     for text in [part.split("=")[0] for part in rest if part.startswith("--")] or rest:
         source.unknown(text, text.lstrip("-"), flags, "--{}".format)
-    for name in [name for name in source.settings if hasattr(options, name)]:
+    for name in [name for name in vars(options) if name in source.settings]:
         source.take(name, where, f"--{name}", getattr(options, name))
     for pair in getattr(options, "set", []):
         name, equals, text = pair.partition("=")

@@ -160,7 +160,11 @@ class StageArgs(
     section: ClassVar[str] = "stage"
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}  # other names of settings, in every source
     compiling_pays: ClassVar[bool] = False  # whether --use_compile auto may compile: it was measured for this stage
-    lr_scales: ClassVar[Mapping[str, float]] = {}  # learning rates of modules as multiples of --learning_rate
+
+    @property
+    def lr_scales(self) -> dict[str, float]:
+        """Learning rates of parts of the model as multiples of --learning_rate."""
+        return {}
 
     def frozen_weights(self) -> dict[str, Path]:
         """Flag -> path of weights that a resumed run reads again: those of a frozen model beside the trained one."""
@@ -338,5 +342,5 @@ def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting], *
         return convert
 
     for each in settings:
-        options = {"default": each.default, "type": converter(each), **extra}
-        parser.add_argument(f"--{each.name}", **flag_options(each), **options)
+        options: dict[str, Any] = {"default": each.default, "type": converter(each), **extra}
+        parser.add_argument(f"--{each.name}", **flag_options(each) | options)

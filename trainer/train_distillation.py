@@ -139,7 +139,7 @@ def main() -> None:
         scaler=scaler,
         autocast=autocast,
         device=device,
-        loss_fn=loss_fn,
+        loss_fn=partial(loss_fn, None),  # extend_run sets the teacher
         schedule=schedule,
         run=run,
         stop=stop,

@@ -26,9 +26,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
+from common.config_sources import parse_args as parse_stage_args
 from common.errors import UserError
 from common.settings import ROOT, StageArgs
-from common.settings import parse_args as parse_stage_args
 from dataset.lm_dataset import StageDataset
 from scripts.bench.pairs import SCRIPTS, check_peer, first_samples, peer_environment, records_of
 from scripts.benchmark import STAGES

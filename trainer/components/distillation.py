@@ -45,10 +45,10 @@ class TeacherArgs(StageArgs):
     teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
     teacher_use_moe: Literal["auto", "0", "1"] = setting("auto", "whether the teacher has experts; auto: as it is")
 
-    def teacher_shape(self) -> dict[str, int | bool]:
+    def teacher_shape(self) -> dict[str, Any]:
         """What the flags say of the teacher's shape."""
         sizes = {"hidden_size": self.teacher_hidden_size, "num_hidden_layers": self.teacher_num_layers}
-        shape: dict[str, int | bool] = {name: value for name, value in sizes.items() if value}
+        shape: dict[str, Any] = {name: value for name, value in sizes.items() if value}
         return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
 
     def teacher(self) -> Path:

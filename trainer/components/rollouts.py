@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from trainer.components.language_model import flat_size, frozen_model, target_lo
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
-from trainer.components.reinforcement import build_sampler
+from trainer.components.reinforcement import RolloutArgs, build_sampler
 from trainer.components.rewards import Reward, compute, load_rewards
 from trainer.components.state import Batch, Hooks, TrainState
 from trainer.components.trajectories import Sampler, Trajectory
@@ -35,7 +35,7 @@ from trainer.components.trajectories import Sampler, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from model.model_minimind import MiniMindConfig
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
@@ -301,11 +301,12 @@ def add_rollouts(
     Raises:
         UserError: a reward, the reward model or an environment cannot be used.
     """
-    args = state.args
+    args, lm_config = cast(RolloutArgs, state.args), cast("MiniMindConfig", state.lm_config)
     rewards = load_rewards(args.reward, args.reward_model, state.device)
-    rollouts = kind(args, state.lm_config, build_sampler(args, tokenizer, prompts, environment), rewards)
+    rollouts = kind(args, lm_config, build_sampler(args, tokenizer, prompts, environment), rewards)
     if args.beta:
-        rollouts.reference = frozen_model(copy.deepcopy(rollouts.policy(unwrap(state.model))), state.device)
+        policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))
+        rollouts.reference = frozen_model(copy.deepcopy(policy), state.device)
     state.hooks.append(rollouts)
     state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out
 

@@ -48,7 +48,7 @@ class EarlyStopping(Callback, Patience):
     def state_dict(self) -> State:
         return self.counts()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:  # type: ignore[override]  # Patience, a hook, names it `saved`
         self.restore(state)
 
 

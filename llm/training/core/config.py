@@ -158,9 +158,12 @@ class Config:
         task = first_given("task", TrainingConfig.section, argv, environ)
         stage = stage_args(task) if task else None
         args_class = engine_args(stage)
-        defaults = (task_defaults(task) if task else {}) if callable(task_defaults) else task_defaults or {}
+        defaults: dict[str, Any] = {}
         if stage is not None:
-            defaults = {name: row.default for name, row in settings_of(stage).items() if _differs(row)} | defaults
+            defaults = {name: row.default for name, row in settings_of(stage).items() if _differs(row)}
+        if callable(task_defaults):
+            task_defaults = task_defaults(task) if task else None
+        defaults |= task_defaults or {}
         named = {"save_weight": task.rpartition(":")[2]} if task else {}
         own = read_task_defaults(args_class, task, named | defaults)
         options, given = read_sources(args_class, engine_parser(args_class), argv, environ, own)
@@ -187,7 +190,8 @@ class Config:
     def to_args(self) -> EngineArgs:
         """All settings, flat; for a stage also its own flags."""
         values = self.values() | ({} if self.stage_args is None else self.extra)
-        return engine_args(self.stage_args)(**values if self.optimization.use_amp else values | {"dtype": "float32"})
+        values |= {} if self.optimization.use_amp else {"dtype": "float32"}
+        return engine_args(self.stage_args)(**values)
 
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""

@@ -181,7 +181,7 @@ class CheckpointManager(KeptStates):
         Raises:
             UserError: there is none at `path`, or it is damaged or something else.
         """
-        named, args = path or self.args.resume_from, self.args
+        args, named = self.args, str(path or self.args.resume_from or "") or None
         if named is None and not args.from_resume:
             return None
-        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=named and str(named))
+        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=named)

@@ -1,14 +1,11 @@
 """The stages' own datasets as a data module: token caches and prompts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from llm.training.data.base import DataModule
 from trainer.components.data import data_identity, epoch_samples, held_out_loader, source_of, train_loader
-
-if TYPE_CHECKING:
-    from dataset.lm_dataset import StageDataset
 
 
 class StageDataModule(DataModule):
@@ -18,7 +15,8 @@ class StageDataModule(DataModule):
         task: the StageTask, whose settings may change (another number of ranks).
     """
 
-    train_dataset: "StageDataset"
+    train_dataset: Any
+    val_dataset: Any = None
 
     def __init__(self, task: Any):
         super().__init__(task.config)

@@ -16,7 +16,6 @@ from llm.training.core.config import Config
 from llm.training.data.base import DataModule
 from trainer.components.meter import Size
 from trainer.components.optimizer import build_optimizer
-from trainer.components.run_files import NamedShape
 from trainer.components.state import Batch, TrainState
 from trainer.trainer_utils import warmup_cosine
 
@@ -42,7 +41,7 @@ class TrainingTask(ABC):
     def __init__(self, config: Config):
         self.config = config
         self.args = config.to_args()  # all settings, flat
-        self.lm_config: NamedShape = self.args  # of the shape in the names of files
+        self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
     @classmethod
     def stage_args(cls) -> type[StageArgs] | None:
