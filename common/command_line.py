@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TextIO, cast
+from typing import NoReturn
 
 from common.errors import Interrupted, LostRank, UserError
 from common.launcher import launch
@@ -28,8 +28,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the default of each flag that has one, unless its help does so."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.default is None or action.required or "(default: " in (action.help or "")
-        return action.help if told else super()._get_help_string(action)
+        is_shown = action.default is None or action.required or "(default: " in (action.help or "")
+        return action.help if is_shown else super()._get_help_string(action)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)  # keeps paths in one piece
@@ -44,33 +44,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError; argparse would print the usage and exit."""
         raise UserError(f"{message}; see --help")
-
-
-class LastingStream:
-    """Stands in for `sys.stdout` or `sys.stderr`. A write that fails (a closed terminal, a `tee` that ended, a full
-    disk behind a log) raises nothing; what the disk cannot take now is written with the next line that it can."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        """Write, if that is possible."""
-        with suppress(OSError, ValueError):  # ValueError: the stream was closed
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, if that is possible."""
-        with suppress(OSError, ValueError):
-            self.stream.flush()
-
-
-def outlast_console() -> None:
-    """Have nothing that happens to stdout or stderr end this process from now on: training outlives its terminal."""
-    sys.stdout, sys.stderr = cast(Any, [LastingStream(stream) for stream in (sys.stdout, sys.stderr)])
 
 
 @contextmanager

@@ -1,23 +1,20 @@
 """Every setting of a training run, written once: name, type, default, unit, limits, choices and help.
 
-The stage scripts' command lines, the engine's YAML, environment and command line (llm/training/core/config.py) and the
-flag pages of the manual are made from these dataclasses. pydantic converts and checks the values.
+YAML files, environment variables and command lines (config_sources.py), the engine's sections and the flag pages of the
+manual are made from these dataclasses. pydantic converts and checks the values.
 
 A stage script subclasses `StageArgs` for its own defaults; a field that it adds is a flag of that stage alone.
 """
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
-
-from common.command_line import Parser
-from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository: default paths start here, not in the current folder
 T = TypeVar("T")
@@ -83,6 +80,10 @@ class TrainingConfig:
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
     seed: int = setting(42, "seed of the initial weights, the order of samples and dropout", ge=0, le=2**63 - 1)
     max_bad_updates: int = setting(5, "updates in a row with a non-finite loss or gradient that end the run", ge=1)
+    patience: int = setting(0, "early stopping: evaluations without improvement before it stops; 0: off", ge=0)
+    min_delta: float = setting(0.0, "a change of --monitor counts as an improvement if it is larger than this", ge=0)
+    monitor: str = setting("eval_loss", "held-out metric for early stopping and for the best weights")
+    mode: Literal["min", "max"] = setting("min", "whether a smaller or a larger --monitor is better")
 
 
 @dataclass(kw_only=True)
@@ -121,9 +122,12 @@ class CheckpointConfig:
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
     from_weight: str = setting("none", "weights to start from: a name in --save_dir, or a path; none: random weights")
-    from_resume: bool = setting(False, "1: continue from the checkpoint, if there is one")
+    from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
+    resume_from: str | None = setting(None, "checkpoint to continue from, instead of the newest one of --from_resume 1")
     extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
     save_interval: int = setting(1000, "interval of checkpoints; each epoch ends with one", "micro-batches", ge=1)
+    keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
+    keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
 
 @dataclass(kw_only=True)
@@ -133,11 +137,18 @@ class LoggingConfig:
     section: ClassVar[str] = "logging"
     log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
     eval_interval: int = setting(0, "interval of evaluations; 0: only at the end of each epoch", "micro-batches", ge=0)
+    use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
+    tensorboard_dir: str | None = setting(
+        None, "folder of TensorBoard curves, <save_dir>/tensorboard; to view them: tensorboard --logdir FOLDER"
+    )
     use_wandb: bool = setting(False, "log to SwanLab")
     wandb_project: str = setting("MiniMind-Trainer", "SwanLab project")
     swanlab_mode: Literal["cloud", "disabled", "local", "offline", "online"] = setting(
         "cloud", "where SwanLab keeps the run"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines that are shown")
+    log_file: str | None = setting(None, "file to which every console line is appended, with its time and level")
+    log_dir: str | None = setting(None, "folder of the log file, which is then <run>.log; instead of --log_file")
 
 
 @dataclass(kw_only=True)
@@ -146,12 +157,30 @@ class StageArgs(
 ):
     """The settings of a training stage, flat. A stage script subclasses it for its own defaults and flags."""
 
-    section: ClassVar[str] = "this stage"
-    aliases: ClassVar[dict[str, str]] = {}  # other names of flags on the command line
+    section: ClassVar[str] = "stage"
+    aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}  # other names of settings, in every source
+    compiling_pays: ClassVar[bool] = False  # whether --use_compile auto may compile: it was measured for this stage
+
+    @property
+    def lr_scales(self) -> dict[str, float]:
+        """Learning rates of parts of the model as multiples of --learning_rate."""
+        return {}
 
     def frozen_weights(self) -> dict[str, Path]:
         """Flag -> path of weights that a resumed run reads again: those of a frozen model beside the trained one."""
         return {}
+
+    def frozen_hashes(self) -> dict[str, str]:
+        """The part of the run fingerprint that identifies frozen models, other than the start weights."""
+        return {}
+
+    def code_files(self) -> list[Path]:
+        """Files of code, beside the stage script, whose change is a warning when the run is resumed."""
+        return []
+
+    def builds_on_start_weights(self) -> bool:
+        """Whether a resumed run needs the weights of --from_weight, because its checkpoint does not replace them."""
+        return False
 
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
@@ -160,6 +189,10 @@ class StageArgs(
             wrong.append(f"--save_weight {name!r} must be a plain name; the folder is --save_dir")
         if name == "none" or name.endswith((".pth", "_best")):
             wrong.append(f"--save_weight {name}: none, X.pth and X_best mean something else elsewhere; give another")
+        if self.log_file and self.log_dir:
+            wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
+        if self.resume_from and self.from_resume:
+            wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
         for flag, text in (("save_weight", name), ("from_weight", self.from_weight)):
             if "\0" in text or "\n" in text or any(len(os.fsencode(part)) > 200 for part in Path(text).parts):
                 wrong.append(f"--{flag} is no name of a file: it is too long, or has a line break; give another")
@@ -253,16 +286,16 @@ def settings_of(args_class: type) -> Mapping[str, Setting]:
         for name in vars(base).get("__annotations__", {}):
             if name in getattr(args_class, "__dataclass_fields__", {}) and get_origin(_hints(base)[name]) != ClassVar:
                 introduced.setdefault(name, base)
-    found = []
+    rows = []
     for name, base in introduced.items():
         own = base.__dataclass_fields__[name]
         default = args_class.__dataclass_fields__[name].default
         meta = own.metadata or {"help": "", "unit": "", "limits": {}}
         parts = (meta["help"], meta["unit"], meta["limits"], base.section)
-        found.append(Setting(name, _hints(base)[name], default, *parts))
+        rows.append(Setting(name, _hints(base)[name], default, *parts))
     sections = list(dict.fromkeys(base.section for base in args_class.__mro__ if hasattr(base, "section")))
-    sections.sort(key=lambda section: section == "this stage")  # a stage's own flags come last
-    return {each.name: each for each in sorted(found, key=lambda each: sections.index(each.section))}
+    sections.sort(key=lambda section: section == StageArgs.section)  # a stage's own flags come last
+    return {row.name: row for row in sorted(rows, key=lambda row: sections.index(row.section))}
 
 
 @cache
@@ -270,30 +303,34 @@ def _hints(base: type) -> dict[str, Any]:
     return get_type_hints(base, include_extras=True)
 
 
-def own_defaults(args_class: type) -> dict[str, Any]:
-    """The values that a stage's class sets itself: its defaults and its own flags."""
-    return {
-        name: getattr(args_class, name) for name in vars(args_class).get("__annotations__", {}) if name != "section"
-    }
+def aliases_of(args_class: type) -> dict[str, str]:
+    """Other names of settings -> their names: those of a class and of its bases."""
+    classes = reversed(args_class.__mro__)
+    return {alias: name for base in classes for alias, name in vars(base).get("aliases", {}).items()}
 
 
 def own_flags(args: StageArgs) -> dict[str, Any]:
     """The values of the flags that a stage adds."""
-    return {name: getattr(args, name) for name, row in settings_of(type(args)).items() if row.section == "this stage"}
+    rows = settings_of(type(args)).items()
+    return {name: getattr(args, name) for name, row in rows if row.section == StageArgs.section}
 
 
 # --- command lines ---------------------------------------------------------------------------------------------------
 
 METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
-A = TypeVar("A", bound=StageArgs)
 
 
-def add_flags(
-    parser: argparse._ActionsContainer, settings: Iterable[Setting], typed: bool = True, **extra: Any
-) -> None:
-    """Add a flag for each setting; with `typed` False it keeps its text, for `parse_values`. `extra`: for argparse, and
-    `aliases`, other names of settings."""
-    aliases = extra.pop("aliases", {})
+def flag_options(setting: Setting) -> dict[str, Any]:
+    """What argparse is given for a setting, whose value stays text."""
+    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else METAVARS.get(setting.kind, "TEXT")
+    bare = {"nargs": "?", "const": "1"} if setting.kind in (bool, Switch) else {}  # a bare flag switches it on
+    default = int(setting.default) if isinstance(setting.default, bool) else setting.default
+    shown = "" if default is None or default == "" else f" (default: {default} {setting.unit}".rstrip() + ")"
+    return {"metavar": metavar, "help": (setting.help + shown).replace("%", "%%"), "dest": setting.name, **bare}
+
+
+def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting], **extra: Any) -> None:
+    """Add a flag for each setting; `extra` is for argparse."""
 
     def converter(each: Setting):
         def convert(text: str) -> Any:
@@ -305,57 +342,5 @@ def add_flags(
         return convert
 
     for each in settings:
-        options: dict[str, Any] = {"default": each.default, **extra, "metavar": METAVARS.get(each.kind, "TEXT")}
-        if each.choices:
-            options["metavar"] = "{" + ",".join(each.choices) + "}"
-        if each.kind in (bool, Switch):
-            options |= {"nargs": "?", "const": "1"}  # a bare flag switches it on
-        if typed:
-            options["type"] = converter(each)
-        default = int(each.default) if isinstance(each.default, bool) else each.default
-        shown = "" if default is None or default == "" else f" (default: {default} {each.unit}".rstrip() + ")"
-        names = [*(other for other, name in aliases.items() if name == each.name), each.name]
-        told = (each.help + shown).replace("%", "%%")
-        parser.add_argument(*(f"--{name}" for name in names), dest=each.name, help=told, **options)
-
-
-def add_grouped_flags(parser: Parser, args_class: type) -> None:
-    """All settings of a class as flags that keep their text, one group per section."""
-    settings = settings_of(args_class).values()
-    for section in dict.fromkeys(each.section for each in settings):
-        group = parser.add_argument_group(section)
-        own = (each for each in settings if each.section == section)
-        add_flags(group, own, False, aliases=getattr(args_class, "aliases", {}), default=argparse.SUPPRESS)
-
-
-def parse_values(settings: Mapping[str, Setting], given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
-    """The values of settings; `given` maps a name to (text or YAML value, how to name it in an error line).
-
-    Raises:
-        UserError: one line with everything that is wrong.
-    """
-    values, wrong = {}, []
-    for name, (value, label) in given.items():
-        try:
-            values[name] = settings[name].parse(value)
-        except ValueError as error:
-            wrong.append(f"{label} {error}")
-    if wrong:
-        raise UserError("; ".join(wrong))
-    return values
-
-
-def parse_args(args_class: type[A], description: str | None, argv: Sequence[str] | None = None, **defaults: Any) -> A:
-    """The settings of a stage from its command line: the defaults of its class (or `defaults`), and the flags given.
-
-    Raises:
-        UserError: one line with everything that is wrong.
-    """
-    parser = Parser(description=(description or "").split("\n", 1)[0])
-    add_grouped_flags(parser, args_class)
-    given = vars(parser.parse_args(argv))
-    values = parse_values(settings_of(args_class), {name: (text, f"--{name}") for name, text in given.items()})
-    args = args_class(**defaults | values)
-    if wrong := args.contradictions():
-        raise UserError("; ".join(wrong))
-    return args
+        options: dict[str, Any] = {"default": each.default, "type": converter(each), **extra}
+        parser.add_argument(f"--{each.name}", **flag_options(each) | options)

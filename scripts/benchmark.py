@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.config_sources import parse_args
 from common.errors import UserError
-from common.settings import StageArgs, add_flags, parse_args, setting, settings_of
+from common.settings import StageArgs, add_flags, setting, settings_of
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.bench.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
@@ -142,8 +143,18 @@ class Ours:
         run = run_fingerprint(args, model_fingerprint(config), data, len(self.train_set))
         compiled = compiles(args, self.train_set)
         wrapped = wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
-        parts = (wrapped, self.new_optimizer(wrapped), scaler, autocast, device, next_token_loss)
-        self.state = TrainState(args, config, *parts, lambda update, total, args: args.learning_rate, run)
+        self.state = TrainState(
+            args=args,
+            lm_config=config,
+            model=wrapped,
+            optimizer=self.new_optimizer(wrapped),
+            scaler=scaler,
+            autocast=autocast,
+            device=device,
+            loss_fn=next_token_loss,
+            schedule=lambda update, total, args: args.learning_rate,
+            run=run,
+        )
         loaders = (
             epoch_loader(self.train_set, args.batch_size, args.seed, epoch, 0, args.num_workers) for epoch in range(100)
         )

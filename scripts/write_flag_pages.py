@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import METAVARS, ROOT, Setting, settings_of
-from llm.training.core.config import SETTINGS, EngineArgs
-from llm.training.core.config_sources import config_parser
+from llm.training.core.config import SETTINGS, engine_parser
 from trainer import (
     train_agent,
     train_distillation,
@@ -39,8 +38,8 @@ FLAGS = {**STAGES[0], **OWN}
 # Of reinforcement learning in a table of their own: some have the names of others.
 REWARDED = [settings_of(script.Args) for script in (train_grpo, train_agent, train_ppo)]
 REWARDED_FLAGS = {name: each for stage in REWARDED for name, each in stage.items() if name not in STAGES[0]}
-OPTIONS = {a.dest: a.help or "" for a in config_parser(EngineArgs)._actions if a.dest not in ("help", *SETTINGS)}
-LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # a multiple_of stands in the help
+OPTIONS = {a.dest: a.help or "" for a in engine_parser()._actions if a.dest not in ("help", *SETTINGS)}
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
 PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
 
 

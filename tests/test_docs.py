@@ -21,13 +21,13 @@ import yaml
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
+from common.config_sources import ALIASES, parse_args
 from common.errors import UserError
-from common.settings import Setting, parse_args, settings_of
+from common.settings import Setting, settings_of
 from dataset.formats import to_chat, to_text
 from dataset.token_cache import load_tokenizer
 from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config
-from llm.training.core.config_sources import ALIASES
 from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.benchmark import BenchmarkArgs

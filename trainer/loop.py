@@ -8,6 +8,7 @@ all ranks and micro-batches, divided by their number: how it was cut into micro-
 import math
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from trainer.components.device import peak_memory_mb
 from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
-from trainer.components.language_model import held_out_loss
 from trainer.components.meter import Size
 from trainer.components.metrics import headline
 from trainer.components.optimizer import set_learning_rate, should_step
@@ -44,6 +44,10 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         Interrupted: a signal asked for it; the state is saved, on all ranks at the same update.
         UserError: too many updates in a row with a non-finite loss or gradient, or a file cannot be written.
     """
+    if state.record is not None:
+        finish_update(state, wandb)  # the run was stopped between saving an update and reporting it
+    if state.finished:
+        return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
     if is_replicated(state.model):
@@ -52,17 +56,20 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
     meter.restart()
     while step < iters and not state.finished:
         fetched = meter.fetch(batches, min(args.accumulation_steps, iters - step))  # the update's micro-batches
-        window = state.hooks.prepare(state, fetched)
+        window = prepared(state, fetched)
         sizes = [state.size(batch) for batch in window]
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
         if stop_requested:
             read_meter(state)
             save_and_stop(state, wandb)
-        state.hooks.batch_start(state)
+        for hook in state.hooks:
+            hook.batch_start(state)
         losses, grad_norm = train_update(state, window, targets, tokens)
         meter.count(sizes, state.device)
         before, step = step, step + len(fetched)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
+        for hook in state.hooks:
+            hook.after_step(state)
         if state.update == 1:
             check_first_loss(state, losses)
 
@@ -91,7 +98,7 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
 
     Returns:
         On the device, over all ranks: losses [2 + K], the mean cross entropy per target, the mean auxiliary loss per
-        token and the means per target of the K sums to show, in float64 (float32 on MPS), NaN without any target; the
+        token and the means per target of the K metrics, in float64 (float32 on MPS), NaN without any target; the
         gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
@@ -103,12 +110,12 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         seed_dropout(args.seed, state.update, i)
         with gradient_sync(model, enabled=i == len(window) - 1):
             with state.autocast:
-                loss, aux_loss, *shown = state.loss_fn(model, to_device(batch, state.device), args)
+                loss, aux_loss, *metrics = state.loss_fn(model, to_device(batch, state.device), args)
             # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
             scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
-        values = [loss, aux_loss, *(shown[0][name] for name in state.shown)]
+        values = [loss, aux_loss, *(metrics[0][name] for name in state.metric_names)]
         sums += torch.stack([value.detach().to(sums.dtype) for value in values])
-    counts = [targets, tokens] + [targets] * len(state.shown)
+    counts = [targets, tokens] + [targets] * len(state.metric_names)
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
@@ -122,12 +129,19 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     return losses, grad_norm
 
 
+def prepared(state: TrainState, window: list[Batch]) -> list[Batch]:
+    """The micro-batches to train, as the hooks make them of those that the loader gave."""
+    for hook in state.hooks:
+        window = hook.prepare(state, window)
+    return window
+
+
 def train_on_nothing(state: TrainState, loader: DataLoader) -> None:
     """One empty micro-batch forward and backward, so that DDP has its final buckets: it orders them anew after its
     first backward pass, and with three or more ranks the first update after a resume would sum the gradients in another
     order than the same update of a run that was not stopped. Nothing else changes."""
     assert loader.collate_fn is not None
-    (batch,) = state.hooks.prepare(state, [loader.collate_fn([])])
+    (batch,) = prepared(state, [loader.collate_fn([])])
     with state.autocast:
         loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
     (loss + aux_loss).backward()
@@ -143,7 +157,8 @@ def save_is_due(state: TrainState, before: int, evaluate_due: bool) -> bool:
     """Whether to save after this update, alike on all ranks: at --save_interval and the end of the epoch, before an
     evaluation, when a hook wants it, and when a save was postponed because updates were skipped."""
     at_interval = reached(state.args.save_interval, before, state.step, state.iters)
-    return at_interval or evaluate_due or state.hooks.wants_checkpoint(state) or state.save_due
+    wanted = any(hook.wants_checkpoint(state) for hook in state.hooks)
+    return at_interval or evaluate_due or wanted or state.save_due
 
 
 def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
@@ -181,9 +196,9 @@ def add_to_mean_loss(state: TrainState, losses: Tensor) -> None:
 
 def check_first_loss(state: TrainState, losses: Tensor) -> None:
     """Warn if trained weights predict text worse than chance does: they belong to another tokenizer, or are damaged.
-    Only of stages whose loss is the cross entropy. Sync point, once in a run."""
+    Only of stages whose loss is the cross entropy alone: the others have metrics. Sync point, once in a run."""
     vocabulary = getattr(state.lm_config, "vocab_size", 0)
-    if state.args.from_weight == "none" or state.eval_fn is not held_out_loss or not vocabulary:
+    if state.args.from_weight == "none" or state.metric_names or not vocabulary:
         return
     loss, chance = float(losses[0]), math.log(vocabulary)
     if loss > 1.01 * chance:  # random weights are about as good as chance
@@ -197,18 +212,20 @@ def check_first_loss(state: TrainState, losses: Tensor) -> None:
 
 
 def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_due: bool) -> dict[str, Any]:
-    """The log record of the update just made: `loss` is its own; `mean_loss` and the values that the stage shows are
-    means over the updates since the last record. Sync point: the host waits for the device."""
-    total, count, *shown = state.losses.tolist()
+    """The log record of the update just made: `loss` is its own; `mean_loss` and the stage's metrics are means over the
+    updates since the last record. Sync point: the host waits for the device."""
+    total, count, *sums = state.losses.tolist()
     state.losses.zero_()
     logits_loss, aux_loss = losses[:2].tolist()
     record: dict[str, Any] = {"update": state.update, "epoch": state.epoch, "step": state.step, "iters": state.iters}
     values = {"loss": logits_loss + aux_loss, "mean_loss": total / count if count else math.nan}
     values |= {"logits_loss": logits_loss, "aux_loss": aux_loss, "grad_norm": float(grad_norm)}
     values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"])
-    values |= {name: value / count if count else math.nan for name, value in zip(state.shown, shown, strict=True)}
+    values |= {name: value / count if count else math.nan for name, value in zip(state.metric_names, sums, strict=True)}
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
-    record |= state.hooks.figures(state) | state.expert_load.take(unwrap(state.model))
+    for hook in state.hooks:
+        record |= hook.figures(state)
+    record |= state.expert_load.take(unwrap(state.model))
     skipped = state.bad_updates.take()
     if evaluate_due:
         record["evaluating"] = True
@@ -247,7 +264,8 @@ def finish_update(state: TrainState, wandb=None) -> None:
     if state.metrics is not None:
         state.metrics.tick(state.update)
     record = report(state, wandb) if state.record is not None else None
-    state.hooks.batch_end(state, record)
+    for hook in state.hooks:
+        hook.batch_end(state, record)
 
 
 def report(state: TrainState, wandb=None) -> dict[str, Any]:
@@ -259,14 +277,15 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
     """
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        held_out = state.hooks.validate(state, evaluate)
+        held_out = validate(state)
         if held_out is None:
             raise interrupted(state)
         record |= held_out
         is_best = state.is_best(held_out)
         if is_best:
             save_best_weights(state)
-        state.hooks.validation_end(state, held_out, is_best)
+        for hook in state.hooks:
+            hook.validation_end(state, held_out, is_best)
     iters = record.pop("iters")
     state.records = state.records if state.records is None else state.records + 1
     if is_main_process():
@@ -279,6 +298,14 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
 
 
 # --- held-out data ---------------------------------------------------------------------------------------------------
+
+
+def validate(state: TrainState) -> dict[str, float | None] | None:
+    """Evaluate the held-out data, within what the hooks do before and after; None if a signal interrupted it."""
+    run = partial(evaluate, state, state.eval_loader or [])
+    for hook in reversed(state.hooks):
+        run = partial(hook.validate, state, run)
+    return run()
 
 
 @torch.no_grad()
@@ -301,8 +328,8 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
             break
         size = state.size(batch)
         with state.autocast:
-            found = state.eval_fn(model, to_device(batch, state.device))
-        for name, value in found.items():
+            batch_sums = state.eval_fn(model, to_device(batch, state.device), state.args)
+        for name, value in batch_sums.items():
             sums[name] = sums.get(name, 0.0) + float(value)
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()

@@ -18,46 +18,32 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.locks import lock_output
-from common.settings import ROOT, parse_args, setting
-from dataset.rollout_prompts import collate_prompts
-from trainer.components.bad_updates import BadUpdates
-from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
+from common.settings import ROOT, setting
 from trainer.components.environments import load_environment
 from trainer.components.failures import training_errors
-from trainer.components.flops import peak_rate
 from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import wrap_model
-from trainer.components.policy_loss import SHOWN, sampled_tokens_loss
-from trainer.components.reinforcement import (
-    ReinforcementArgs,
-    open_prompts,
-    prompt_loader,
-    reward_model_fingerprint,
-    rollout_code,
-    samples_per_epoch,
-    trajectory_writer,
-)
-from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
-from trainer.components.rewards import load_rewards
-from trainer.components.rollouts import Rollouts
-from trainer.components.run_files import run_name
-from trainer.components.saving import complete_files, open_metrics, save_final_weights
-from trainer.components.signals import StopRequest
+from trainer.components.policy_loss import METRICS, sampled_tokens_loss
+from trainer.components.reinforcement import ReinforcementArgs, open_prompts
+from trainer.components.rollouts import Rollouts, add_rollouts
+from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
-from trainer.loop import finish_update, train_epoch
+from trainer.loop import train_epoch
 from trainer.trainer_utils import (
-    eval_loader,
+    begin_run,
+    compile_and_wrap,
+    identify_run,
     init_distributed_mode,
+    init_model,
     leave_process_group,
     lm_checkpoint,
     load_tokenizer,
-    policy_and_reference,
+    read_settings,
     setup_seed,
     start_model_config,
-    start_shape,
-    steps_per_epoch,
+    start_weights,
+    take_over,
+    train_loader,
     warmup_cosine,
 )
 
@@ -80,70 +66,75 @@ class Args(ReinforcementArgs):
     max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
 
 
-loss_fn = sampled_tokens_loss  # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and to show
+loss_fn = sampled_tokens_loss  # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
 schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
+
+
+def open_data(args, tokenizer):
+    """The training and held-out (or None) prompts, with the tools of the environment."""
+    return open_prompts(args, tokenizer, load_environment(args.environment).tools)
+
+
+def extend_run(state, tokenizer, train_set, eval_set):
+    """Have a micro-batch of prompts become trajectories, which model and environment write, with rewards."""
+    add_rollouts(state, Rollouts, tokenizer, train_set, load_environment(state.args.environment))
 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, device and precision; signals end the run at an update, and no other run may write its files.
-    args = start_shape(parse_args(Args, __doc__))
-    use_deterministic_kernels(args.deterministic)
-    device = select_device(args.device)
-    autocast, scaler = mixed_precision(args.dtype, device)
-    stop = StopRequest().install()
-    lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    # 1. Settings; the console, device, precision, signals and files of this run.
+    args = read_settings(Args, __doc__)
+    device, autocast, scaler, stop = take_over(args)
 
-    # 2. Environment, rewards and prompts.
-    rewards, environment = load_rewards(args.reward, args.reward_model, device), load_environment(args.environment)
+    # 2. Prompts, with the tools of the environment.
     tokenizer = load_tokenizer(args.tokenizer_path)
-    prompts, held_out = open_prompts(args, tokenizer, environment.tools)
+    train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
     init_distributed_mode(args.rank_timeout, device)
-    prepare_device(device)
     setup_seed(args.seed)
 
-    # 4. Model config, and the checkpoint to resume from.
+    # 4. Model config, and the checkpoint to resume from; that of another run is refused.
     lm_config = start_model_config(tokenizer, args)
-    checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
-    args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
-    data = prompts.fingerprint | reward_model_fingerprint(args, checkpoint)
-    run = run_fingerprint(args, model_fingerprint(lm_config), data, samples_per_epoch(prompts, args))
-    run = check_resume(args, run, checkpoint)  # refuses the checkpoint of another run
+    where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
+    checkpoint = lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
+    args, run = identify_run(args, checkpoint, lm_config, train_set)
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
-    # 6. Model, wrapped in DDP, and optimizer; with --beta also the reference.
-    model, reference = policy_and_reference(args, lm_config, device, run, resumed=checkpoint is not None)
-    model = wrap_model(model, device, args.parallel, args.use_compile, args.activation_checkpointing, autocast)
+    # 6. Model, wrapped in DDP, and optimizer.
+    model, _ = init_model(lm_config, start_weights(args, run, checkpoint), args.tokenizer_path, args.save_dir)
+    model = compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
-    # 7. The state of the run, restored from the checkpoint. Rollouts are made where a micro-batch becomes samples.
-    rollouts = Rollouts(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards, reference)
-    parts = (lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop, SHOWN, rollouts.size)
-    state = TrainState(args, *parts, eval_fn=rollouts.held_out, hooks=rollouts, monitor=("eval_reward", "max"))
-    state.eval_loader = eval_loader(held_out, args.batch_size, collate_prompts) if held_out else None
-    state.bad_updates = BadUpdates(args.max_bad_updates, prompts.source)
-    state.peak_flops = peak_rate(autocast, device)  # for the MFU
-    state.code = code_hashes([__file__, *rollout_code(args)])  # resuming with other code is a warning
-    if checkpoint:
-        state.restore(checkpoint)
-    state.metrics = open_metrics(state, resumed=checkpoint is not None)
+    # 7. The state of the run, with its rollouts, restored from the checkpoint.
+    state = TrainState(
+        args=args,
+        lm_config=lm_config,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=device,
+        loss_fn=loss_fn,
+        schedule=schedule,
+        run=run,
+        stop=stop,
+        metric_names=METRICS,
+    )
+    extend_run(state, tokenizer, train_set, eval_set)
+    begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 
     # 8. Train.
-    with complete_files(state, wandb):
-        if state.record:
-            finish_update(state, wandb)  # the checkpoint was written before its update was logged
+    with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = prompt_loader(prompts, args, epoch, start_step)
-            train_epoch(state, epoch, loader, steps_per_epoch(run["samples"], args.batch_size), start_step, wandb)
-        save_final_weights(state)
+            loader = train_loader(train_set, args, epoch, start_step)
+            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
     # 9. Clean up: DDP is freed before the process group.
-    del model, state, rollouts
+    del model, state
     leave_process_group()
 
 

@@ -19,43 +19,31 @@ from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.locks import lock_output
-from common.settings import ROOT, parse_args, setting
-from dataset.rollout_prompts import collate_prompts
-from trainer.components.bad_updates import BadUpdates
-from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
+from common.settings import ROOT, setting
+from trainer.components import ppo
 from trainer.components.failures import training_errors
-from trainer.components.flops import peak_rate
 from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import wrap_model
-from trainer.components.ppo import SHOWN, ActorCritic, ValuedRollouts, actor_critic_loss, save_actor
-from trainer.components.reinforcement import (
-    RolloutArgs,
-    open_prompts,
-    prompt_loader,
-    reward_model_fingerprint,
-    rollout_code,
-    samples_per_epoch,
-    trajectory_writer,
-)
-from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
-from trainer.components.rewards import load_rewards
-from trainer.components.run_files import run_name
-from trainer.components.saving import complete_files, open_metrics, save_final_weights
-from trainer.components.signals import StopRequest
+from trainer.components.reinforcement import RolloutArgs, open_prompts
+from trainer.components.rollouts import add_rollouts
+from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
-from trainer.loop import finish_update, train_epoch
+from trainer.loop import train_epoch
 from trainer.trainer_utils import (
-    eval_loader,
+    begin_run,
+    compile_and_wrap,
+    identify_run,
     init_distributed_mode,
+    init_model,
     leave_process_group,
     lm_checkpoint,
     load_tokenizer,
-    model_config,
-    policy_and_reference,
+    read_settings,
     setup_seed,
-    steps_per_epoch,
+    start_model_config,
+    start_weights,
+    take_over,
+    train_loader,
     warmup_cosine,
 )
 
@@ -83,8 +71,8 @@ class Args(RolloutArgs):
     critic_learning_rate: float = setting(5e-5, "peak learning rate of the critic", gt=0)
     gamma: float = setting(1.0, "discount of a reward, per token", gt=0, le=1)
     lam: float = setting(0.95, "GAE lambda: 0 = TD(0), 1 = Monte Carlo", ge=0, le=1)
-    vf_coef: float = setting(0.5, "weight of the critic's loss, in the gradient that --grad_clip limits", gt=0)
-    cliprange_value: float = setting(0.2, "how far a value may move, with --num_iterations 2 or more", gt=0)
+    vf_coef: float = setting(0.5, "weight of the critic's loss", gt=0)
+    cliprange_value: float = setting(0.2, "largest change of a value since the rollout; needs --num_iterations 2", gt=0)
     early_stop_kl: float = setting(0.25, "KL divergence per token that ends a rollout's updates; 0: no limit", ge=0)
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon", "cliprange_value", "early_stop_kl")
@@ -96,71 +84,79 @@ class Args(RolloutArgs):
         return {"critic": self.critic_learning_rate / self.learning_rate}
 
 
-loss_fn = actor_critic_loss  # (model, batch, args) -> sums: of both losses, of auxiliary losses, and to show
-MONITOR = ("eval_reward", "max")  # what the best weights have, and whether that is the lowest or the highest
+METRICS = ppo.METRICS  # names of the sums that loss_fn returns beside the loss
+loss_fn = ppo.actor_critic_loss  # (model, batch, args) -> sums: of both losses, of auxiliary losses, and METRICS
 schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
+open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None) prompts
+
+
+def extend_model(model, args):
+    """Policy and critic as one model."""
+    return ppo.ActorCritic(model)
+
+
+def extend_run(state, tokenizer, train_set, eval_set):
+    """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
+    add_rollouts(state, ppo.ValuedRollouts, tokenizer, train_set)
+    state.save_fn = ppo.save_actor
 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, device and precision; signals end the run at an update, and no other run may write its files.
-    args = parse_args(Args, __doc__)
-    use_deterministic_kernels(args.deterministic)
-    device = select_device(args.device)
-    autocast, scaler = mixed_precision(args.dtype, device)
-    stop = StopRequest().install()
-    lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    # 1. Settings; the console, device, precision, signals and files of this run.
+    args = read_settings(Args, __doc__)
+    device, autocast, scaler, stop = take_over(args)
 
-    # 2. Rewards and prompts.
-    rewards = load_rewards(args.reward, args.reward_model, device)
+    # 2. Prompts.
     tokenizer = load_tokenizer(args.tokenizer_path)
-    prompts, held_out = open_prompts(args, tokenizer)
+    train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
     init_distributed_mode(args.rank_timeout, device)
-    prepare_device(device)
     setup_seed(args.seed)
 
-    # 4. Model config, and the checkpoint to resume from.
-    lm_config = model_config(tokenizer, args)
-    checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
-    args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
-    data = prompts.fingerprint | reward_model_fingerprint(args, checkpoint)
-    run = run_fingerprint(args, model_fingerprint(lm_config), data, samples_per_epoch(prompts, args))
-    run = check_resume(args, run, checkpoint)  # refuses the checkpoint of another run
+    # 4. Model config, and the checkpoint to resume from; that of another run is refused.
+    lm_config = start_model_config(tokenizer, args)
+    where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
+    checkpoint = lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
+    args, run = identify_run(args, checkpoint, lm_config, train_set)
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
-    # 6. Policy and critic, wrapped in DDP, and one optimizer with two rates; with --beta also the reference.
-    policy, reference = policy_and_reference(args, lm_config, device, run, resumed=checkpoint is not None)
-    model = wrap_model(ActorCritic(policy), device, activation_checkpointing=args.activation_checkpointing)
+    # 6. Policy and critic, wrapped in DDP, and one optimizer with two rates.
+    model, _ = init_model(lm_config, start_weights(args, run, checkpoint), args.tokenizer_path, args.save_dir)
+    model = extend_model(model, args)
+    model = compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
-    # 7. The state of the run, restored from the checkpoint. Rollouts are made where a micro-batch becomes samples.
-    rollouts = ValuedRollouts(args, lm_config, trajectory_writer(args, tokenizer, prompts), rewards, reference)
-    parts = (lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop, SHOWN, rollouts.size)
-    state = TrainState(args, *parts, save_actor, eval_fn=rollouts.held_out, hooks=rollouts, monitor=MONITOR)
-    state.eval_loader = eval_loader(held_out, args.batch_size, collate_prompts) if held_out else None
-    state.bad_updates = BadUpdates(args.max_bad_updates, prompts.source)
-    state.peak_flops = peak_rate(autocast, device)  # for the MFU
-    state.code = code_hashes([__file__, *rollout_code(args)])  # resuming with other code is a warning
-    if checkpoint:
-        state.restore(checkpoint)
-    state.metrics = open_metrics(state, resumed=checkpoint is not None)
+    # 7. The state of the run, with its rollouts, restored from the checkpoint.
+    state = TrainState(
+        args=args,
+        lm_config=lm_config,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=device,
+        loss_fn=loss_fn,
+        schedule=schedule,
+        run=run,
+        stop=stop,
+        metric_names=METRICS,
+    )
+    extend_run(state, tokenizer, train_set, eval_set)
+    begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 
     # 8. Train.
-    with complete_files(state, wandb):
-        if state.record:
-            finish_update(state, wandb)  # the checkpoint was written before its update was logged
+    with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = prompt_loader(prompts, args, epoch, start_step)
-            train_epoch(state, epoch, loader, steps_per_epoch(run["samples"], args.batch_size), start_step, wandb)
-        save_final_weights(state)
+            loader = train_loader(train_set, args, epoch, start_step)
+            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
     # 9. Clean up: DDP is freed before the process group.
-    del model, policy, state, rollouts
+    del model, state
     leave_process_group()
 
 

@@ -15,48 +15,35 @@ To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.locks import lock_output
-from common.settings import ROOT, StageArgs, parse_args
+from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import PretrainDataset
-from trainer.components.bad_updates import BadUpdates
-from trainer.components.compiling import compiles
 from trainer.components.data import open_datasets
-from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.failures import training_errors
-from trainer.components.flops import peak_rate
 from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import freeze, wrap_model
-from trainer.components.resume import (
-    check_resume,
-    code_hashes,
-    data_fingerprint,
-    keep_global_batch,
-    model_fingerprint,
-    run_fingerprint,
-)
-from trainer.components.run_files import run_name
-from trainer.components.saving import complete_files, open_metrics, save_final_weights
-from trainer.components.signals import StopRequest
+from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
-from trainer.loop import finish_update, train_epoch
+from trainer.loop import train_epoch
 from trainer.trainer_utils import (
-    Logger,
-    epoch_loader,
-    eval_loader,
+    begin_run,
+    compile_and_wrap,
+    identify_run,
     init_distributed_mode,
     init_model,
     leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     next_token_loss,
+    read_settings,
     setup_seed,
     start_model_config,
-    start_shape,
-    steps_per_epoch,
+    start_weights,
+    take_over,
+    train_loader,
     warmup_cosine,
 )
 
@@ -75,6 +62,7 @@ class Args(StageArgs):
     accumulation_steps: int = 8
     learning_rate: float = 5e-4
     max_seq_len: int = 340
+    compiling_pays: ClassVar[bool] = True
 
 
 loss_fn = next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
@@ -82,62 +70,61 @@ schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rat
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 
 
+def open_data(args, tokenizer):
+    """The training and held-out (or None) data."""
+    return open_datasets(PretrainDataset, args, tokenizer)
+
+
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, device and precision; signals end the run at an update, and no other run may write its files.
-    args = start_shape(parse_args(Args, __doc__))
-    use_deterministic_kernels(args.deterministic)
-    device = select_device(args.device)
-    autocast, scaler = mixed_precision(args.dtype, device)
-    stop = StopRequest().install()
-    lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    # 1. Settings; the console, device, precision, signals and files of this run.
+    args = read_settings(Args, __doc__)
+    device, autocast, scaler, stop = take_over(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
-    train_set, eval_set = open_datasets(PretrainDataset, args, tokenizer)
+    train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
     init_distributed_mode(args.rank_timeout, device)
-    prepare_device(device)
     setup_seed(args.seed)
-    if args.packing:
-        Logger(train_set.describe())
 
-    # 4. Model config, and the checkpoint to resume from.
+    # 4. Model config, and the checkpoint to resume from; that of another run is refused.
     lm_config = start_model_config(tokenizer, args)
-    checkpoint = lm_checkpoint(lm_config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
-    args = keep_global_batch(args, checkpoint)  # adapts the accumulation to another number of ranks
-    run = run_fingerprint(args, model_fingerprint(lm_config), data_fingerprint(train_set.cache), len(train_set))
-    run = check_resume(args, run, checkpoint)  # refuses the checkpoint of another run
+    where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
+    checkpoint = lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
+    args, run = identify_run(args, checkpoint, lm_config, train_set)
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
-    model, _ = init_model(lm_config, "none" if checkpoint else args.from_weight, args.tokenizer_path, args.save_dir)
-    freeze(model, frozen)
-    model = wrap_model(model, device, args.parallel, compiles(args, train_set), args.activation_checkpointing, autocast)
+    model, _ = init_model(lm_config, start_weights(args, run, checkpoint), args.tokenizer_path, args.save_dir)
+    model = compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, restored from the checkpoint.
-    state = TrainState(args, lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop)
-    state.eval_loader = eval_loader(eval_set, args.batch_size) if eval_set else None
-    state.bad_updates = BadUpdates(args.max_bad_updates, train_set.cache.source)
-    state.peak_flops = peak_rate(autocast, device)  # for the MFU
-    state.code = code_hashes([__file__])  # resuming with other code is a warning
-    if checkpoint:
-        state.restore(checkpoint)
-    state.metrics = open_metrics(state, resumed=checkpoint is not None)
+    state = TrainState(
+        args=args,
+        lm_config=lm_config,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=device,
+        loss_fn=loss_fn,
+        schedule=schedule,
+        run=run,
+        stop=stop,
+    )
+    begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 
     # 8. Train.
-    with complete_files(state, wandb):
-        if state.record:
-            finish_update(state, wandb)  # the checkpoint was written before its update was logged
+    with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = epoch_loader(train_set, args.batch_size, args.seed, epoch, start_step, args.num_workers)
-            train_epoch(state, epoch, loader, steps_per_epoch(len(train_set), args.batch_size), start_step, wandb)
-        save_final_weights(state)
+            loader = train_loader(train_set, args, epoch, start_step)
+            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
     # 9. Clean up: DDP is freed before the process group.
     del model, state

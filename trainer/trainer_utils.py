@@ -1,8 +1,9 @@
-"""The helpers that MiniMind users know, under MiniMind's names; most are implemented in components/."""
+"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in components/), and what every
+stage does alike before it trains."""
 
-import copy
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -11,25 +12,44 @@ import numpy as np
 import torch
 from torch import nn
 
+from common.config_sources import parse_args
+from common.console import copy_console
 from common.errors import UserError
+from common.locks import lock_output
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.token_cache import load_tokenizer
+from trainer.components.bad_updates import BadUpdates
 from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.compiling import compiles
+from trainer.components.data import StageData, data_identity, epoch_samples, held_out_loader, source_of, train_loader
+from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group
+from trainer.components.flops import peak_rate
 from trainer.components.language_model import (
     SHAPE,
     check_tokenizer,
     describe_size,
-    frozen_model,
     model_config,
     next_token_loss,
     target_log_probs,
     target_logits,
 )
-from trainer.components.loaders import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
+from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
 from trainer.components.model_files import described_config, load_weights, read_model
-from trainer.components.resume import Fingerprint, check_start_weights
-from trainer.components.run_files import is_path, start_path, tokenizer_folder
+from trainer.components.parallel import freeze, wrap_model
+from trainer.components.resume import (
+    Fingerprint,
+    check_resume,
+    check_start_weights,
+    code_hashes,
+    keep_global_batch,
+    model_fingerprint,
+    run_fingerprint,
+)
+from trainer.components.run_files import is_path, run_name, start_path, tokenizer_folder
+from trainer.components.run_hooks import hooks_of_settings
+from trainer.components.signals import StopRequest
+from trainer.components.state import TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +59,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Logger",
     "SkipBatchSampler",
+    "begin_run",
+    "compile_and_wrap",
+    "device_and_precision",
     "epoch_loader",
     "eval_loader",
     "get_lr",
+    "identify_run",
     "init_distributed_mode",
     "init_model",
     "is_main_process",
@@ -50,12 +74,16 @@ __all__ = [
     "load_tokenizer",
     "model_config",
     "next_token_loss",
+    "read_settings",
     "setup_seed",
     "start_model_config",
     "start_shape",
+    "start_weights",
     "steps_per_epoch",
+    "take_over",
     "target_log_probs",
     "target_logits",
+    "train_loader",
     "warmup_cosine",
 ]
 
@@ -158,16 +186,100 @@ def init_model(
     return model, tokenizer
 
 
-def policy_and_reference(
-    args: Any, lm_config: "MiniMindConfig", device: torch.device, run: Fingerprint, resumed: bool
-) -> "tuple[MiniMindForCausalLM, nn.Module | None]":
-    """The model, from its weights unless a checkpoint replaces them, and with --beta the start weights, frozen.
+# --- what every stage does alike -------------------------------------------------------------------------------------
+
+
+def read_settings(args_class: type[A], description: str | None) -> A:
+    """The settings of a stage, from its class, --config, environment and command line."""
+    args = parse_args(args_class, description)
+    return start_shape(replace(args, from_resume=args.from_resume or args.resume_from is not None))
+
+
+def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler, StopRequest]:
+    """Make this process one of the run: its console, kernels, device and precision; signals are handled, and no other
+    run may write its files.
+
+    Returns:
+        device, autocast, gradient scaler, and what reports a signal.
+    """
+    run = run_name(args.save_weight, args)
+    log_file = Path(args.log_dir) / f"{run}.log" if args.log_dir else args.log_file
+    copy_console(Path(log_file) if log_file else None, args.log_level)
+    place = device_and_precision(args)
+    stop = StopRequest().install()
+    lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    return *place, stop
+
+
+def device_and_precision(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler]:
+    """The device of this rank, the autocast context in --dtype, and the gradient scaler, which float16 needs."""
+    use_deterministic_kernels(args.deterministic)
+    device = select_device(args.device)
+    return device, *mixed_precision(args.dtype, device)
+
+
+def identify_run(
+    args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
+) -> tuple[A, Fingerprint]:
+    """The settings, adapted to another number of ranks than before, and what identifies the run.
 
     Raises:
-        UserError: the start weights are needed, and no longer those that the run began with.
+        UserError: the checkpoint belongs to another run.
     """
-    if args.beta:
+    args = keep_global_batch(args, checkpoint)
+    data, samples = data_identity(train_set), epoch_samples(train_set, args)
+    run = run_fingerprint(args, model_fingerprint(lm_config), data, samples)
+    return args, check_resume(args, run, checkpoint)
+
+
+def start_weights(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> str:
+    """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint replaces them.
+
+    Raises:
+        UserError: the checkpoint does not replace them, and they are no longer those that the run began with.
+    """
+    if args.builds_on_start_weights():
         check_start_weights(args, run)
-    start = args.from_weight if args.beta or not resumed else "none"
-    model, _ = init_model(lm_config, start, args.tokenizer_path, args.save_dir)
-    return model, frozen_model(copy.deepcopy(model), device) if args.beta else None
+        return args.from_weight
+    return args.from_weight if checkpoint is None else "none"
+
+
+def compile_and_wrap(
+    model: nn.Module,
+    args: StageArgs,
+    device: torch.device,
+    autocast: Any,
+    train_set: SizedDataset,
+    frozen: tuple[str, ...] = (),
+) -> nn.Module:
+    """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where there are
+    several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
+    prepare_device(device)
+    if frozen:
+        freeze(model, frozen)
+    compiled = compiles(args, train_set)
+    return wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
+
+
+def begin_run(
+    state: TrainState, checkpoint: dict[str, Any] | None, data: Any, eval_set: StageData | None, code: Sequence[Any]
+) -> None:
+    """Complete the state of a run before it trains, from the checkpoint if there is one.
+
+    data: the training data, or whatever has a `source`, FILE:LINE of a sample. code: files whose change is a warning.
+
+    Raises:
+        UserError: the checkpoint is of another kind of model; early stopping without held-out data.
+    """
+    args = state.args
+    if eval_set is not None:
+        state.eval_loader = held_out_loader(eval_set, args)
+    if args.patience and state.eval_loader is None:
+        raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
+    state.bad_updates = BadUpdates(args.max_bad_updates, source_of(data))
+    state.peak_flops = peak_rate(state.autocast, state.device)  # for the MFU
+    state.code = code_hashes([*code, *args.code_files()])
+    state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
+    state.hooks[:0] = hooks_of_settings(args)
+    if checkpoint is not None:
+        state.restore(checkpoint)

@@ -19,21 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code bes
 from common.errors import UserError
 from common.locks import lock_output
 from common.plugins import import_named
-from llm.training.core.callbacks import Callback, EarlyStopping, MetricsLogger, SwanLabLogger, TensorBoardLogger
 from llm.training.core.config import Config
-from llm.training.core.console import LEVELS
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import DistributedManager, Logger
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
-from llm.training.tasks.language_model import FullSFTTask, PretrainTask
+from llm.training.tasks.language_model import STAGES
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.components.device import check_dtype, select_device
 from trainer.components.failures import training_errors, translated_failures
 from trainer.components.run_files import run_name
 from trainer.components.signals import StopRequest
 
-AVAILABLE_TASKS = {"regression": RegressionTask, "pretrain": PretrainTask, "full_sft": FullSFTTask}
+AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {"regression": RegressionTask, **STAGES}
 
 
 def find_task(name: str) -> type[TrainingTask]:
@@ -60,41 +58,14 @@ def find_data_module(name: str) -> type[DataModule]:
     Raises:
         UserError: there is no such class, or it lacks methods that a data module must implement.
     """
-    found = import_named("--data_module", name) if ":" in name else None
-    if not (isinstance(found, type) and issubclass(found, DataModule)):
+    module = import_named("--data_module", name) if ":" in name else None
+    if not (isinstance(module, type) and issubclass(module, DataModule)):
         raise UserError(
             f"--data_module {name} is not package.module:ClassName of a DataModule (llm/training/data/base.py)"
         )
-    if found.__abstractmethods__:
-        raise UserError(f"--data_module {name} does not implement {', '.join(sorted(found.__abstractmethods__))}")
-    return found
-
-
-def default_callbacks(config: Config) -> list[Callback]:
-    """The callbacks that the settings enable."""
-    training, logging = config.training, config.logging
-    callbacks: list[Callback] = [MetricsLogger()]
-    if training.patience:
-        callbacks.append(EarlyStopping(training.monitor, training.mode, training.patience, training.min_delta))
-    if logging.tensorboard_dir:
-        run = run_name(config.checkpoint.save_weight, config.model)
-        callbacks.append(TensorBoardLogger(Path(logging.tensorboard_dir) / run))
-    if logging.use_wandb:
-        callbacks.append(SwanLabLogger(logging.wandb_project, logging.swanlab_mode))
-    return callbacks
-
-
-class LoggedStop(StopRequest):
-    """A StopRequest whose answer is in the log file, too."""
-
-    def __init__(self, logger: Logger):
-        super().__init__()
-        self.logger = logger
-
-    def acknowledge(self, text: str) -> None:
-        super().acknowledge(text)
-        if self.logger.file is not None:
-            self.logger.file.line(LEVELS["warning"], text)
+    if module.__abstractmethods__:
+        raise UserError(f"--data_module {name} does not implement {', '.join(sorted(module.__abstractmethods__))}")
+    return module
 
 
 def train_worker(rank: int, world_size: int, config: Config, address: dict[str, str] | None = None) -> None:
@@ -121,19 +92,20 @@ def train_worker(rank: int, world_size: int, config: Config, address: dict[str, 
 
 
 def _train(config: Config, prepared: bool) -> None:
-    logger, distributed, args = Logger.of(config), DistributedManager(config), config.to_args()
+    logger, distributed = Logger.of(config), DistributedManager(config)
     engine: TrainingEngine | None = None
-    with LoggedStop(logger) as stop:
+    with StopRequest() as stop:
         try:
-            lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
             task, data = _task_and_data(config)
+            args = task.args
+            lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
             if not prepared:
                 distributed.once(data.prepare_data)
             with translated_failures():
                 distributed.setup()
                 data.setup()
                 logger.debug(config.describe())
-                engine = TrainingEngine(config, task, data, default_callbacks(config) + task.callbacks(), stop)
+                engine = TrainingEngine(config, task, data, task.callbacks(), stop)
                 engine.run()
         finally:
             distributed.cleanup(engine.state if engine is not None else None)
@@ -153,12 +125,12 @@ def spawn(world_size: int, config: Config, address: dict[str, str]) -> None:
     ends the others and sets the exit status. It reports a UserError itself; other tracebacks are printed here, once."""
     import torch.multiprocessing as mp  # not above: torch is loaded after common
 
-    logger = Logger.of(config)
+    Logger.of(config)
     _task_and_data(config)[1].prepare_data()
     context = mp.start_processes(train_worker, (world_size, config, address), world_size, join=False)
     assert context is not None  # join=False
     try:
-        with LoggedStop(logger) as stop:
+        with StopRequest() as stop:
             stop.defer = True
             while not context.join(timeout=0.2) and not stop.signal:
                 pass
@@ -187,7 +159,9 @@ def _forward(number: int, context: Any) -> None:
 
 def main() -> None:
     """Read the settings, start the processes if there are several, and train."""
-    config = Config.from_args_and_env(task_defaults=lambda name: find_task(name).defaults)
+    config = Config.from_args_and_env(
+        task_defaults=lambda name: find_task(name).defaults, stage_args=lambda name: find_task(name).stage_args()
+    )
     config.validate()
     Logger.of(config)  # from here on the log file receives what is printed
     device = select_device(config.distributed.device)  # refuse what the machine lacks before the data are prepared

@@ -54,9 +54,18 @@ def new_state(
     config = MiniMindConfig(hidden_size=256, num_hidden_layers=4, use_moe=use_moe)
     autocast, scaler = mixed_precision(dtype, place)
     model = wrap_model(MiniMindForCausalLM(config), place, use_compile=use_compile, autocast=autocast)
-    parts = (build_optimizer(model, 1e-3, 0.1, optimizer), scaler, autocast, place, next_token_loss)
-    run = {"samples": 100, "global_batch": 1, "epochs": 1}
-    return TrainState(StageArgs(seed=0), config, model.train(), *parts, lambda *_: 1e-3, run)
+    return TrainState(
+        args=StageArgs(seed=0),
+        lm_config=config,
+        model=model.train(),
+        optimizer=build_optimizer(model, 1e-3, 0.1, optimizer),
+        scaler=scaler,
+        autocast=autocast,
+        device=place,
+        loss_fn=next_token_loss,
+        schedule=lambda *_: 1e-3,
+        run={"samples": 100, "global_batch": 1, "epochs": 1},
+    )
 
 
 def train(state: TrainState, updates: int) -> list[float]:

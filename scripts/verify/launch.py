@@ -13,7 +13,7 @@ from subprocess import DEVNULL, STDOUT
 
 import psutil
 
-from common.settings import parse_args as parse_stage_args
+from common.config_sources import parse_args as parse_stage_args
 from trainer import (
     train_agent,
     train_distillation,

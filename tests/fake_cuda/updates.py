@@ -102,8 +102,18 @@ def state_of(use_moe: bool, dtype: str, optimizer: str = "adamw", activation_che
     if activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     autocast, scaler = mixed_precision(dtype, CUDA)
-    parts = (build_optimizer(model, 1e-3, 0.1, optimizer), scaler, autocast, CUDA, next_token_loss, lambda *_: 1e-3)
-    return TrainState(args, config, model.train(), *parts, {"samples": 9, "global_batch": 3, "epochs": 1})
+    return TrainState(
+        args=args,
+        lm_config=config,
+        model=model.train(),
+        optimizer=build_optimizer(model, 1e-3, 0.1, optimizer),
+        scaler=scaler,
+        autocast=autocast,
+        device=CUDA,
+        loss_fn=next_token_loss,
+        schedule=lambda *_: 1e-3,
+        run={"samples": 9, "global_batch": 3, "epochs": 1},
+    )
 
 
 def update(use_moe: bool, dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), **settings) -> dict:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.settings import parse_args
+from common.config_sources import parse_args
 from dataset.demo_corpus import make_corpus
 from dataset.demo_sums import make_sums
 from dataset.demo_tour import make_tour

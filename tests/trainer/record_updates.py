@@ -29,9 +29,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the same weights for every update compared
     args = StageArgs(seed=0, grad_clip=0.0, accumulation_steps=accumulation, batch_size=batch_size, epochs=1)
     state = TrainState(
-        args, config, wrap_model(model, torch.device("cpu")), optimizer, torch.amp.GradScaler("cpu", enabled=False),
-        nullcontext(), torch.device("cpu"), utils.next_token_loss, lambda update, total, args: 0.0,
-        {"samples": len(dataset), "global_batch": 1, "epochs": 1},
+        args=args, lm_config=config, model=wrap_model(model, torch.device("cpu")), optimizer=optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=nullcontext(), device=torch.device("cpu"),
+        loss_fn=utils.next_token_loss, schedule=lambda update, total, args: 0.0,
+        run={"samples": len(dataset), "global_batch": 1, "epochs": 1},
     )  # fmt: skip
     gradients, records, ids = [], [], []
     flat = lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())  # noqa: E731

@@ -22,8 +22,8 @@ from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
 STAGES = {
-    "dpo": ("dpo", train_dpo.SHOWN),
-    "distillation": ("full_dist", train_distillation.SHOWN),
+    "dpo": ("dpo", train_dpo.METRICS),
+    "distillation": ("full_dist", train_distillation.METRICS),
     "lora": ("lora_medical", ()),
 }
 TEACHER = {"from_teacher_weight": "teacher"}

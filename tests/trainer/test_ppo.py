@@ -23,7 +23,7 @@ from trainer import train_ppo
 from trainer.components.metrics import read_metrics
 from trainer.components.resume import check_resume, run_fingerprint
 
-SHOWN = (*SAMPLED, "value_loss", "approx_kl", "stopped")
+PPO = (*SAMPLED, "value_loss", "approx_kl", "stopped")
 NAME = "ppo_actor_32"
 
 
@@ -46,7 +46,7 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, ranks):
         run("ppo", again, stopped_in_it, status=128 + signal.SIGTERM)
     run("ppo", again, Faults(signals={3: signal.SIGKILL}), status=-signal.SIGKILL, ranks=ranks)
     run("ppo", again, ranks=ranks)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed", NAME, SHOWN)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", NAME, PPO)
 
 
 def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
@@ -55,12 +55,12 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
         own = {"batch_size": batch, "accumulation_steps": steps, "beta": 0.05, "num_iterations": 2, "eval_interval": 0}
         run("ppo", rollout_flags(prompts, tmp_path / f"{ranks}", **own), ranks=ranks)
     assert len(figures(tmp_path / "1", NAME)) == 6
-    assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, SHOWN)
+    assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, PPO)
 
 
 def test_resumed_in_a_rollout_with_another_grouping(prompts, tmp_path):
     settings = {"early_stop_kl": 2e-3, "beta": 0.1, "critic_learning_rate": 2e-2}
-    assert_grouping_changes_nothing("ppo", prompts, tmp_path, NAME, (4, 1, 1), (2, 2, 1), SHOWN, **settings)
+    assert_grouping_changes_nothing("ppo", prompts, tmp_path, NAME, (4, 1, 1), (2, 2, 1), PPO, **settings)
 
 
 def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):

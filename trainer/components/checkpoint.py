@@ -237,6 +237,7 @@ def lm_checkpoint(
     wandb: Any = None,
     save_dir: str | Path = ROOT / "checkpoints",
     writer: Writer | None = None,
+    resume_from: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any] | None:
     """Save the resume state when given a model, else return the saved one (None if there is none).
@@ -245,11 +246,12 @@ def lm_checkpoint(
     tracker id, and whatever `kwargs` holds (of objects with a `state_dict` that). With a `writer` the call only copies
     the state, which is then written in the background. Rank 0 writes; of a sharded model all ranks do, and must all
     call. Loading falls back to the previous state, with a warning, when the newest is damaged, and never runs code from
-    a file (`weights_only=True`). A sharded run's state is returned without its tensors; `with_tensors` reads them.
+    a file (`weights_only=True`). A sharded run's state is returned without its tensors; `with_tensors` reads
+    them. `resume_from` is a path to load instead of the newest state.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return _load_newest(path)
+        return _load_newest(path) if resume_from is None else load_state(Path(resume_from))
     if not (is_sharded(model) or is_main_process()):
         return None
     state = {
@@ -285,6 +287,19 @@ def read_state(path: Path) -> dict[str, Any]:
     if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
         raise ValueError("it is not a state to resume from")
     return state
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The state that --resume_from names.
+
+    Raises:
+        UserError: there is none, or it is damaged or something else.
+    """
+    try:
+        return read_state(path)
+    except UNREADABLE as error:
+        why = reason(error) if path.exists() else "there is no such file"
+        raise UserError(f"--resume_from {path} is no checkpoint that can be read ({why}); give another") from error
 
 
 def _load_newest(newest: Path) -> dict[str, Any] | None:

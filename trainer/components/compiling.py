@@ -26,6 +26,8 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     """
     if args.use_compile != "auto":
         return args.use_compile
+    if not args.compiling_pays:
+        return False
     usual = args.parallel == "ddp" and not args.activation_checkpointing
     fits = (args.packing and not args.use_moe) or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
     possible = select_device(args.device).type == "cpu" and has_compiler()

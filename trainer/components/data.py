@@ -1,17 +1,25 @@
-"""The datasets of a stage, opened before the process group exists."""
+"""The datasets of a stage, opened before the process group exists, and the micro-batches made of them."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.errors import UserError
+from torch.utils.data import DataLoader
+
+from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
-from dataset.lm_dataset import StageDataset
+from dataset.lm_dataset import DPODataset, StageDataset, collate_flat, collate_pairs
+from dataset.rollout_prompts import PromptDataset, collate_prompts
+from trainer.components.loaders import epoch_loader, eval_loader
+from trainer.components.reinforcement import prompt_loader, samples_per_epoch
+from trainer.components.resume import data_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 D = TypeVar("D", bound=StageDataset)
+StageData = StageDataset | PromptDataset
 
 
 def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTrainedTokenizerBase") -> tuple[D, D | None]:
@@ -32,6 +40,44 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTraine
     ranks = launch().world_size
     if ranks > len(train):
         raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
+    if args.packing and launch().rank == 0:
+        say(train.describe())
     if not args.eval_data_path:
         return train, None
     return train, dataset_class(args.eval_data_path, tokenizer, args.max_seq_len, **options)
+
+
+def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. Another order of samples, or a
+    second source of them, is another `ordered_loader` (loaders.py) in its place."""
+    if isinstance(train_set, PromptDataset):
+        return prompt_loader(train_set, args, epoch, skip_batches)
+    options = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
+    return epoch_loader(train_set, *options, collate_of(train_set))
+
+
+def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
+    """This rank's share of the held-out data, if there are any."""
+    return eval_loader(eval_set, args.batch_size, collate_of(eval_set)) if eval_set is not None else None
+
+
+def collate_of(data: StageData) -> Callable[[list], dict[str, Any]]:
+    """What makes a batch of a dataset's items."""
+    if isinstance(data, PromptDataset):
+        return collate_prompts
+    return collate_pairs if isinstance(data, DPODataset) else collate_flat
+
+
+def epoch_samples(train_set: StageData, args: Any) -> int:
+    """The samples that an epoch trains, over all ranks."""
+    return samples_per_epoch(train_set, args) if isinstance(train_set, PromptDataset) else len(train_set)
+
+
+def data_identity(data: StageData) -> dict[str, str]:
+    """The part of the run fingerprint that describes the data."""
+    return data.fingerprint if isinstance(data, PromptDataset) else data_fingerprint(data.cache)
+
+
+def source_of(data: Any) -> Callable[[int], str]:
+    """What gives FILE:LINE of a sample."""
+    return data.cache.source if isinstance(data, StageDataset) else data.source

@@ -3,8 +3,9 @@
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
+from common.settings import StageArgs, setting
 from dataset.token_cache import load_tokenizer
 from trainer.components.distributed import Logger
-from trainer.components.language_model import Batch, describe_size, target_logits, target_states, vocabulary_hash
+from trainer.components.language_model import (
+    Batch,
+    describe_size,
+    frozen_model,
+    target_logits,
+    target_states,
+    vocabulary_hash,
+)
 from trainer.components.model_files import fill, find_weights, read_model
+from trainer.components.resume import weights_fingerprint
 from trainer.components.run_files import TOKENIZER_FILE, is_path
 
 if TYPE_CHECKING:
@@ -23,8 +33,40 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindForCausalLM
 
-SHOWN = ("cross_entropy", "divergence")
 PIECE = 1024  # targets whose predictions are compared at once
+
+
+@dataclass(kw_only=True)
+class TeacherArgs(StageArgs):
+    """The flags that name the teacher."""
+
+    aliases: ClassVar[dict[str, str]] = {  # MiniMind's names
+        "student_hidden_size": "hidden_size",
+        "student_num_layers": "num_hidden_layers",
+        "student_use_moe": "use_moe",
+        "from_student_weight": "from_weight",
+    }
+
+    from_teacher_weight: str = setting("full_sft", "the teacher: name of weights in --save_dir, or a path")
+    teacher_hidden_size: int = setting(0, "width of the teacher; 0: that of its weights", ge=0)
+    teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
+    teacher_use_moe: Literal["auto", "0", "1"] = setting("auto", "whether the teacher has experts; auto: as it is")
+
+    def teacher_shape(self) -> dict[str, Any]:
+        """What the flags say of the teacher's shape."""
+        sizes = {"hidden_size": self.teacher_hidden_size, "num_hidden_layers": self.teacher_num_layers}
+        shape: dict[str, Any] = {name: value for name, value in sizes.items() if value}
+        return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
+
+    def teacher(self) -> Path:
+        """The file or folder of the teacher."""
+        return teacher_path(self.from_teacher_weight, self.save_dir, **self.teacher_shape())
+
+    def frozen_weights(self) -> dict[str, Path]:
+        return {"from_teacher_weight": self.teacher()}
+
+    def frozen_hashes(self) -> dict[str, str]:
+        return weights_fingerprint("teacher", self.teacher(), self.cache_dir)
 
 
 def teacher_path(weight: str, save_dir: str, **shape: Any) -> Path:
@@ -44,15 +86,18 @@ def teacher_path(weight: str, save_dir: str, **shape: Any) -> Path:
         raise UserError(f"teacher: {message}") from error
 
 
-def load_teacher(path: Path, tokenizer: "PreTrainedTokenizerBase", **shape: Any) -> "MiniMindForCausalLM":
-    """The teacher in a file or folder; tokenizer: the student's.
+def load_teacher(
+    args: TeacherArgs, tokenizer: "PreTrainedTokenizerBase", device: torch.device
+) -> "MiniMindForCausalLM":
+    """The teacher that the flags name, frozen. tokenizer: the student's.
 
     Raises:
-        UserError: it is no model, of another shape than `shape`, or has other tokens than the student.
+        UserError: it is no model, of another shape than the flags say, or has other tokens than the student.
     """
     from model.model_minimind import MiniMindForCausalLM
 
-    weights, config = read_model(path, **shape)
+    path = args.teacher()
+    weights, config = read_model(path, **args.teacher_shape())
     folder = path if path.is_dir() else path.parent
     beside = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
     hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(beside)} - {None}
@@ -64,7 +109,7 @@ def load_teacher(path: Path, tokenizer: "PreTrainedTokenizerBase", **shape: Any)
     teacher = MiniMindForCausalLM(config)
     fill(teacher, weights, path, config)
     Logger(f"teacher: {describe_size(teacher)}, weights: {path}")
-    return teacher
+    return frozen_model(teacher, device)
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float, kind: str, beta: float = 0.5) -> Tensor:

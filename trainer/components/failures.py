@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.command_line import one_line_errors, outlast_console
+from common.command_line import one_line_errors
+from common.console import outlast_console
 from common.errors import Interrupted, LostRank, UserError, reason
 from trainer.components.distributed import LOST, abandon_process_group, lost_rank_message
 from trainer.components.signals import end_with_launcher

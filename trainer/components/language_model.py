@@ -122,8 +122,8 @@ def _inputs(batch: Batch) -> dict[str, Any]:
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
 
 
-def held_out_loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What is evaluated on held-out data: the cross entropy, whatever the training loss is."""
+def held_out_loss(model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
+    """What is evaluated on held-out data: the cross entropy, summed over the targets, whatever the training loss is."""
     return {"loss": next_token_loss(model, batch)[0]}
 
 

@@ -12,6 +12,8 @@ from tqdm import tqdm
 from common.durable_files import atomic_write
 from common.errors import UserError, warn
 
+RENAMED = {"equal_groups": "frac_reward_zero_std", "policy_kl": "approx_kl"}  # metrics in early versions' files
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, oldest first; a last line cut off by a kill is dropped.
@@ -33,11 +35,11 @@ def _complete_lines(path: Path) -> list[bytes]:
 
 
 def log_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if it is damaged or something else."""
+    """The record of a line, under the present names of metrics; None if it is damaged or something else."""
     try:
-        record = json.loads(line)
+        record = {RENAMED.get(name, name): value for name, value in json.loads(line).items()}
         return record if isinstance(record["update"], int) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -49,8 +51,8 @@ class MetricsLog:
         total_updates: length of the whole run, for the bar.
         last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
             an empty file.
-        records: how many they are, by the checkpoint; a warning tells if some of them are lost.
-        shown: names of the values that the stage shows beside the loss.
+        records: how many they are, by the checkpoint; a warning if some of them are lost.
+        shown: names of the metrics that stand on the console's line, beside the loss.
     """
 
     def __init__(
@@ -61,8 +63,8 @@ class MetricsLog:
         records: int | None = None,
         shown: tuple[str, ...] = (),
     ):
-        found = map(log_record, _complete_lines(path)) if last_update is not None else ()
-        kept = [record for record in found if record is not None and record["update"] <= (last_update or 0)]
+        before = map(log_record, _complete_lines(path)) if last_update is not None else ()
+        kept = [record for record in before if record is not None and record["update"] <= (last_update or 0)]
         if records is not None and len(kept) != records:
             warn(f"{path} has {len(kept)} of the {records} records before the checkpoint; the run goes on without them")
         text = "".join(json.dumps(record) + "\n" for record in kept)

@@ -18,12 +18,12 @@ from trainer.components.language_model import Batch, target_log_probs
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 TOKEN_LEVEL = ("dapo", "cispo")
-SHOWN = ("kl", "clip_ratio")  # beside the loss
+METRICS = ("kl", "clip_ratio")  # names of the sums beside the loss
 
 
 class PolicyLoss(NamedTuple):
-    """Sums over the tokens of a batch, each []. The metrics use the loss's denominator: means over all tokens for dapo
-    and cispo, over the tokens of a completion and then completions for grpo and dr_grpo."""
+    """Sums over the tokens of a batch, each []. Metrics use the loss's denominator: per token for dapo and cispo, per
+    completion for grpo and dr_grpo."""
 
     loss: Tensor
     kl: Tensor  # from the reference
@@ -82,14 +82,14 @@ def policy_loss(
         per_token = per_token / lengths
     elif loss_type == "dr_grpo":
         per_token = per_token / max_gen_len
-    shown = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
-    kl, is_clipped = ((shown * value.detach()).sum() for value in (kl, clipped.to(logp.dtype)))
+    weight = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
+    kl, is_clipped = ((weight * value.detach()).sum() for value in (kl, clipped.to(logp.dtype)))
     return PolicyLoss(per_token.sum(), kl, is_clipped)
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss of GRPO on a batch of components/rollouts.py: sum of the policy loss over the M sampled tokens, sum of
-    the auxiliary losses over all tokens, and the sums SHOWN. args: the settings of the stage."""
+    """The loss of a stage, from the batches of components/rollouts.py: the sum of the policy loss over the sampled
+    tokens, that of the auxiliary losses over all tokens, and METRICS, each []. args: the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
     options = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "max_gen_len", "beta")}

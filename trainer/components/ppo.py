@@ -27,7 +27,7 @@ from trainer.components.trajectories import Trajectory
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
-SHOWN = ("value_loss", "kl", "approx_kl", "clip_ratio")  # beside the loss
+METRICS = ("value_loss", "kl", "approx_kl", "clip_ratio")  # names of the sums beside the loss
 
 
 class ActorCritic(nn.Module):
@@ -96,7 +96,7 @@ def policy_divergence(log_probs: Tensor, old: Tensor) -> Tensor:
 
 def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, that of the
-    auxiliary losses over all tokens, and sums to show. model: an ActorCritic. args: the settings of the stage."""
+    auxiliary losses over all tokens, and METRICS, each []. model: an ActorCritic. args: the settings of the stage."""
     log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
     old_values = batch.get("old_values", values.detach())
@@ -104,8 +104,8 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     of_token = (batch["advantages"], batch["lengths"])
     policy = policy_loss(log_probs, old, *of_token, "dapo", args.epsilon, args.epsilon, **options)
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
-    shown = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return policy.loss + args.vf_coef * critic, aux_loss, shown | {"kl": policy.kl, "clip_ratio": policy.clipped}
+    metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
+    return policy.loss + args.vf_coef * critic, aux_loss, metrics | {"kl": policy.kl, "clip_ratio": policy.clipped}
 
 
 class ValuedRollouts(Rollouts):
@@ -171,11 +171,11 @@ class ValuedRollouts(Rollouts):
         return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
-        figures = super()._means(total)
-        del figures["frac_reward_zero_std"]  # one completion is no group
-        return figures | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later updates, not made
+        found = super()._means(total)
+        del found["frac_reward_zero_std"]  # one completion is no group
+        return found | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later passes, not made
 
-    def size(self, batch: Batch) -> Size:
+    def size(self, batch: Batch, lm_config: Any = None) -> Size:
         """The size of a flat batch for both models, or of held-out prompts."""
         size = super().size(batch)
         if "prompts" in batch:

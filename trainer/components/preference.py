@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from common.durable_files import atomic_write
+from common.errors import UserError
 from common.launcher import launch
 from common.locks import locked
 from dataset.lm_dataset import DPODataset, collate_pairs
@@ -25,12 +26,13 @@ from trainer.components.distributed import Logger, gather, reduce_sum
 from trainer.components.language_model import Batch, flat_size, frozen_model, target_log_probs
 from trainer.components.loaders import eval_loader
 from trainer.components.meter import Size
-from trainer.components.resume import Fingerprint
+from trainer.components.resume import Fingerprint, check_start_weights
+from trainer.components.state import TrainState
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-SHOWN = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+METRICS = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -68,17 +70,40 @@ def per_token(sums: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def preference_figures(log_probs: Tensor, batch: Batch, beta: float) -> dict[str, Tensor]:
-    """Sums over the pairs of the figures SHOWN. A reward is beta times the log-ratio of model and reference; accuracy
+    """Sums over the pairs of the METRICS. A reward is beta times the log-ratio of model and reference; accuracy
     is the share of the pairs whose chosen answer has the higher one."""
     rewards = beta * (log_probs - batch["reference"])
     chosen, rejected = rewards[::2], rewards[1::2]
     figures = ((chosen > rejected).float(), chosen - rejected, chosen, rejected, log_probs[::2], log_probs[1::2])
-    return {name: figure.sum() for name, figure in zip(SHOWN, figures, strict=True)}
+    return {name: figure.sum() for name, figure in zip(METRICS, figures, strict=True)}
 
 
-def pair_size(lm_config: "MiniMindConfig", batch: Batch) -> Size:
+def pair_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a batch of pairs: its loss is a mean over pairs, and no bits per byte are defined for it."""
     return flat_size(batch, lm_config)._replace(targets=len(batch["target_counts"]) // 2, text_bytes=0)
+
+
+def add_reference(data: DPODataset, state: TrainState, build: Callable[[], "MiniMindForCausalLM"]) -> None:
+    """Attach the log-probabilities of the reference, the model that the run starts from, to a dataset.
+
+    build: makes the reference, where they are not stored yet.
+
+    Raises:
+        UserError: the start weights are needed, and no longer those that the run began with.
+    """
+    args = state.args
+
+    def checked() -> "MiniMindForCausalLM":
+        try:
+            check_start_weights(args, state.run)
+        except UserError as error:
+            raise UserError(
+                f"{error}; or put back reference_*.npz in {args.cache_dir}, where the reference log-probabilities were "
+                "stored; or, if an earlier version began the run, finish it with that version"
+            ) from error
+        return build()
+
+    data.reference = reference_log_probs(data, state.run, checked, args.batch_size, state.device, state.autocast)
 
 
 def reference_log_probs(

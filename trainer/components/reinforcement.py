@@ -35,6 +35,8 @@ CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/
 class RolloutArgs(StageArgs):
     """The flags of all stages that learn from rollouts."""
 
+    monitor: str = "eval_reward"
+    mode: Literal["min", "max"] = "max"
     max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
     temperature: float = setting(1.0, "sampling temperature; also applied in the loss", ge=COLDEST)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
@@ -51,6 +53,19 @@ class RolloutArgs(StageArgs):
 
     def frozen_weights(self) -> dict[str, Path]:
         return {"from_weight": start_path(self.save_dir, self.from_weight, self)} if self.beta else {}
+
+    def builds_on_start_weights(self) -> bool:
+        return self.beta > 0  # they are the reference
+
+    def code_files(self) -> list[Path]:
+        return rollout_code(self)
+
+    def frozen_hashes(self) -> dict[str, str]:
+        if self.reward_model is None:
+            return {}
+        path = Path(self.reward_model)
+        files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())  # its template
+        return files_fingerprint("reward_model", files, self.cache_dir)
 
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""
@@ -134,17 +149,6 @@ def prompt_loader(prompts: PromptDataset, args: RolloutArgs, epoch: int, skip_ba
     updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
     order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
     return ordered_loader(prompts, order, args.batch_size, skip_batches, args.num_workers, collate_prompts)
-
-
-def reward_model_fingerprint(args: RolloutArgs, checkpoint: dict[str, Any] | None) -> dict[str, str]:
-    """The part of the run fingerprint that describes --reward_model; empty also where the checkpoint (None: a new run)
-    of an early version does not hold it."""
-    is_early = checkpoint is not None and "reward_model_sha256" not in checkpoint.get("run", {})
-    if args.reward_model is None or is_early:
-        return {}
-    path = Path(args.reward_model)
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())  # also its template
-    return files_fingerprint("reward_model", files, args.cache_dir)
 
 
 def rollout_code(args: Any) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from common.errors import UserError, warn
-from common.settings import ROOT, StageArgs, own_flags
+from common.settings import ROOT, StageArgs, aliases_of, own_flags
 from dataset.token_cache import TokenCache, file_hash
 from dataset.tokenizing import SPECIAL_TEXTS
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
@@ -88,7 +88,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
     """
     run = {key: getattr(args, key) for key in COMPARED} | model | own_flags(args)
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
-    run |= {"samples": samples} | data
+    run |= {"samples": samples} | data | args.frozen_hashes()
     start = start_path(args.save_dir, args.from_weight, args)
     named = args.from_weight != "none" and start.exists()
     run["from_weight"] = args.from_weight
@@ -195,7 +195,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
             "today; finish the run with that version, or start anew with --from_resume 0"
         )
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
-    saved = {args.aliases.get(name, name): value for name, value in saved.items()}  # a flag was renamed since
+    aliases = aliases_of(type(args))
+    saved = {aliases.get(name, name): value for name, value in saved.items()}  # a flag may have had another name
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
     saved = fields_before(saved, run) | saved
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))

@@ -8,29 +8,34 @@ Token ids are trained as they were sampled, with the end token; nothing is decod
 softmax(logits / temperature), which is also what is trained.
 """
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
-from dataset.rollout_prompts import RolloutPrompt
+from dataset.rollout_prompts import PromptDataset, RolloutPrompt
 from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, world_size
-from trainer.components.language_model import flat_size, target_log_probs
+from trainer.components.environments import Environment
+from trainer.components.language_model import flat_size, frozen_model, target_log_probs
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
-from trainer.components.rewards import Reward, compute
+from trainer.components.reinforcement import RolloutArgs, trajectory_writer
+from trainer.components.rewards import Reward, compute, load_rewards
 from trainer.components.state import Batch, Hooks, TrainState
 from trainer.components.trajectories import Trajectory, TrajectoryWriter
 
 if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
@@ -256,13 +261,13 @@ class Rollouts(Hooks):
         """As many batches without trajectories."""
         return [self._flat([], 0) for _ in window]
 
-    def size(self, batch: Batch) -> Size:
+    def size(self, batch: Batch, lm_config: Any = None) -> Size:
         """The size of a flat batch, or of held-out prompts."""
         if "prompts" in batch:
             return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
         return flat_size(batch, self.lm_config)._replace(targets=batch["counted"])
 
-    def held_out(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
         weighted one."""
         writer, prompts = replace(self.writer, group=1, temperature=0.0, between=lambda: None), batch["prompts"]
@@ -271,6 +276,29 @@ class Rollouts(Hooks):
         total = sum(self._weighted(part) for part in parts)
         figures = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+
+
+def add_rollouts(
+    state: TrainState,
+    kind: type[Rollouts],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: PromptDataset,
+    environment: type[Environment] | None = None,
+) -> None:
+    """Have the loop train what the model writes to the prompts: in an environment, over several turns. With --beta the
+    policy as it is now, which are the start weights, is kept as the reference.
+
+    Raises:
+        UserError: a reward, the reward model or an environment cannot be used.
+    """
+    args, lm_config = cast(RolloutArgs, state.args), cast("MiniMindConfig", state.lm_config)
+    rewards = load_rewards(args.reward, args.reward_model, state.device)
+    rollouts = kind(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards)
+    if args.beta:
+        policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))
+        rollouts.reference = frozen_model(copy.deepcopy(policy), state.device)
+    state.hooks.append(rollouts)
+    state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out
 
 
 def moved_to(device: torch.device | None, batch: Batch) -> Batch:

@@ -31,18 +31,15 @@ from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 
 
-def open_metrics(state: TrainState, resumed: bool) -> MetricsLog | None:
-    """The metrics file, on rank 0; a resumed run keeps the records up to its checkpoint, a new one sets the files of an
-    earlier run of its name aside."""
+def open_metrics(state: TrainState) -> MetricsLog | None:
+    """The metrics file, on rank 0; a resumed run keeps the records up to its checkpoint."""
     if not is_main_process():
         return None
-    if not resumed:
-        set_earlier_run_aside(state.args, state.lm_config)
-    path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.lm_config))
-    shown = (*state.hooks.shown, *state.shown)
-    if resumed:
-        return MetricsLog(path, state.total_updates, state.reported_update, state.records, shown)
-    return MetricsLog(path, state.total_updates, shown=shown)
+    path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.args))
+    shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
+    if state.resumed_update is None:
+        return MetricsLog(path, state.total_updates, shown=shown)
+    return MetricsLog(path, state.total_updates, state.resumed_update, state.records, shown)
 
 
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
@@ -108,7 +105,8 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
     lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
     write_weights(state, args.save_weight)
     path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
-    state.hooks.checkpoint_saved(state, state_paths(path)[is_sharded(state.model)])
+    for hook in state.hooks:
+        hook.checkpoint_saved(state, state_paths(path)[is_sharded(state.model)])
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
@@ -164,17 +162,22 @@ def interrupted(state: TrainState) -> Interrupted:
 
 
 @contextmanager
-def complete_files(state: TrainState, wandb=None) -> Iterator[None]:
-    """Wrap training: a signal waits for the end of an update, and however training ends, the files being written are
-    completed: a checkpoint in the background, the metrics file, the tracker's curves."""
+def training_files(state: TrainState, wandb=None) -> Iterator[None]:
+    """Wrap training: the files of an earlier run of this name are set aside, unless it is resumed, and the metrics file
+    is opened. A signal waits for the end of an update. However training ends, the files being written are completed: a
+    checkpoint in the background, the metrics file, the tracker's curves; at its normal end the weights are written."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     if is_sharded(state.model):
         from trainer.components.checkpoint import saving_group
 
         saving_group()
+    if state.resumed_update is None and is_main_process():
+        set_earlier_run_aside(state.args, state.lm_config)
+    state.metrics = open_metrics(state)
     try:
         state.stop.defer = True
         yield
+        save_final_weights(state)
         tracker_timeout = None
     finally:
         stop_watching()

@@ -12,6 +12,7 @@ import psutil
 import torch.distributed as dist
 
 from common.command_line import STOP_SIGNALS, handled_signals
+from common.console import write_now
 from common.errors import Interrupted, UserError
 from common.launcher import launch
 
@@ -56,12 +57,7 @@ class StopRequest:
         if not self.signal:
             self.signal, self._since = number, now
             if launch().local_rank == 0:
-                self.acknowledge(f"{name}: finishing this update, then saving")
-
-    def acknowledge(self, text: str) -> None:
-        """Tell that the signal was received; called in a signal handler, so it writes without Python's buffers."""
-        with suppress(OSError):  # the terminal may be what went away
-            os.write(2, f"{text}\n".encode())
+                write_now(f"{name}: finishing this update, then saving")
 
 
 def end_with_launcher() -> None:

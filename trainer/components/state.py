@@ -1,4 +1,4 @@
-"""The state of a run, and the hooks through which the engine takes part: what `trainer/loop.py` works on."""
+"""The state of a run, and the hooks through which others take part in it: what `trainer/loop.py` works on."""
 
 import math
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,21 +33,18 @@ from trainer.components.resume import (
 from trainer.components.run_files import NamedShape
 from trainer.components.signals import StopRequest
 
-if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
-
 LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]]
-EvalFn = Callable[[nn.Module, Batch], dict[str, Tensor]]
+EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]  # (model, path of its .pth, writer, description)
 Schedule = Callable[[int, int, StageArgs], float | None]
+OF_SETTINGS = ("EarlyStopping", "SwanLabLogger")  # were callbacks of the engine, and belong to every run now
 SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "records", "save_due")
 
 
 class Hooks:
-    """No-op base: called by the loop on every rank at fixed points; the engine dispatches its callbacks from here. A
-    stage script, which has none, hands on what it finds in the engine's checkpoint."""
+    """No-op base of what takes part in a run, such as rollouts, early stopping or the engine with its callbacks: the
+    loop calls each method of each one in `state.hooks`, on every rank, in the order that docs/ARCHITECTURE.md shows."""
 
-    _kept: dict[str, Any] | None = None
     shown: tuple[str, ...] = ()  # names of `figures` that stand on the console's line
 
     def prepare(self, state: "TrainState", window: list[Batch]) -> list[Batch]:
@@ -59,7 +56,10 @@ class Hooks:
         return {}
 
     def batch_start(self, state: "TrainState") -> None:
-        """Before an update."""
+        """Before an update; `state.update` is the one before."""
+
+    def after_step(self, state: "TrainState") -> None:
+        """After the optimizer step of update `state.update`, before this update is saved, evaluated or reported."""
 
     def wants_checkpoint(self, state: "TrainState") -> bool:
         """Whether to save this update's state although no interval asks for it; the same on all ranks."""
@@ -71,25 +71,23 @@ class Hooks:
     def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
         """The state of this update was handed to the writer, which will put it at `path`."""
 
-    def validate(self, state: "TrainState", evaluate: Callable[..., dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Evaluate the held-out data with the loop's own `evaluate`; None if a signal interrupted it."""
-        return evaluate(state, state.eval_loader)
+    def validate(self, state: "TrainState", evaluate: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """What `evaluate()` gives on the held-out data, None if a signal interrupted it; a hook may do something before
+        and after, such as putting other weights in place."""
+        return evaluate()
 
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint saves of the hooks."""
-        return self._kept or {}
+        """What a checkpoint saves of the hook, under keys of its own."""
+        return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self._kept = saved
-        if callbacks := saved.get("callbacks"):
-            warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")
+        """Restore what `state_dict` gave; `saved` has the keys of all hooks, and lacks those of one added since."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainState:
     """Everything that a run holds. The fields under `progress` are saved in checkpoints."""
 
@@ -100,26 +98,28 @@ class TrainState:
     scaler: torch.amp.GradScaler
     autocast: AbstractContextManager
     device: torch.device
-    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of its targets, auxiliary losses of its tokens[, shown]
+    loss_fn: (
+        LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses of tokens[, metrics by name]
+    )
     schedule: Schedule  # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     run: Fingerprint  # what must not differ on resume
     stop: StopRequest = field(default_factory=StopRequest)
-    shown: tuple[str, ...] = ()  # names of the sums over the targets that loss_fn returns to be shown beside the loss
-    size_fn: Callable[[Batch], Size] | None = None  # None: `flat_size`
+    metric_names: tuple[str, ...] = ()  # of the further sums over the targets that loss_fn returns
+    size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
     metrics: MetricsLog | None = None  # rank 0 only
     eval_loader: DataLoader | None = None
-    eval_fn: EvalFn = held_out_loss  # (model, batch) -> sums over its targets, by name; `loss` is one of them
-    hooks: Hooks = field(default_factory=Hooks)
-    peak_flops: float = float("inf")  # matrix rate of all ranks together, operations per second
+    eval_fn: EvalFn = held_out_loss  # (model, batch, settings) -> sums over its targets, by name; `loss` is one of them
+    hooks: list[Hooks] = field(default_factory=list)
+    peak_flops: float = float("inf")  # measured matmul peak of all ranks together, operations per second
     writer: Writer = field(default_factory=Writer)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     meter: Meter = field(default_factory=Meter)  # of this process
-    monitor: tuple[str, str] = ("eval_loss", "min")  # the held-out metric that decides which weights are best
     iters: int = 0  # micro-batches of an epoch
-    finished: bool = False  # a hook wants no further update, on all ranks alike
+    finished: bool = False  # no further update, on all ranks alike; see `finish`
+    resumed_update: int | None = None  # the last update reported before the resume; None in a new run
     # ---- progress
     epoch: int = 0
     step: int = 0
@@ -134,10 +134,11 @@ class TrainState:
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
+        self.unclaimed: dict[str, Any] = {}  # what the checkpoint holds of hooks that this run has not
         exact = torch.float32 if self.device.type == "mps" else torch.float64
-        # sum of the losses since the last record, number of their updates, sums of the values shown; on the device,
+        # sum of the losses since the last record, number of their updates, sums of the metrics; on the device,
         # checkpoints save it
-        self.losses = torch.zeros(2 + len(self.shown), dtype=exact, device=self.device)
+        self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
 
     @property
     def total_updates(self) -> int:
@@ -146,13 +147,22 @@ class TrainState:
 
     def size(self, batch: Batch) -> Size:
         """The size of a micro-batch."""
-        if self.size_fn is not None:
-            return self.size_fn(batch)
-        return flat_size(batch, cast("MiniMindConfig", self.lm_config))
+        return self.size_fn(batch, self.lm_config)
 
     def learning_rate(self, update: int) -> float | None:
         """Learning rate of an update, from 1: a pure function, so there is nothing to save."""
         return self.schedule(update, self.total_updates, self.args)
+
+    @property
+    def monitor(self) -> tuple[str, str]:
+        """The held-out metric that decides which weights are best, and whether its `min` or its `max` is."""
+        return self.args.monitor, self.args.mode
+
+    def finish(self, reason: str) -> None:
+        """End training after this update. To be called on all ranks, at the same update."""
+        if not self.finished:
+            Logger(f"stopping: {reason}")
+        self.finished = True
 
     def is_best(self, metrics: dict[str, Any]) -> bool:
         """Whether the monitored metric is the best so far; then it becomes the one to beat.
@@ -183,7 +193,8 @@ class TrainState:
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
-        parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": self.hooks, "code": self.code}
+        hooks = self.unclaimed | {key: value for hook in self.hooks for key, value in hook.state_dict().items()}
+        parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": hooks, "code": self.code}
         parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "monitor": self.monitor}
         parts |= {"deterministic": self.args.deterministic, "computing": computing(self.device, self.autocast)}
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
@@ -210,10 +221,11 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])
         self.expert_load.load_state_dict(saved["expert_load"])
-        self.hooks.load_state_dict(saved["hooks"])
+        self._restore_hooks(saved["hooks"])
         for key in SAVED:
             setattr(self, key, saved.get(key))
-        if saved.get("monitor", self.monitor) != self.monitor:
+        self.resumed_update = self.reported_update
+        if tuple(saved.get("monitor", self.monitor)) != self.monitor:
             warn(f"the best weights are now judged by {self.monitor[0]}, which was {saved['monitor'][0]}: none yet")
             self.best_eval = math.inf
         held_out = held_out_fingerprint(self.eval_loader)
@@ -230,6 +242,14 @@ class TrainState:
         )
         if saved["run"]["epochs"] != self.run["epochs"]:
             self._announce_more_epochs(saved["run"])
+
+    def _restore_hooks(self, saved: dict[str, Any]) -> None:
+        for hook in self.hooks:
+            hook.load_state_dict(saved)
+        claimed = {key for hook in self.hooks for key in hook.state_dict()}
+        self.unclaimed = {key: value for key, value in saved.items() if key not in claimed}
+        if callbacks := [name for name in self.unclaimed.get("callbacks") or () if name not in OF_SETTINGS]:
+            warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")
 
     def _announce_more_epochs(self, saved: Fingerprint) -> None:
         """Say how --extend_epochs changes the learning rate at this update."""

@@ -29,7 +29,9 @@ def start_tracker(
     name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
     run_id, last, earlier = None, 0, []
     if checkpoint:  # a pending record has not been drawn yet
-        run_id, last = checkpoint["wandb_id"], checkpoint["update"] - (checkpoint["record"] is not None)
+        callbacks = checkpoint["hooks"].get("callbacks") or {}  # where the engine's early versions kept it
+        run_id = checkpoint["wandb_id"] or callbacks.get("SwanLabLogger", {}).get("id")
+        last = checkpoint["update"] - (checkpoint["record"] is not None)
         earlier = earlier_points(metrics_path(args.save_dir, run_name(args.save_weight, args)), last)
     return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), run_id, last, earlier)
 

@@ -2,15 +2,34 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from common.errors import UserError, reason, warn
-from llm.training.core.interface import Engine
+from llm.training.core.config import Config
+from llm.training.core.utils import Logger
+from trainer.components.state import OF_SETTINGS, TrainState
 
 State = dict[str, Any]
 PLAIN = (type(None), bool, int, float, str)
+
+
+class Engine(Protocol):
+    """The running engine, as a callback sees it."""
+
+    config: Config
+    state: TrainState
+    logger: Logger
+    run_name: str
+    is_main_process: bool  # on rank 0
+
+    @property
+    def resumed_update(self) -> int | None:
+        """The last update reported before the resume; None in a new run."""
+
+    def stop(self, reason: str) -> None:
+        """End training after this update. Must be called on all ranks, at the same update."""
 
 
 class Callback:
@@ -30,6 +49,9 @@ class Callback:
 
     def on_batch_start(self, engine: Engine, update: int) -> None:
         """Before an optimizer update; `update` is its number, from 1."""
+
+    def on_optimizer_step(self, engine: Engine, update: int) -> None:
+        """After the optimizer step of an update, before the update is saved, validated or logged."""
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         """After an optimizer update; `record` is its complete log record at a log point, else None."""
@@ -108,7 +130,8 @@ class CallbackList:
         states = states or {}
         keeping = [key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict]
         changes = [f"{key} has no saved state" for key in keeping if key not in states]
-        changes += [f"the saved state of {key} is ignored" for key in states if key not in self.callbacks]
+        gone = [key for key in states if key not in (*self.callbacks, *OF_SETTINGS)]
+        changes += [f"the saved state of {key} is ignored" for key in gone]
         if changes:
             warn(f"the callbacks are not those of the checkpoint: {'; '.join(changes)}")
         for key, callback in self.callbacks.items():

@@ -1,20 +1,18 @@
-"""The callbacks that are included. callback_list.py has the interface; docs/CALLBACKS.md shows when it is called."""
+"""The callbacks that are included: what the settings add to every run, as callbacks for a list of one's own.
+
+callback_list.py has the interface; docs/CALLBACKS.md shows when it is called."""
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from common.errors import UserError, reason, warn
-from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, State
-from llm.training.core.interface import Engine
-from trainer.components.metrics import MetricsLog, headline
+from common.errors import UserError
+from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, Engine, State
 from trainer.components.run_files import metrics_path
+from trainer.components.run_hooks import Patience, TensorBoardCurves, monitored
 from trainer.components.tracker import MODES, Tracker, drawable, earlier_points
 
 __all__ = [
@@ -30,108 +28,32 @@ __all__ = [
 ]
 
 
-def monitored(callback: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
-    """The value of the metric that a callback monitors.
+class MetricsLogger(Callback):
+    """Keeps this process's log records in `records`. The loop writes them to the metrics file and the console."""
 
-    Raises:
-        UserError: validation does not report it.
-    """
-    if monitor not in metrics:
-        there = ", ".join(sorted(metrics)) or "nothing"
-        raise UserError(f"{callback}: validation gives no {monitor!r} to monitor; it gives {there}")
-    return metrics[monitor]
-
-
-class _RecordLog(Callback):
-    """Base class of callbacks that write log records, on rank 0 only. The log is closed even after an exception."""
-
-    log: Any = None
-
-    def on_train_start(self, engine: Engine) -> None:
-        if engine.is_main_process:
-            self.log = self._open(engine)
-
-    def on_train_end(self, engine: Engine) -> None:
-        self._close(timeout=None)
-
-    def on_exception(self, engine: Engine, error: BaseException) -> None:
-        self._close(timeout=10.0)  # seconds for the network: a stopped run should exit soon
-
-    def _open(self, engine: Engine) -> Any:
-        raise NotImplementedError
-
-    def _close(self, timeout: float | None) -> None:
-        if self.log is not None:
-            self.log.close()
-        self.log = None
-
-
-class MetricsLogger(_RecordLog):
-    """Writes each log record to `<save_dir>/<run_name>_metrics.jsonl` and to the console, as the stage scripts do. A
-    resumed run keeps the records up to its checkpoint and writes the later ones again."""
-
-    def _open(self, engine: Engine) -> MetricsLog:
-        path = metrics_path(engine.state.args.save_dir, engine.run_name)
-        records = engine.state.records if engine.resumed_update is not None else None
-        return MetricsLog(path, engine.state.total_updates, engine.resumed_update, records, engine.state.shown)
-
-    def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
-        if self.log is not None:
-            self.log.sync()
+    def __init__(self):
+        self.records: list[State] = []
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        if self.log is None:
-            return
-        self.log.tick(update)
-        if record is not None:
-            self.log.write(record, headline(record, engine.state.args.epochs, engine.state.iters))
+        self.records += [record] if record is not None else []
 
 
-class EarlyStopping(Callback):
-    """Ends training when a validation metric no longer improves.
-
-    Args:
-        monitor: name of the metric; UserError during the run if validation does not report it.
-        mode: `min` if lower is better, `max` if higher is better.
-        patience: stop after this many validations in a row without an improvement.
-        min_delta: a change counts as an improvement if it is larger than this.
-    """
-
-    def __init__(self, monitor: str = "eval_loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0):
-        if mode not in ("min", "max") or patience < 1 or not 0 <= min_delta < math.inf:
-            given = f"mode {mode!r}, patience {patience}, min_delta {min_delta}"
-            raise UserError(f"EarlyStopping: mode must be min or max, patience >= 1, min_delta >= 0; not {given}")
-        self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
-        self.best: float | None = None
-        self.waited = 0  # validations since the best
+class EarlyStopping(Callback, Patience):
+    """Ends training when a validation metric no longer improves, as --patience does; for the arguments see Patience."""
 
     def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
-        value, sign = monitored("EarlyStopping", self.monitor, metrics), 1 if self.mode == "max" else -1
-        finite = value is not None and math.isfinite(value)
-        if finite and (self.best is None or sign * (value - self.best) > self.min_delta):
-            self.best, self.waited = float(value), 0
-            return
-        self.waited += 1
-        if self.waited >= self.patience:
-            best = "was never finite" if self.best is None else f"got no better than {self.best:.6g}"
-            engine.stop(f"EarlyStopping: {self.monitor} {best} in {self.waited} validations")
+        if why := self.judge(metrics):
+            engine.stop(why)
 
     def state_dict(self) -> State:
-        return {"best": self.best, "waited": self.waited, "monitor": self.monitor, "mode": self.mode}
+        return self.counts()
 
-    def load_state_dict(self, state: State) -> None:
-        saved, mine = (state.get("monitor", self.monitor), state.get("mode", self.mode)), (self.monitor, self.mode)
-        if saved == mine:
-            self.best, self.waited = state["best"], state["waited"]
-        else:
-            warn(f"EarlyStopping begins to count anew: {' '.join(mine)} is monitored instead of {' '.join(saved)}")
+    def load_state_dict(self, state: State) -> None:  # type: ignore[override]  # Patience, a hook, names it `saved`
+        self.restore(state)
 
 
-class TensorBoardLogger(_RecordLog):
-    """Logs the finite numbers of each log record to TensorBoard, by update, under the names of the metrics file.
-
-    Each process writes its own event file, which purges the points of its updates from earlier files in the folder: the
-    curves of a resumed run contain each update once.
+class TensorBoardLogger(Callback):
+    """Logs the finite numbers of each log record to TensorBoard, as --use_tensorboard does.
 
     Args:
         log_dir: folder of this run's event files; UserError during the run if it cannot be written, or TensorBoard is
@@ -141,37 +63,17 @@ class TensorBoardLogger(_RecordLog):
     def __init__(self, log_dir: str | Path):
         self.log_dir = Path(log_dir)
 
-    def _open(self, engine: Engine) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(f"TensorBoardLogger: {reason(error)}; pip install tensorboard") from error
-        first = 0 if engine.resumed_update is None else engine.resumed_update + 1
-        with self._writing():
-            # event files are read in the order of their names, which start with the second of their creation
-            seconds = [path.name.split(".")[3] for path in self.log_dir.glob("events.out.tfevents.[0-9]*.*")]
-            time.sleep(min(max(0.0, int(max(seconds, default=0)) + 1 - time.time()), 1.0))
-            return SummaryWriter(str(self.log_dir), purge_step=first)
+    def on_train_start(self, engine: Engine) -> None:
+        self.curves = TensorBoardCurves(self.log_dir)
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        if self.log is None or record is None:
-            return
-        with self._writing():
-            for name, value in drawable(record, leave_out=("update",)).items():
-                self.log.add_scalar(name, value, update)
-            self.log.flush()  # so that a kill loses no point of an update that a resume continues from
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            why = f"{self.log_dir} cannot be written ({error.strerror or error})"
-            raise UserError(f"TensorBoardLogger: {why}; make room or give another folder, then resume") from error
+        if record is not None and engine.is_main_process:
+            self.curves.write(record)
 
 
-class SwanLabLogger(_RecordLog):
-    """Logs the finite numbers of each log record to SwanLab; a resumed run continues its curves (mode cloud).
+class SwanLabLogger(Callback):
+    """Logs the finite numbers of each log record to SwanLab, as --use_wandb does; a resumed run continues its curves
+    (mode cloud).
 
     Args:
         project: SwanLab project.
@@ -184,24 +86,32 @@ class SwanLabLogger(_RecordLog):
             raise UserError(f"SwanLabLogger: mode {mode!r} must be one of {', '.join(sorted(MODES))}")
         self.project, self.mode, self.name = project, mode, name
         self.run_id: str | None = None
+        self.tracker: Tracker | None = None
 
-    def _open(self, engine: Engine) -> Tracker:
-        name, settings = self.name or engine.run_name, vars(engine.config.to_args())
-        last = engine.resumed_update or 0
-        earlier = earlier_points(metrics_path(engine.state.args.save_dir, engine.run_name), last) if last else []
-        return Tracker(self.project, name, self.mode, settings, self.run_id, last, earlier)
+    def on_train_start(self, engine: Engine) -> None:
+        if engine.is_main_process:
+            name, settings = self.name or engine.run_name, vars(engine.config.to_args())
+            last = engine.resumed_update or 0
+            earlier = earlier_points(metrics_path(engine.state.args.save_dir, engine.run_name), last) if last else []
+            self.tracker = Tracker(self.project, name, self.mode, settings, self.run_id, last, earlier)
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        if self.log is not None and record is not None:
-            self.log.log(drawable(record, leave_out=("update", "seconds")), update)
+        if self.tracker is not None and record is not None:
+            self.tracker.log(drawable(record, leave_out=("update", "seconds")), update)
+
+    def on_train_end(self, engine: Engine) -> None:
+        self._close(timeout=None)
+
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        self._close(timeout=10.0)  # seconds for the network: a stopped run should exit soon
 
     def _close(self, timeout: float | None) -> None:
-        if self.log is not None:
-            self.log.finish(timeout)
-            self.run_id, self.log = self.log.id, None
+        if self.tracker is not None:
+            self.tracker.finish(timeout)
+            self.run_id, self.tracker = self.tracker.id, None
 
     def state_dict(self) -> State:
-        return {"id": self.run_id if self.log is None else self.log.id}
+        return {"id": self.run_id if self.tracker is None else self.tracker.id}
 
     def load_state_dict(self, state: State) -> None:
         self.run_id = state["id"]
@@ -261,8 +171,8 @@ class LRSchedulerCallback(Callback):
             raise UserError("ReduceLROnPlateau is stepped after each validation, but no data are held out")
         training = engine.config.training
         if self.monitor is None and scheduler.mode != training.mode:
-            told = f"ReduceLROnPlateau has mode {scheduler.mode}, but --monitor {training.monitor} has --mode"
-            raise UserError(f"{told} {training.mode}; give both the same")
+            modes = f"ReduceLROnPlateau has mode {scheduler.mode}, but --monitor {training.monitor} has --mode"
+            raise UserError(f"{modes} {training.mode}; give both the same")
         self.monitor = self.monitor or training.monitor
 
     def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:

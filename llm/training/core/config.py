@@ -1,27 +1,29 @@
 """The engine's settings: those of the stage scripts (common/settings.py) and its own, in sections.
 
 Later sources override earlier ones: the defaults below, the task's own defaults, a YAML file (--config), the
-environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8). config_sources.py reads them.
+environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8). common/config_sources.py reads them.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from functools import cache
+from typing import Any, ClassVar
 
 from common import settings
-from common.errors import UserError
-from common.launcher import launch
-from common.settings import StageArgs, parse_values, setting, settings_of
-from llm.training.core.config_sources import (
+from common.config_sources import (
     OPTIONS,
     Given,
-    read_command_line,
-    read_environment,
+    Parser,
+    described,
+    first_given,
+    print_once,
+    read_sources,
     read_task_defaults,
-    read_yaml,
-    to_yaml,
+    settings_parser,
 )
+from common.errors import UserError
+from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting, settings_of
 
 
 class ModelConfig(settings.ModelConfig):
@@ -55,11 +57,11 @@ class DataConfig(settings.DataConfig):
 class TrainingConfig(settings.TrainingConfig):
     """How the model is trained."""
 
-    task: str = setting("", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own")
-    patience: int = setting(0, "early stopping: evaluations without improvement before it stops; 0: off", ge=0)
-    min_delta: float = setting(0.0, "a change of --monitor counts as an improvement if it is larger than this", ge=0)
-    monitor: str = setting("eval_loss", "metric for early stopping and for the best checkpoint")
-    mode: Literal["min", "max"] = setting("min", "whether a smaller or a larger --monitor is better")
+    task: str = setting(
+        "",
+        "what to train: regression, a stage (pretrain, full_sft, lora, dpo, distillation, grpo, agent, ppo), or "
+        "package.module:ClassName for your own",
+    )
 
 
 @dataclass(kw_only=True)
@@ -79,51 +81,15 @@ class OptimizationConfig(settings.OptimizationConfig):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig(settings.CheckpointConfig):
-    """What is saved, and what the run starts from."""
-
-    resume_from: str | None = setting(None, "checkpoint to continue from, instead of the newest one of --from_resume 1")
-    keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
-    keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
-
-
-@dataclass(kw_only=True)
-class LoggingConfig(settings.LoggingConfig):
-    """What is reported, and where."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines that are shown")
-    log_file: str | None = setting(None, "file to which every console line is appended, with its time and level")
-    log_dir: str | None = setting(None, "folder of the log file, which is then <run>.log; instead of --log_file")
-    tensorboard_dir: str | None = setting(
-        None, "folder of TensorBoard curves; to view them: tensorboard --logdir FOLDER"
-    )
-
-
-@dataclass(kw_only=True)
-class EngineArgs(
-    DataConfig,
-    ModelConfig,
-    TrainingConfig,
-    OptimizationConfig,
-    DistributedConfig,
-    CheckpointConfig,
-    LoggingConfig,
-    StageArgs,
-):
+class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, DistributedConfig, StageArgs):
     """All settings, flat, as the functions of `trainer/` take them."""
 
     section: ClassVar[str] = "engine"
 
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
-        wrong = super().contradictions()
-        if self.log_file and self.log_dir:
-            wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
-        if self.resume_from and self.from_resume:
-            wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
-        if not self.task:
-            wrong.append("--task is missing: give the name of a task, or package.module:ClassName for one of your own")
-        return wrong
+        missing = "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
+        return super().contradictions() + ([] if self.task else [missing])
 
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "distributed": DistributedConfig}
@@ -131,9 +97,30 @@ SECTIONS |= {"optimization": OptimizationConfig, "checkpoint": CheckpointConfig,
 SETTINGS = settings_of(EngineArgs)
 
 
+@cache
+def engine_args(stage_args: type[StageArgs] | None) -> type[EngineArgs]:
+    """The settings of a task: the engine's, and, for a task that is a stage, its flags and defaults."""
+    if stage_args is None:
+        return EngineArgs
+    return dataclass(kw_only=True)(type("EngineArgs", (stage_args, EngineArgs), {"section": "engine"}))
+
+
+def engine_parser(args_class: type[EngineArgs] = EngineArgs) -> Parser:
+    """The engine's command line."""
+    description = "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
+    parser = settings_parser(args_class, description, prog="python -m llm.training.train")
+    text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help=text)
+    return parser
+
+
 @dataclass
 class Config:
-    """All settings of a run. `extra`: options of a user's own task. `sources`: where each value comes from."""
+    """All settings of a run.
+
+    extra: the flags of a stage, or options of a user's own task. stage_args: the settings of the task, if it is a
+    stage. sources: where each value comes from.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -143,6 +130,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     extra: dict[str, Any] = field(default_factory=dict)
+    stage_args: type[StageArgs] | None = None
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -151,6 +139,7 @@ class Config:
         argv: Sequence[str] | None = None,
         environ: Mapping[str, str] | None = None,
         task_defaults: Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None = None,
+        stage_args: Callable[[str], type[StageArgs] | None] = lambda task: None,
     ) -> "Config":
         """Read the settings from all sources. `validate` checks how they go together.
 
@@ -159,33 +148,37 @@ class Config:
             environ: the environment; os.environ by default.
             task_defaults: the task's own defaults, or a function that returns them for the name of the task (called
                 only if a task is given). `save_weight` defaults to the name of the task.
+            stage_args: for the name of a task that is a stage, its settings.
 
         Raises:
             UserError: one line with all unknown names and invalid values of a source.
             SystemExit: after `--help` and `--print_config`.
         """
         environ = os.environ if environ is None else environ
-        options, from_flags = read_command_line(SETTINGS, EngineArgs, argv)
-        from_file = read_yaml(SETTINGS, options.config) if options.config is not None else {}
-        given = from_file | read_environment(SETTINGS, environ) | from_flags
-        task, _ = given.get("task", ("", ""))
+        task = first_given("task", TrainingConfig.section, argv, environ)
+        stage = stage_args(task) if task else None
+        args_class = engine_args(stage)
+        defaults: dict[str, Any] = {}
+        if stage is not None:
+            defaults = {name: row.default for name, row in settings_of(stage).items() if _differs(row)}
         if callable(task_defaults):
             task_defaults = task_defaults(task) if task else None
+        defaults |= task_defaults or {}
         named = {"save_weight": task.rpartition(":")[2]} if task else {}
-        config = cls._of(read_task_defaults(SETTINGS, task, named | dict(task_defaults or {})) | given)
+        own = read_task_defaults(args_class, task, named | defaults)
+        options, given = read_sources(args_class, engine_parser(args_class), argv, environ, own)
+        config = cls._of(stage, given)
         if options.print_config:
-            if launch(environ).rank == 0:
-                print(config.describe(), end="", flush=True)
-            raise SystemExit(0)
+            print_once(config.describe())
         return config
 
     @classmethod
-    def _of(cls, given: Given) -> "Config":
-        config = cls(sources=dict.fromkeys(SETTINGS, "default"))
+    def _of(cls, stage: type[StageArgs] | None, given: Given) -> "Config":
+        config, rows = cls(stage_args=stage), settings_of(engine_args(stage))
         for name, (value, where) in given.items():
             config.sources[name] = where
             if name in SETTINGS:
-                setattr(getattr(config, SETTINGS[name].section), name, value)
+                setattr(getattr(config, rows[name].section), name, value)
             else:
                 config.extra[name.removeprefix(f"{OPTIONS}.")] = value
         return config
@@ -195,24 +188,14 @@ class Config:
         return {name: getattr(getattr(self, setting.section), name) for name, setting in SETTINGS.items()}
 
     def to_args(self) -> EngineArgs:
-        """All settings, flat."""
-        values = self.values()
-        return EngineArgs(**values if self.optimization.use_amp else values | {"dtype": "float32"})
+        """All settings, flat; for a stage also its own flags."""
+        values = self.values() | ({} if self.stage_args is None else self.extra)
+        values |= {} if self.optimization.use_amp else {"dtype": "float32"}
+        return engine_args(self.stage_args)(**values)
 
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""
-        values, rows = self.values(), []
-        for section in SECTIONS:
-            names = [name for name, setting in SETTINGS.items() if setting.section == section]
-            rows += [(f"{section}:", None)] + [(f"  {name}: {to_yaml(values[name])}", name) for name in names]
-        rows += [(f"{OPTIONS}:", None)] if self.extra else []
-        rows += [(f"  {name}: {to_yaml(value)}", f"{OPTIONS}.{name}") for name, value in self.extra.items()]
-        width = min(60, max(len(text) for text, _ in rows))
-        lines = [text if name is None else f"{text:{width}}  # {self._source(name)}" for text, name in rows]
-        return "\n".join(lines) + "\n"
-
-    def _source(self, name: str) -> str:
-        return "".join(c if c.isprintable() else "?" for c in self.sources.get(name, "default"))
+        return described(settings_of(engine_args(self.stage_args)), self.values() | self.extra, self.sources)
 
     def validate(self) -> None:
         """Convert and check all values, which may have been set in code, and check how they go together.
@@ -220,7 +203,16 @@ class Config:
         Raises:
             UserError: one line with all mistakes.
         """
-        for name, value in parse_values(SETTINGS, {k: (v, f"--{k}") for k, v in self.values().items()}).items():
-            setattr(getattr(self, SETTINGS[name].section), name, value)
-        if wrong := self.to_args().contradictions():
+        wrong = []
+        for name, row in SETTINGS.items():
+            try:
+                setattr(getattr(self, row.section), name, row.parse(getattr(getattr(self, row.section), name)))
+            except ValueError as error:
+                wrong.append(f"--{name} {error}")
+        if wrong := wrong or self.to_args().contradictions():
             raise UserError("; ".join(wrong))
+
+
+def _differs(row: settings.Setting) -> bool:
+    """Whether a stage sets another default than the engine, or its own flag."""
+    return row.name not in SETTINGS or row.default != SETTINGS[row.name].default

@@ -52,19 +52,19 @@ def check_criterion(task: TrainingTask, criterion: Any) -> None:
         raise UserError(f"{made} returns {kind}(reduction='mean'), but {SUMS}: use {kind}(reduction='sum')")
 
 
-def checked_loss(task: TrainingTask, result: Any) -> tuple[Tensor, Tensor]:
-    """The loss and the auxiliary loss that `train_step` returned.
+def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
+    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them.
 
     Raises:
         UserError: it returned something else.
     """
-    found = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    loss, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
     name = f"{type(task).__name__}.train_step"
-    if not all(isinstance(loss, Tensor) for loss in found):
+    if not all(isinstance(each, Tensor) for each in (loss, *others[:1])):
         raise UserError(f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses")
-    if found[0].numel() != 1:
-        raise UserError(f"{name} returns a tensor of shape {list(found[0].shape)}; it must return one number, the sum")
-    return found if len(found) == 2 else (found[0], torch.zeros_like(found[0]))
+    if loss.numel() != 1:
+        raise UserError(f"{name} returns a tensor of shape {list(loss.shape)}; it must return one number, the sum")
+    return (loss, *(others or [torch.zeros_like(loss)]))
 
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, float]:
@@ -116,7 +116,7 @@ def _rehearse_training(task: TrainingTask, data: DataModule, state: TrainState, 
             raise UserError(f"{name} calls backward; leave that to the loop and return the sum of the losses")
         if versions != [parameter._version for parameter in model.parameters()]:
             raise UserError(f"{name} changes the weights; leave that to the loop and return the sum of the losses")
-        loss, _ = checked_loss(task, result)
+        loss, *_ = checked_loss(task, result)
         if not loss.requires_grad:
             raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
         losses.append(float(loss.detach()))

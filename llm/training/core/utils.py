@@ -1,31 +1,26 @@
 """What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
 
-import fcntl
-import glob
 import math
-import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from common.durable_files import link, remove, sync_folder
-from common.errors import UserError, reason, say, warn
+from common.console import LEVELS, copy_console
+from common.errors import UserError, say, warn
 from common.launcher import launch
+from common.settings import StageArgs
 from llm.training.core.config import Config
-from llm.training.core.console import LEVELS, copy_console
-from trainer.components.checkpoint import UNREADABLE, lm_checkpoint, read_state, state_paths
+from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.device import select_device
 from trainer.components.distributed import abandon_process_group, reduce_sum, world_size
 from trainer.components.parallel import unwrap
-from trainer.components.run_files import is_state, resume_path, run_name
+from trainer.components.run_files import run_name
+from trainer.components.run_hooks import KeptStates
 from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
@@ -59,25 +54,14 @@ class DistributedManager:
         return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
     def once(self, work: Callable[[], None]) -> None:
-        """Run `work` in one process per machine while the others wait for it, without a timeout: there is no process
-        group yet. If it fails, the next process tries again."""
-        if not self.launched:
+        """Run `work` in one process per machine. The others wait for it where the processes meet (`setup`), for as long
+        as it takes."""
+        if launch().local_rank == 0:
             work()
-            return
-        _remove_old_marks()
-        with open(_mark(os.getppid()), "a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            if not file.read():
-                work()
-                file.write("done")
 
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""
-        local_rank = init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
-        if self.launched:
-            _mark(os.getppid()).unlink(missing_ok=True)  # all ranks are here, so none will ask for it
-        return local_rank
+        return init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
 
     def cleanup(self, state: TrainState | None = None) -> None:
         """Destroy the process group; for a `finally`. DDP must be freed before it, so the model is unwrapped.
@@ -96,23 +80,6 @@ class DistributedManager:
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""
         return float(reduce_sum(torch.tensor(value, dtype=torch.float64)) / world_size())
-
-
-def _mark(launcher: int) -> Path:
-    """The file that says what the processes of a launcher (its process id) have done once."""
-    begin = psutil.Process(launcher).create_time()
-    return Path(tempfile.gettempdir()) / f"minimind-{launcher}-{begin:.0f}-{os.getuid()}.prepared"
-
-
-def _remove_old_marks() -> None:
-    """Remove the marks of launchers that are gone: their runs were killed before all ranks had met."""
-    for path in Path(tempfile.gettempdir()).glob(f"minimind-*-{os.getuid()}.prepared"):
-        try:
-            is_old = _mark(int(path.name.split("-")[1])) != path  # another process has its number
-        except psutil.NoSuchProcess:
-            is_old = True
-        if is_old:
-            path.unlink(missing_ok=True)
 
 
 class Logger:
@@ -141,7 +108,7 @@ class Logger:
         if path is None and directory is not None:
             path = Path(directory) / f"{name}.log"
         self.path, self.level = Path(path) if path is not None else None, level
-        self.file = copy_console(self.path, level)
+        copy_console(self.path, level)
 
     @classmethod
     def of(cls, config: Config) -> "Logger":
@@ -194,18 +161,12 @@ class PerformanceMonitor:
         return {"batch_time": batch_time, "loss": loss, **mean, "memory_mb": last["memory_mb"]}
 
 
-class CheckpointManager:
-    """The checkpoints that are kept besides the latest: every N updates the last K, and the best.
+class CheckpointManager(KeptStates):
+    """The checkpoints of a run: the newest, which the loop writes, and those that KeptStates keeps besides."""
 
-    Files: `<run>_update_<number>.pth` and `<run>_best_resume.pth` in --checkpoint_dir, hard links to the file that was
-    written to resume from. --resume_from continues from any of them.
-    """
-
-    def __init__(self, config: Config, run_name: str):
-        self.keep_every, self.keep_last = config.checkpoint.keep_every, config.checkpoint.keep_last
-        self.folder, self.run_name = Path(config.checkpoint.checkpoint_dir), run_name
-        self.args = config.to_args()
-        self.best_update: int | None = None
+    def __init__(self, args: StageArgs):
+        super().__init__(args)
+        self.args = args
 
     def save_checkpoint(self, state: TrainState) -> None:
         """Write the state of the last update now, as the newest checkpoint; all ranks together. The loop does it at
@@ -220,67 +181,7 @@ class CheckpointManager:
         Raises:
             UserError: there is none at `path`, or it is damaged or something else.
         """
-        path = path or self.args.resume_from
-        if path is None:
-            return (
-                lm_checkpoint(self.args, self.args.save_weight, save_dir=self.folder) if self.args.from_resume else None
-            )
-        try:
-            return read_state(Path(path))
-        except UNREADABLE as error:
-            why = "there is no such file" if not Path(path).exists() else reason(error)
-            raise UserError(f"--resume_from {path} is no checkpoint that can be read ({why}); give another") from error
-
-    def is_due(self, update: int) -> bool:
-        """Whether to keep the state of this update."""
-        return self.keep_every > 0 and update % self.keep_every == 0
-
-    def saved(self, state: TrainState) -> None:
-        """The state was just handed to the writer: keep it if due, and delete old ones."""
-        if self.is_due(state.update) and is_main_process():
-            self._keep(state, f"update_{state.update:08d}")
-            state.writer.submit(self.prune)
-
-    def best(self, state: TrainState) -> None:
-        """Keep the state of this update as the best so far."""
-        self.best_update = state.update
-        if is_main_process():
-            self._keep(state, "best_resume")
-
-    def _keep(self, state: TrainState, name: str) -> None:
-        source = resume_path(self.folder, state.args.save_weight, state.lm_config)
-        state.writer.submit(lambda: _link_state(source, self.folder / f"{self.run_name}_{name}.pth"))
-
-    def prune(self) -> None:
-        """Delete the numbered checkpoints, files or folders, except for the last K (at least one) and the best."""
-        paths = self.folder.glob(f"{glob.escape(self.run_name)}_update_*")
-        states = (path for path in paths if is_state(self.run_name, path.name))
-        numbered = dict(sorted((int(path.name.removesuffix(".pth").rpartition("_")[2]), path) for path in states))
-        kept = {*list(numbered)[-max(1, self.keep_last) :], self.best_update}
-        for update in numbered.keys() - kept:
-            remove(numbered[update])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The update of the best state."""
-        return {"best_update": self.best_update}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
-        self.best_update = saved.get("best_update")
-
-
-def _link_state(source: Path, name: Path) -> None:
-    """Hard-link a checkpoint (each file, if it is a folder) under another name, atomically; copy where links fail."""
-    for form, wanted in zip(state_paths(source), state_paths(name), strict=True):
-        temp = wanted.with_name(f".{wanted.name}.tmp")
-        remove(temp)
-        if form.is_file():
-            link(form, temp)
-        elif form.is_dir():
-            shutil.copytree(form, temp, copy_function=link)
-        if not form.is_file():  # a folder can only be renamed to a free name; the other form is outdated
-            remove(wanted)
-        if form.exists():
-            os.replace(temp, wanted)
-            remove(temp)  # it is still there if both were links to the same file
-    sync_folder(name.parent)
+        args, named = self.args, str(path or self.args.resume_from or "") or None
+        if named is None and not args.from_resume:
+            return None
+        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=named)

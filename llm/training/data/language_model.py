@@ -1,44 +1,45 @@
-"""The stages' own datasets as a data module: the token cache is built once, and each rank opens it as memory maps."""
+"""The stages' own datasets as a data module: token caches and prompts."""
 
 from typing import Any
 
-from dataset.lm_dataset import StageDataset, collate_flat
-from llm.training.core.config import Config
+from torch.utils.data import DataLoader
+
 from llm.training.data.base import DataModule
-from trainer.components.data import open_datasets
-from trainer.components.resume import data_fingerprint
-from trainer.trainer_utils import load_tokenizer
+from trainer.components.data import data_identity, epoch_samples, held_out_loader, source_of, train_loader
 
 
-class LanguageModelDataModule(DataModule):
-    """Samples of a token cache, concatenated into flat batches.
+class StageDataModule(DataModule):
+    """What `open_data` of a stage script gives.
 
     Args:
-        config: the settings.
-        dataset_class: PretrainDataset or SFTDataset.
+        task: the StageTask, whose settings may change (another number of ranks).
     """
 
-    collate_fn = staticmethod(collate_flat)
+    train_dataset: Any
+    val_dataset: Any = None
 
-    def __init__(self, config: Config, dataset_class: type[StageDataset]):
-        super().__init__(config)
-        self.dataset_class = dataset_class
+    def __init__(self, task: Any):
+        super().__init__(task.config)
+        self.task = task
 
     def prepare_data(self) -> None:
         self.setup()  # builds the cache, under a lock, if there is none
 
     def setup(self) -> None:
-        if hasattr(self, "samples"):
-            return  # this process prepared the data
-        tokenizer = load_tokenizer(self.config.model.tokenizer_path)
-        self.samples, self.val_dataset = open_datasets(self.dataset_class, self.config.to_args(), tokenizer)
-        self.train_dataset = self.samples
+        if not hasattr(self, "train_dataset"):  # else this process prepared the data
+            self.train_dataset, self.val_dataset = self.task.script.open_data(self.task.args, self.task.tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
-        return data_fingerprint(self.samples.cache)
-
-    def describe(self) -> str:
-        return self.samples.describe()
+        return data_identity(self.train_dataset)
 
     def source(self, sample_id: int) -> str:
-        return self.samples.cache.source(sample_id)
+        return source_of(self.train_dataset)(sample_id)
+
+    def num_samples(self) -> int:
+        return epoch_samples(self.train_dataset, self.task.args)
+
+    def train_dataloader(self, epoch: int = 0, skip_batches: int = 0) -> DataLoader:
+        return train_loader(self.train_dataset, self.task.args, epoch, skip_batches)
+
+    def val_dataloader(self) -> DataLoader | None:
+        return held_out_loader(self.val_dataset, self.task.args)

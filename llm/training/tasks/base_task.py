@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.errors import UserError
+from common.settings import StageArgs
 from llm.training.core.callbacks import Callback
 from llm.training.core.config import Config
 from llm.training.data.base import DataModule
 from trainer.components.meter import Size
 from trainer.components.optimizer import build_optimizer
-from trainer.components.state import Batch
+from trainer.components.state import Batch, TrainState
 from trainer.trainer_utils import warmup_cosine
 
 
@@ -30,12 +31,22 @@ class TrainingTask(ABC):
 
     data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
     scheduler_interval: ClassVar[Literal["update", "epoch"]] = "update"  # when a scheduler of torch is stepped
+    rehearsed: ClassVar[bool] = True  # whether the engine tries the methods on two samples before training
+    frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
+    metric_names: tuple[str, ...] = ()  # of further sums over the targets, which `train_step` returns as a dict
 
     data: DataModule  # set before the model is built
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
 
     def __init__(self, config: Config):
         self.config = config
+        self.args = config.to_args()  # all settings, flat
+        self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
+
+    @classmethod
+    def stage_args(cls) -> type[StageArgs] | None:
+        """The settings of the stage that the task is, whose flags it takes; None for other tasks."""
+        return None
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -46,8 +57,9 @@ class TrainingTask(ABC):
         """The loss function, which the engine then stores in `self.criterion`. One that returns means is refused."""
 
     @abstractmethod
-    def train_step(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Sum of the losses over the targets of a batch; or this and a sum of auxiliary losses over its tokens."""
+    def train_step(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Any, ...]:
+        """Sum [] of the losses over the targets of a batch; or this and a sum [] of auxiliary losses over its tokens;
+        or these and a dict of the sums that `metric_names` names."""
 
     @abstractmethod
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -75,8 +87,10 @@ class TrainingTask(ABC):
         """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped as
         `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a constant rate. By default
         linear warm-up, then a cosine to a tenth of the peak. `build_scheduler(self, optimizer)` is called as well."""
-        args = self.config.to_args()
-        return lambda update: warmup_cosine(update, total_updates, args)
+        return lambda update: warmup_cosine(update, total_updates, self.args)
+
+    def extend(self, state: TrainState) -> None:  # noqa: B027 (optional)
+        """Add to the state of the run what only this task needs, such as hooks. Called before it is restored."""
 
     def size(self, batch: Batch) -> Size:
         """The number of targets and tokens in a batch. By default one of each per sample."""

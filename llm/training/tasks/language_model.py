@@ -1,8 +1,7 @@
-"""MiniMind's own stages as tasks: pretraining and supervised fine-tuning, dense or mixture of experts by config.
+"""MiniMind's stages as tasks, each made from the parts of its stage script: a change there applies here too."""
 
-Defaults, loss, schedule and frozen parameters are read from the stage scripts, so that a change there applies here too.
-"""
-
+import ast
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
@@ -10,72 +9,165 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.settings import own_defaults, own_flags, settings_of
-from dataset.lm_dataset import PretrainDataset, SFTDataset, StageDataset
+from common.errors import UserError
+from common.settings import StageArgs, settings_of
 from llm.training.core.config import Config
-from llm.training.data.language_model import LanguageModelDataModule
+from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer import train_full_sft, train_pretrain
+from trainer import (
+    train_agent,
+    train_distillation,
+    train_dpo,
+    train_full_sft,
+    train_grpo,
+    train_lora,
+    train_ppo,
+    train_pretrain,
+)
 from trainer.components.language_model import flat_size, held_out_loss
 from trainer.components.meter import Size
-from trainer.components.parallel import freeze
+from trainer.components.optimizer import build_optimizer
 from trainer.components.resume import model_fingerprint
-from trainer.components.state import Batch
-from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.components.state import Batch, TrainState
+from trainer.trainer_utils import init_model, load_tokenizer, start_model_config, start_shape
 
 
-class LanguageModelTask(TrainingTask):
-    """Next-token prediction with MiniMind; the same numbers as the stage script with the same settings."""
+class StageTask(TrainingTask):
+    """The stage of a script: the same numbers, files and checkpoints as the script with the same settings."""
 
-    stage: ClassVar[ModuleType]  # the stage script
-    dataset_class: ClassVar[type[StageDataset]]
+    script: ClassVar[ModuleType]
+    rehearsed = False
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.lm_config = model_config(load_tokenizer(config.model.tokenizer_path), config.model)
-        rows, values = settings_of(self.stage.Args), config.values() | config.extra  # with the stage's own flags
-        self.args = self.stage.Args(**{name: row.parse(values.get(name, row.default)) for name, row in rows.items()})
+        refuse_flags_of_main(self.script, self.args)
+        self.args = start_shape(self.args)
+        self.tokenizer = load_tokenizer(self.args.tokenizer_path)
+        self.lm_config = start_model_config(self.tokenizer, self.args)
+        self.frozen = getattr(self.script, "frozen", ())
+        self.metric_names = getattr(self.script, "METRICS", ())
 
-    def build_data(self) -> LanguageModelDataModule:
-        return LanguageModelDataModule(self.config, self.dataset_class)
+    @classmethod
+    def stage_args(cls) -> type[StageArgs]:
+        return cls.script.Args
+
+    def build_data(self) -> StageDataModule:
+        return StageDataModule(self)
 
     def build_model(self) -> nn.Module:
-        args = self.config.to_args()
-        model, _ = init_model(self.lm_config, args.from_weight, args.tokenizer_path, args.save_dir)
-        freeze(model, self.stage.frozen)
-        return model
+        args, start = self.args, self.config.checkpoint.from_weight
+        model, _ = init_model(self.lm_config, start, args.tokenizer_path, args.save_dir)
+        return self.script.extend_model(model, args) if hasattr(self.script, "extend_model") else model
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        args = self.args
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     def build_scheduler(self, optimizer: Optimizer, total_updates: int) -> Callable[[int], float]:
-        return lambda update: self.stage.schedule(update, total_updates, self.args)
+        return lambda update: self.script.schedule(update, total_updates, self.args)
 
-    def build_criterion(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return self.stage.loss_fn
+    def build_criterion(self) -> Callable[..., Any]:
+        return self.script.loss_fn
 
-    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def extend(self, state: TrainState) -> None:
+        called = state.loss_fn, state.eval_fn, state.size_fn  # of the engine: they call the methods below
+        state.loss_fn, state.eval_fn, state.size_fn = self.criterion, held_out_loss, flat_size
+        if hasattr(self.script, "extend_run"):
+            self.script.extend_run(state, self.tokenizer, self.data.train_dataset, self.data.val_dataset)
+        self.criterion, self.held_out, self.size_of = state.loss_fn, state.eval_fn, state.size_fn
+        state.loss_fn, state.eval_fn, state.size_fn = called
+
+    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
         return self.criterion(model, batch, self.args)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return held_out_loss(model, batch)
+        return self.held_out(model, batch, self.args)
 
     def size(self, batch: Batch) -> Size:
-        return flat_size(batch, self.lm_config)
+        return self.size_of(batch, self.lm_config)
 
     def fingerprint(self) -> dict[str, Any]:
-        return model_fingerprint(self.lm_config) | own_flags(self.args)
+        return model_fingerprint(self.lm_config)
 
     def code_files(self) -> list[str]:
-        return [self.stage.__file__ or ""]
+        return [self.script.__file__ or ""]
 
 
-class PretrainTask(LanguageModelTask):
+def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
+    """Refuse a flag that only `main` of the stage script implements, which the engine does not call.
+
+    Raises:
+        UserError: such a flag is given.
+    """
+    read_in_main, read_elsewhere = set(), set()
+    for node in ast.parse(inspect.getsource(script)).body:
+        is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
+        names = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        (read_in_main if is_main else read_elsewhere).update(names)
+    rows = settings_of(script.Args)
+    for name in (read_in_main - read_elsewhere) & vars(script.Args).get("__annotations__", {}).keys():
+        if rows[name].section == StageArgs.section and getattr(args, name) != rows[name].default:
+            raise UserError(
+                f"--{name}: only main() in {script.__file__} implements it, and the engine does not call that; run the "
+                "script, or move it into extend_model or extend_run"
+            )
+
+
+class PretrainTask(StageTask):
     """Documents: every token is a target."""
 
-    stage, dataset_class = train_pretrain, PretrainDataset
-    defaults: ClassVar[dict[str, Any]] = own_defaults(train_pretrain.Args)
+    script = train_pretrain
 
 
-class FullSFTTask(LanguageModelTask):
+class FullSFTTask(StageTask):
     """Conversations: the assistant's turns are targets."""
 
-    stage, dataset_class = train_full_sft, SFTDataset
-    defaults: ClassVar[dict[str, Any]] = own_defaults(train_full_sft.Args)
+    script = train_full_sft
+
+
+class LoRATask(StageTask):
+    """SFT of adapters beside the start weights."""
+
+    script = train_lora
+
+
+class DPOTask(StageTask):
+    """Preferences: pairs of a chosen and a rejected answer."""
+
+    script = train_dpo
+
+
+class DistillationTask(StageTask):
+    """SFT of a student beside a teacher."""
+
+    script = train_distillation
+
+
+class GRPOTask(StageTask):
+    """Rewards for what the model writes, compared within a group."""
+
+    script = train_grpo
+
+
+class AgentTask(StageTask):
+    """Rewards for what the model does in several turns with tools."""
+
+    script = train_agent
+
+
+class PPOTask(StageTask):
+    """Rewards, with a critic."""
+
+    script = train_ppo
+
+
+STAGES: dict[str, type[StageTask]] = {
+    "pretrain": PretrainTask,
+    "full_sft": FullSFTTask,
+    "lora": LoRATask,
+    "dpo": DPOTask,
+    "distillation": DistillationTask,
+    "grpo": GRPOTask,
+    "agent": AgentTask,
+    "ppo": PPOTask,
+}

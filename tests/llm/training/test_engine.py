@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 
-from llm.training.core.utils import _link_state
 from tests.conftest import ROOT
 from tests.stage_process import FORKED, Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.components.metrics import read_metrics
+from trainer.components.run_hooks import link_state
 from trainer.trainer_utils import get_lr
 
 
@@ -215,7 +215,7 @@ def test_a_fresh_run_under_an_old_name_keeps_its_own_numbered_states(tmp_path):
     assert {path.name: path.read_bytes() for path in (folder / "earlier_1").iterdir()} == old
     assert (tmp_path / f"out/earlier_1/{NAME}_metrics.jsonl").exists()
     for _ in range(2):
-        _link_state(folder / f"{NAME}_resume.pth", folder / f"{NAME}_best_resume.pth")
+        link_state(folder / f"{NAME}_resume.pth", folder / f"{NAME}_best_resume.pth")
     assert not list(folder.glob(".*.tmp"))
 
 

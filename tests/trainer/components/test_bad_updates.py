@@ -33,9 +33,20 @@ def make_state(optimizer=None, scale: float = 0.0, loss_fn=next_token_loss, limi
     scaler = torch.amp.GradScaler("cpu", enabled=scale > 0, init_scale=scale or 1.0)
     args = StageArgs(seed=0, grad_clip=1.0)
     optimizer = optimizer(model.parameters()) if optimizer else build_optimizer(model, 1e-2, 0.1)
-    parts = (optimizer, scaler, nullcontext(), torch.device("cpu"), loss_fn, lambda *_: 1e-2)
-    run = {"samples": 9, "global_batch": 3, "epochs": 1}
-    return TrainState(args, CONFIG, model, *parts, run, bad_updates=BadUpdates(limit, lambda i: f"data.jsonl:{i}"))
+    autocast = nullcontext()
+    return TrainState(
+        args=args,
+        lm_config=CONFIG,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        device=torch.device("cpu"),
+        loss_fn=loss_fn,
+        schedule=lambda *_: 1e-2,
+        run={"samples": 9, "global_batch": 3, "epochs": 1},
+        bad_updates=BadUpdates(limit, lambda i: f"data.jsonl:{i}"),
+    )
 
 
 def train(state: TrainState, window: list[dict]) -> None:

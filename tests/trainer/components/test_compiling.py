@@ -7,8 +7,9 @@ from typing import cast
 import pytest
 import torch
 
+from common.config_sources import parse_args
 from common.errors import UserError
-from common.settings import ROOT, StageArgs, parse_args
+from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import PretrainDataset, TokenDataset
 from dataset.token_cache import TokenCache
 from trainer.components import compiling

@@ -104,7 +104,7 @@ def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_pat
 
 
 def test_minimind_names_of_the_student_are_the_common_flags():
-    from common.settings import parse_args
+    from common.config_sources import parse_args
 
     typed = ["--student_hidden_size", "64", "--student_num_layers", "3", "--student_use_moe", "1"]
     args = parse_args(train_distillation.Args, None, [*typed, "--from_student_weight", "w", "--teacher_use_moe", "0"])

@@ -87,8 +87,9 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     assert is_sharded(wrapped) == (parallel == "fsdp") and unwrap(wrapped) is model
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=1024.0)
     state = TrainState(
-        StageArgs(seed=0, grad_clip=1.0), config, wrapped, build_optimizer(model, 1e-2, 0.1), scaler, autocast,
-        CPU, held, lambda *_: 1e-2, {"samples": 9, "global_batch": 3, "epochs": 1},
+        args=StageArgs(seed=0, grad_clip=1.0), lm_config=config, model=wrapped, scaler=scaler, autocast=autocast,
+        optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, loss_fn=held, schedule=lambda *_: 1e-2,
+        run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
     assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
     found = []

@@ -10,7 +10,7 @@ from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.language_model import target_log_probs
 from trainer.components.optimizer import build_optimizer, set_learning_rate
-from trainer.components.ppo import SHOWN, ActorCritic, ValuedRollouts, actor_critic_loss, token_advantages
+from trainer.components.ppo import METRICS, ActorCritic, ValuedRollouts, actor_critic_loss, token_advantages
 
 EPSILON, CLIP, VF_COEF, BETA = 0.2, 0.15, 0.5, 0.04
 VALUES, REWARD = [0.3, -0.2, 0.8, 0.1, 0.4], 1.5
@@ -64,7 +64,7 @@ def test_loss_and_gradient_are_those_of_the_formula():
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     gradients = (torch.cat(torch.autograd.grad(each, (log_probs, values))) for each in (loss, wanted))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    assert all(float(shown[name]) > 0 for name in SHOWN)
+    assert all(float(shown[name]) > 0 for name in METRICS)
 
 
 def test_it_reads_a_batch_as_its_two_models_do():

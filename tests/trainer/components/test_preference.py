@@ -98,7 +98,7 @@ def test_a_model_that_is_its_reference_has_the_loss_of_a_coin(models):
 
 def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
     batch = collate_pairs([])
-    assert pair_size(CONFIG, batch).targets == 0
+    assert pair_size(batch, CONFIG).targets == 0
     loss, aux_loss, shown = train_dpo.loss_fn(models[0], batch, train_dpo.Args(loss_type="ipo", rpo_alpha=1.0))
     (loss + aux_loss).backward()
     assert loss == 0 and not any(value.item() for value in shown.values())
@@ -109,7 +109,7 @@ def test_a_pair_counts_once_and_its_answers_lie_side_by_side():
     rows = pairs([(3, 4), (5, 6)])
     batch = collate_pairs(rows)
     assert batch["target_counts"] == [3, 4, 5, 6] and batch["sample_ids"].tolist() == [0, 1, 2, 3]
-    size = pair_size(CONFIG, batch)
+    size = pair_size(batch, CONFIG)
     assert (size.targets, size.tokens, size.text_bytes, size.samples) == (2, 38, 0, 4)
     assert batch["targets"].equal(collate_flat(rows)["targets"])
 

@@ -1,12 +1,17 @@
-"""The console of a process: which lines are shown, and a log file that receives every line that is."""
+"""The console of a process: it may go away, lines below a level are hidden, and a log file receives all others.
+
+`sys.stdout` and `sys.stderr` are replaced, not only logging's handlers: the lines of progress bars, warnings, libraries
+and of a `print` in a user's task belong into the log as well.
+"""
 
 import logging
 import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from common.errors import UserError
 
@@ -50,14 +55,17 @@ class LogFile(logging.Handler):
 
 
 class ConsoleStream:
-    """Stands in for `sys.stdout` or `sys.stderr`: hides lines below a level, and copies the others to the log file.
+    """Stands in for `sys.stdout` or `sys.stderr`.
 
-    A line's level is its beginning (`warning: ...`), else that of its stream. Of a progress bar, which returns to the
-    beginning of its line, the file receives the last state.
+    A write that fails (a closed terminal, a `tee` that ended, a full disk behind a log) raises nothing; what the disk
+    cannot take now is written with the next line that it can. A line's level is its beginning (`warning: ...`), else
+    that of its stream; lines below `threshold` are hidden. Of a progress bar, which returns to the beginning of its
+    line, the file receives the last state.
     """
 
-    def __init__(self, stream: TextIO, usual: int, threshold: int, file: LogFile | None):
-        self.stream, self.usual, self.threshold, self.file = stream, usual, threshold, file
+    def __init__(self, stream: TextIO, usual: int):
+        self.stream, self.usual = stream, usual
+        self.threshold, self.file = LEVELS["info"], cast(LogFile | None, None)
         self.level, self.text, self.lock = usual, "", threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -70,6 +78,11 @@ class ConsoleStream:
                 self._write_part(part)
         return len(text)
 
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+            self.stream.flush()
+
     def _write_part(self, part: str) -> None:
         if not self.text:
             named = (level for name, level in LEVELS.items() if part.startswith(f"{name}: "))
@@ -77,7 +90,8 @@ class ConsoleStream:
         if self.level < self.threshold:
             self.text = "" if part.endswith("\n") else "..."
             return
-        self.stream.write(part)
+        with suppress(OSError, ValueError):
+            self.stream.write(part)
         self.text += part
         if part.endswith("\n"):
             line, self.text = self.text.rstrip("\r\n").rpartition("\r")[2], ""
@@ -86,27 +100,37 @@ class ConsoleStream:
         self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]
 
 
-def copy_console(path: Path | None, level: str) -> LogFile | None:
-    """Show only lines of `level` and above from now on, and append them to the file, if one is given, until
-    `release_console`. Calling it again replaces what an earlier call set."""
-    if isinstance(sys.stdout, ConsoleStream):
-        same = sys.stdout.file is not None and sys.stdout.file.path == path
-        if same and sys.stdout.threshold == LEVELS[level]:
-            return sys.stdout.file
-    release_console()
-    file = LogFile(path) if path is not None else None
-    if file is not None or level != "info":
-        sys.stdout = ConsoleStream(sys.stdout, LEVELS["info"], LEVELS[level], file)  # type: ignore[assignment]
-        sys.stderr = ConsoleStream(sys.stderr, LEVELS["error"], LEVELS[level], file)  # type: ignore[assignment]
-    return file
+def outlast_console() -> None:
+    """Have nothing that happens to stdout or stderr end this process from now on: training outlives its terminal."""
+    if not isinstance(sys.stdout, ConsoleStream):
+        sys.stdout = cast(Any, ConsoleStream(sys.stdout, LEVELS["info"]))
+    if not isinstance(sys.stderr, ConsoleStream):
+        sys.stderr = cast(Any, ConsoleStream(sys.stderr, LEVELS["error"]))
+
+
+def copy_console(path: Path | None, level: str) -> None:
+    """Show only lines of `level` and above from now on, and append them to the file, if one is given. Calling it again
+    replaces what an earlier call set."""
+    outlast_console()
+    out, err = cast(list[ConsoleStream], [sys.stdout, sys.stderr])
+    if out.file is None or out.file.path != path:
+        if out.file is not None:
+            os.close(out.file.descriptor)
+            out.file.path = None
+        out.file = err.file = LogFile(path) if path is not None else None
+    out.threshold = err.threshold = LEVELS[level]
+
+
+def write_now(text: str) -> None:
+    """Write a line to stderr and the log file without Python's buffers, as a signal handler must."""
+    with suppress(OSError):  # the terminal may be what went away
+        os.write(2, f"{text}\n".encode())
+    if isinstance(sys.stderr, ConsoleStream) and sys.stderr.file is not None:
+        sys.stderr.file.line(LEVELS["warning"], text)
 
 
 def release_console() -> None:
-    """Undo `copy_console`."""
+    """Undo `outlast_console` and `copy_console`."""
     if isinstance(sys.stdout, ConsoleStream):
-        if sys.stdout.file is not None:
-            os.close(sys.stdout.file.descriptor)
-            sys.stdout.file.path = None
-        sys.stdout = sys.stdout.stream
-    if isinstance(sys.stderr, ConsoleStream):
-        sys.stderr = sys.stderr.stream
+        copy_console(None, "info")
+        sys.stdout, sys.stderr = cast(Any, (sys.stdout.stream, getattr(sys.stderr, "stream", sys.stderr)))

@@ -1,29 +1,34 @@
-"""Reads the engine's settings from a YAML file, the environment, the command line and a task's own defaults.
+"""Reads settings from a YAML file, the environment, the command line and a task's defaults: for scripts and the engine.
 
-Each reader returns the settings it finds as {name: (value, where it was given)}, or raises one UserError with every
-mistake in its source. PyYAML parses; the settings table (common/settings.py, with pydantic) converts and checks.
+Later sources override earlier ones: the defaults, a YAML file (--config), the environment (MINIMIND_BATCH_SIZE=8), the
+command line (--batch_size 8). Each reader returns the settings that its source gives as {name: (value, where)}, or
+raises one UserError with every mistake in it. PyYAML parses; the settings table (settings.py, with pydantic) converts
+and checks.
 """
 
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from common.command_line import Parser
 from common.errors import UserError
-from common.settings import Setting, add_grouped_flags
+from common.launcher import launch
+from common.settings import Setting, StageArgs, aliases_of, flag_options, settings_of
 
 PREFIX = "MINIMIND_"  # of environment variables
+OTHERS = ("MINIMIND_API_KEY",)  # environment variables of other programs
 OPTIONS = "task_options"  # section for the options of a user's own task
-ALIASES = {"top_k": "num_experts_per_tok"}  # other names of settings
 
 Settings = Mapping[str, Setting]
 Given = dict[str, tuple[Any, str]]  # name of a setting, or task_options.NAME -> value, where it was given
+A = TypeVar("A", bound=StageArgs)
 
 
 class Loader(yaml.SafeLoader):
@@ -57,11 +62,11 @@ def to_yaml(value: Any) -> str:
 
 
 class Source:
-    """One source of settings: the values it gives, and its mistakes."""
+    """One source of settings: the values it gives, and its mistakes. args_class: the settings that there are."""
 
-    def __init__(self, settings: Settings):
-        aliases = {alias: settings[name] for alias, name in ALIASES.items() if name in settings}
-        self.settings = {**settings, **aliases}
+    def __init__(self, args_class: type):
+        known = settings_of(args_class)
+        self.settings = {**known, **{alias: known[name] for alias, name in aliases_of(args_class).items()}}
         self.given: Given = {}
         self.wrong: list[str] = []
 
@@ -104,19 +109,100 @@ class Source:
         return self.given
 
 
-def read_task_defaults(settings: Settings, task: str, defaults: Mapping[str, Any]) -> Given:
+def parse_args(
+    args_class: type[A],
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    **defaults: Any,
+) -> A:
+    """The settings of a stage: the defaults of its class (or `defaults`), overridden by file, environment and flags.
+
+    Raises:
+        UserError: one line with everything that is wrong in a source.
+        SystemExit: after `--help` and `--print_config`.
+    """
+    options, given = read_sources(args_class, settings_parser(args_class, description), argv, environ)
+    args = args_class(**defaults | {name: value for name, (value, _) in given.items()})
+    if options.print_config:
+        print_once(described(settings_of(args_class), vars(args), {name: where for name, (_, where) in given.items()}))
+    if wrong := args.contradictions():
+        raise UserError("; ".join(wrong))
+    return args
+
+
+def read_sources(
+    args_class: type, parser: Parser, argv: Sequence[str] | None, environ: Mapping[str, str], first: Given | None = None
+) -> tuple[argparse.Namespace, Given]:
+    """The parsed options that are no settings (`config`, `print_config`, `set`), and the settings that the sources
+    give, after those of `first`.
+
+    Raises:
+        UserError: one line with all unknown names and invalid values of a source.
+    """
+    options, from_flags = read_command_line(args_class, parser, argv)
+    from_file = read_yaml(args_class, options.config) if options.config is not None else {}
+    return options, (first or {}) | from_file | read_environment(args_class, environ) | from_flags
+
+
+def print_once(text: str) -> None:
+    """Print on rank 0 and end the process.
+
+    Raises:
+        SystemExit: always.
+    """
+    if launch().rank == 0:
+        print(text, end="", flush=True)
+    raise SystemExit(0)
+
+
+def described(settings: Settings, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Every setting with its value and source, as YAML that `--config` can read. values: also of task_options."""
+    rows: list[tuple[str, str | None]] = []
+    for section in dict.fromkeys(each.section for each in settings.values()):
+        names = [name for name, each in settings.items() if each.section == section]
+        rows += [(f"{section}:", None)] + [(f"  {name}: {to_yaml(values[name])}", name) for name in names]
+    own = [name for name in values if name not in settings]
+    rows += [(f"{OPTIONS}:", None)] * bool(own)
+    rows += [(f"  {name}: {to_yaml(values[name])}", f"{OPTIONS}.{name}") for name in own]
+    width = min(60, max(len(text) for text, _ in rows))
+    places = {name: "".join(c if c.isprintable() else "?" for c in where) for name, where in sources.items()}
+    lines = [text if name is None else f"{text:{width}}  # {places.get(name, 'default')}" for text, name in rows]
+    return "\n".join(lines) + "\n"
+
+
+def settings_parser(args_class: type, description: str | None, **kwargs: Any) -> Parser:
+    """The command line: every setting as a flag whose value stays text, in one group per section, and its aliases."""
+    parser = Parser(description=(description or "").split("\n", 1)[0], argument_default=argparse.SUPPRESS, **kwargs)
+    text = f"YAML file with settings, in the sections shown here; flags and {PREFIX}... variables override it"
+    parser.add_argument("--config", metavar="FILE", default=None, help=text)
+    text = "show every setting with its source, as YAML, and exit"
+    parser.add_argument("--print_config", action="store_true", default=None, help=text)
+    settings, aliases = settings_of(args_class).values(), aliases_of(args_class)
+    for section in dict.fromkeys(each.section for each in settings):
+        group = parser.add_argument_group(section)
+        for each in (each for each in settings if each.section == section):
+            options = flag_options(each)
+            group.add_argument(f"--{each.name}", **options)
+            for alias in (alias for alias, name in aliases.items() if name == each.name):
+                named: dict[str, Any] = {"dest": alias, "help": f"another name of --{each.name}"}
+                group.add_argument(f"--{alias}", **options | named)
+    return parser
+
+
+def read_task_defaults(args_class: type, task: str, defaults: Mapping[str, Any]) -> Given:
     """The defaults of a task. Names that are not settings are options of the task."""
-    source, where = Source(settings), f"task {task}".rstrip()
+    source, where = Source(args_class), f"task {task}".rstrip()
     for name, value in defaults.items():
         take = source.take if name in source.settings else source.option
         take(name, where, f"{where}: its default {name}", value)
     return source.finish()
 
 
-def read_environment(settings: Settings, environ: Mapping[str, str]) -> Given:
+def read_environment(args_class: type, environ: Mapping[str, str]) -> Given:
     """Settings from variables such as MINIMIND_BATCH_SIZE."""
-    source = Source(settings)
-    for variable in sorted(key for key in environ if key.startswith(PREFIX)):
+    source = Source(args_class)
+    for variable in sorted(key for key in environ if key.startswith(PREFIX) and key not in OTHERS):
         name = variable.removeprefix(PREFIX).lower()
         if name in source.settings and variable == variable.upper():
             source.take(name, variable, variable, environ[variable])
@@ -125,33 +211,16 @@ def read_environment(settings: Settings, environ: Mapping[str, str]) -> Given:
     return source.finish()
 
 
-def config_parser(args_class: type) -> Parser:
-    """The command line: every setting as a flag, in one group per section. Values stay text."""
-    parser = Parser(prog="python -m llm.training.train", description="Train a built-in task or your own.")
-    parser.epilog = "A task may have its own defaults: --print_config shows every setting and its source."
-    flag = parser.add_argument
-    flag("--config", metavar="FILE", help="YAML file with settings in the sections shown by --help")
-    text = "show every setting with its source, as YAML, and exit"
-    flag("--print_config", action="store_true", default=None, help=text)
-    text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
-    flag("--set", action="append", metavar="NAME=VALUE", help=text)
-    for alias, name in ALIASES.items():
-        flag(f"--{alias}", metavar="INT", help=f"another name of --{name}")
-    add_grouped_flags(parser, args_class)
-    return parser
-
-
-def read_command_line(
-    settings: Settings, args_class: type, argv: Sequence[str] | None
-) -> tuple[argparse.Namespace, Given]:
-    """The parsed options (`config`, `print_config`), and the settings given as flags."""
-    source, where = Source(settings), "command line"
-    options, rest = config_parser(args_class).parse_known_args(argv)
+def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Given]:
+    """The parsed options, and the settings given as flags."""
+    source, where = Source(args_class), "command line"
+    options, rest = parser.parse_known_args(argv)
+    flags = [flag.removeprefix("--") for action in parser._actions for flag in action.option_strings]
     for text in [part.split("=")[0] for part in rest if part.startswith("--")] or rest:
-        source.unknown(text, text.lstrip("-"), (*source.settings, "config", "print_config", "set"), "--{}".format)
-    for name in [name for name in source.settings if getattr(options, name, None) is not None]:
+        source.unknown(text, text.lstrip("-"), flags, "--{}".format)
+    for name in [name for name in vars(options) if name in source.settings]:
         source.take(name, where, f"--{name}", getattr(options, name))
-    for pair in options.set or []:
+    for pair in getattr(options, "set", []):
         name, equals, text = pair.partition("=")
         try:
             value = yaml.load(text, Loader)
@@ -165,23 +234,40 @@ def read_command_line(
     return options, source.finish("; see --help")
 
 
-def read_yaml(settings: Settings, path: str) -> Given:
+def read_yaml(args_class: type, path: str) -> Given:
     """Settings from a YAML file: a mapping of sections, each a mapping of settings.
 
     Raises:
         UserError: FILE:LINE and the mistake, for all settings at once; or the file cannot be read.
     """
-    source = Source(settings)
-    sections = {setting.section for setting in settings.values()} | {OPTIONS}
+    source = Source(args_class)
+    sections = {setting.section for setting in source.settings.values()} | {OPTIONS}
     for section, line, node in _entries(source, path, _read(path), ""):
         if section in sections:
             for name, where, value in _entries(source, path, node, f"{section}."):
                 _take_entry(source, section, name, where, value)
-        elif section in settings:
-            source.wrong.append(f"{line}: {section} belongs to section {settings[section].section}")
+        elif section in source.settings:
+            source.wrong.append(f"{line}: {section} belongs to section {source.settings[section].section}")
         else:
             source.unknown(f"{line}: section {section}", section, sections)
     return source.finish()
+
+
+def first_given(name: str, section: str, argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
+    """The value of a setting on which the other settings depend, before they are known; empty if no source gives it."""
+    parser = Parser(add_help=False)
+    parser.add_argument(f"--{name}")
+    parser.add_argument("--config")
+    options = parser.parse_known_args(argv)[0]
+    text = getattr(options, name) or environ.get(PREFIX + name.upper())
+    if text is not None or not options.config:
+        return text or ""
+    source = Source(StageArgs)  # whose mistakes are reported when all is read
+    for key, _, node in _entries(source, options.config, _read(options.config), ""):
+        for own, _, value in _entries(source, options.config, node, "") if key == section else ():
+            if own == name and isinstance(value, yaml.ScalarNode):
+                return value.value
+    return ""
 
 
 def _take_entry(source: Source, section: str, name: str, where: str, node: yaml.Node) -> None:

@@ -1,0 +1,104 @@
+"""Every stage as an engine task: the numbers, files and checkpoints of its script, bit for bit."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UserError
+from common.settings import ROOT, StageArgs
+from llm.training.core.config import Config
+from llm.training.tasks.language_model import STAGES, refuse_flags_of_main
+from llm.training.train import AVAILABLE_TASKS, find_task
+from tests.stage_process import Faults, run
+from tests.trainer.rollout_runs import write_prompts
+from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
+from trainer import train_dpo
+from trainer.components.metrics import read_metrics
+from trainer.components.model_files import save_weights
+from trainer.trainer_utils import init_model, load_tokenizer, model_config
+
+ROLLOUTS = {"reward": "length,repetition=0.5", "max_gen_len": 4, "batch_size": 4, "max_seq_len": 32, "epochs": 1}
+ROLLOUTS |= {"from_weight": "start", "eval_interval": 3, "save_interval": 2, "learning_rate": 1e-3}
+TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9, "keep_every": 3}
+TEACHER = {"from_teacher_weight": "start", "teacher_use_moe": "0"}
+# stage -> its data, its settings and the stem of its files
+RUNS = {
+    "pretrain": ("pretrain", {"accumulation_steps": 2, "packing": 1}, "pretrain"),
+    "full_sft": ("sft", TRAINED | {"use_moe": 1}, "full_sft"),
+    "lora": ("sft", TRAINED | {"lora_rank": 4}, "lora_medical"),
+    "dpo": ("dpo", TRAINED | {"beta": 0.2, "rpo_alpha": 0.5, "batch_size": 4}, "dpo"),
+    "distillation": ("sft", TRAINED | TEACHER | {"alpha": 0.3}, "full_dist"),
+    "grpo": ("rl", ROLLOUTS | {"num_generations": 2, "beta": 0.1}, "grpo"),
+    "agent": ("rl", ROLLOUTS | {"num_generations": 2, "max_seq_len": 400, "max_total_len": 420}, "agent"),
+    "ppo": ("rl", ROLLOUTS | {"num_iterations": 2, "critic_learning_rate": 1e-2}, "ppo_actor"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(corpus, tmp_path_factory) -> dict[str, Path]:
+    """The data of all stages, and weights to start from."""
+    folder = tmp_path_factory.mktemp("stages")
+    for moe in (False, True):
+        torch.manual_seed(3)
+        shape = StageArgs(hidden_size=32, num_hidden_layers=2, use_moe=moe)
+        model, _ = init_model(model_config(load_tokenizer(ROOT / "model"), shape), "none")
+        save_weights(model, folder / f"start_32{'_moe' * moe}.pth")
+    return corpus | {name: path for name, path in write_prompts(folder).items() if name != "cache"} | {"start": folder}
+
+
+def argv(data, folder: Path, stage: str, **extra) -> list[str]:
+    """The flags of a small run in its own folder, with the start weights in it."""
+    (folder / "out").mkdir(parents=True, exist_ok=True)
+    for path in data["start"].glob("*.pth"):
+        (folder / "out" / path.name).write_bytes(path.read_bytes())
+    kind, settings, _ = RUNS[stage]
+    return flags(data, folder, kind, **(settings | extra))
+
+
+def everything(folder: Path, name: str) -> tuple:
+    """State, records and figures of a run, without those of time."""
+    state = saved_state(folder, name)
+    timed = ("seconds", "data_wait", "comm_wait", "tokens_per_second", "mfu", "memory_mb", "seconds_left")
+    metrics = read_metrics(folder / f"out/{name}_metrics.jsonl")
+    kept = [{k: v for k, v in r.items() if not any(part in k for part in timed)} for r in metrics]
+    return {part: state[part] for part in ("model", "optimizer", "update", "best_eval", "run")}, kept
+
+
+@pytest.mark.parametrize("stage", RUNS)
+def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
+    """The run of the script, and one that the engine begins, is stopped in and goes on with."""
+    name = f"{RUNS[stage][2]}_32{'_moe' * RUNS[stage][1].get('use_moe', 0)}"
+    script = "sft" if stage == "full_sft" else stage
+    run(script, argv(data, tmp_path / "script", stage))
+    again = ["--task", stage, *argv(data, tmp_path / "engine", stage, from_resume=1)]
+    run("engine", again, Faults(signals={2: signal.SIGTERM}), status=128 + signal.SIGTERM)
+    assert "resuming" in run("engine", again).out
+    (one, log), (other, others) = (everything(tmp_path / folder, name) for folder in ("script", "engine"))
+    assert_same_tensors(one, other)
+    assert log == others and len(log) >= 3 and any("eval_loss" in record for record in log)
+
+
+def test_every_stage_is_a_task_with_the_flags_and_defaults_of_its_script():
+    scripts = {path.stem.removeprefix("train_") for path in (ROOT / "trainer").glob("train_*.py")}
+    assert set(STAGES) == scripts == set(RUNS) == set(AVAILABLE_TASKS) - {"regression"}
+    for name, task in STAGES.items():
+        config = Config.from_args_and_env(["--task", name], {}, stage_args=lambda name: find_task(name).stage_args())
+        args, own = config.to_args(), task.script.Args()
+        assert {key: getattr(args, key) for key in vars(own)} == vars(own) and isinstance(args, task.script.Args)
+
+
+def test_a_flag_that_only_main_implements_is_refused(tmp_path, monkeypatch):
+    """Not swallowed: the engine does not call main."""
+    path = tmp_path / "train_own.py"
+    text = (ROOT / "trainer/train_dpo.py").read_text().replace("parents[1]", "parents[0]")
+    text = text.replace("    max_seq_len: int = 1024\n", "    max_seq_len: int = 1024\n    ema: float = 0.0\n")
+    path.write_text(text.replace("    # 8. Train.\n", "    print(args.ema)\n    # 8. Train.\n"))
+    monkeypatch.syspath_prepend(tmp_path)
+    import train_own  # type: ignore[import-not-found]
+
+    refuse_flags_of_main(train_own, train_own.Args(beta=0.5))
+    with pytest.raises(UserError, match=r"--ema: only main\(\) in .*train_own.py implements it"):
+        refuse_flags_of_main(train_own, train_own.Args(ema=0.9))
+    refuse_flags_of_main(train_dpo, train_dpo.Args(beta=0.5))

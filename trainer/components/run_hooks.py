@@ -1,0 +1,216 @@
+"""What the settings add to a run, in every stage and in the engine: early stopping, numbered and best checkpoints,
+TensorBoard."""
+
+import glob
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.durable_files import link, remove, sync_folder
+from common.errors import UserError, reason, warn
+from common.settings import StageArgs
+from trainer.components.checkpoint import state_paths
+from trainer.components.distributed import is_main_process
+from trainer.components.run_files import is_state, resume_path, run_name
+from trainer.components.state import Hooks, TrainState
+from trainer.components.tracker import drawable
+
+
+def hooks_of_settings(args: StageArgs) -> list[Hooks]:
+    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+    hooks: list[Hooks] = [KeptStates(args)]
+    if args.patience:
+        hooks.append(Patience(args.monitor, args.mode, args.patience, args.min_delta))
+    if args.use_tensorboard or args.tensorboard_dir:
+        folder = Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard")
+        hooks.append(TensorBoardCurves(folder / run_name(args.save_weight, args)))
+    return hooks
+
+
+def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
+    """The value of a held-out metric; `who` monitors it.
+
+    Raises:
+        UserError: validation does not report it.
+    """
+    if monitor not in metrics:
+        there = ", ".join(sorted(metrics)) or "nothing"
+        raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
+    return metrics[monitor]
+
+
+class Patience(Hooks):
+    """Early stopping: ends training when a held-out metric no longer improves.
+
+    Args:
+        monitor: name of the metric; UserError during the run if validation does not report it.
+        mode: `min` if lower is better, `max` if higher is better.
+        patience: stop after this many validations in a row without an improvement.
+        min_delta: a change counts as an improvement if it is larger than this.
+    """
+
+    def __init__(self, monitor: str = "eval_loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0):
+        if mode not in ("min", "max") or patience < 1 or not 0 <= min_delta < math.inf:
+            given = f"mode {mode!r}, patience {patience}, min_delta {min_delta}"
+            raise UserError(f"EarlyStopping: mode must be min or max, patience >= 1, min_delta >= 0; not {given}")
+        self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
+        self.best: float | None = None
+        self.waited = 0  # validations since the best
+
+    def judge(self, metrics: dict[str, float | None]) -> str:
+        """Count a validation; why training should stop, or an empty text."""
+        value, sign = monitored("EarlyStopping", self.monitor, metrics), 1 if self.mode == "max" else -1
+        finite = value is not None and math.isfinite(value)
+        if finite and (self.best is None or sign * (value - self.best) > self.min_delta):
+            self.best, self.waited = float(value), 0
+            return ""
+        self.waited += 1
+        if self.waited < self.patience:
+            return ""
+        best = "was never finite" if self.best is None else f"got no better than {self.best:.6g}"
+        return f"EarlyStopping: {self.monitor} {best} in {self.waited} validations"
+
+    def validation_end(self, state: TrainState, metrics: dict[str, Any], is_best: bool) -> None:
+        if why := self.judge(metrics):
+            state.finish(why)
+
+    def counts(self) -> dict[str, Any]:
+        """What a checkpoint saves."""
+        return {"best": self.best, "waited": self.waited, "monitor": self.monitor, "mode": self.mode}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore what `counts` gave; another metric is counted anew."""
+        before = (saved.get("monitor", self.monitor), saved.get("mode", self.mode))
+        if before == (self.monitor, self.mode):
+            self.best, self.waited = saved["best"], saved["waited"]
+        else:
+            now = f"{self.monitor} {self.mode}"
+            warn(f"EarlyStopping begins to count anew: {now} is monitored instead of {' '.join(before)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"early_stopping": self.counts()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        callbacks = saved.get("callbacks") or {}  # where early versions of the engine kept it
+        if counts := saved.get("early_stopping") or callbacks.get("EarlyStopping"):
+            self.restore(counts)
+
+
+class KeptStates(Hooks):
+    """The checkpoints that are kept besides the latest: every --keep_every updates the last --keep_last, and the best.
+
+    Files: `<run>_update_<number>.pth` and `<run>_best_resume.pth` in --checkpoint_dir, hard links to the file that was
+    written to resume from. --resume_from continues from any of them.
+    """
+
+    def __init__(self, args: StageArgs):
+        self.keep_every, self.keep_last = args.keep_every, args.keep_last
+        self.folder, self.run = Path(args.checkpoint_dir), run_name(args.save_weight, args)
+        self.best_update: int | None = None
+
+    def wants_checkpoint(self, state: TrainState) -> bool:
+        return self.keep_every > 0 and state.update % self.keep_every == 0
+
+    def checkpoint_saved(self, state: TrainState, path: Path) -> None:
+        if self.wants_checkpoint(state) and is_main_process():
+            self._keep(state, f"update_{state.update:08d}")
+            state.writer.submit(self.prune)
+
+    def validation_end(self, state: TrainState, metrics: dict[str, Any], is_best: bool) -> None:
+        if is_best:
+            self.best_update = state.update
+            if is_main_process():
+                self._keep(state, "best_resume")
+
+    def _keep(self, state: TrainState, name: str) -> None:
+        source = resume_path(self.folder, state.args.save_weight, state.lm_config)
+        state.writer.submit(lambda: link_state(source, self.folder / f"{self.run}_{name}.pth"))
+
+    def prune(self) -> None:
+        """Delete the numbered checkpoints, files or folders, except for the last K (at least one) and the best."""
+        paths = self.folder.glob(f"{glob.escape(self.run)}_update_*")
+        states = (path for path in paths if is_state(self.run, path.name))
+        numbered = dict(sorted((int(path.name.removesuffix(".pth").rpartition("_")[2]), path) for path in states))
+        kept = {*list(numbered)[-max(1, self.keep_last) :], self.best_update}
+        for update in numbered.keys() - kept:
+            remove(numbered[update])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"checkpoints": {"best_update": self.best_update}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.best_update = saved.get("checkpoints", {}).get("best_update")
+
+
+def link_state(source: Path, name: Path) -> None:
+    """Hard-link a checkpoint (each file, if it is a folder) under another name, atomically; copy where links fail."""
+    for form, wanted in zip(state_paths(source), state_paths(name), strict=True):
+        temp = wanted.with_name(f".{wanted.name}.tmp")
+        remove(temp)
+        if form.is_file():
+            link(form, temp)
+        elif form.is_dir():
+            shutil.copytree(form, temp, copy_function=link)
+        if not form.is_file():  # a folder can only be renamed to a free name; the other form is outdated
+            remove(wanted)
+        if form.exists():
+            os.replace(temp, wanted)
+            remove(temp)  # it is still there if both were links to the same file
+    sync_folder(name.parent)
+
+
+class TensorBoardCurves(Hooks):
+    """The finite numbers of each log record as TensorBoard's curves, by update, under the names of the metrics file.
+
+    Each process writes its own event file, which purges the points of its updates from earlier files in the folder: the
+    curves of a resumed run contain each update once.
+
+    Args:
+        log_dir: folder of this run's event files.
+
+    Raises:
+        UserError: TensorBoard is not installed; during the run, the folder cannot be written.
+    """
+
+    def __init__(self, log_dir: str | Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(f"TensorBoard: {reason(error)}; pip install tensorboard") from error
+        self.log_dir, self.log, self.writer_class = Path(log_dir), None, SummaryWriter
+
+    def batch_end(self, state: TrainState, record: dict[str, Any] | None) -> None:
+        if record is not None and is_main_process():
+            self.write(record)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the points of a record."""
+        with self._writing():
+            if self.log is None:
+                self.log = self._open(record["update"])
+            for name, value in drawable(record, leave_out=("update",)).items():
+                self.log.add_scalar(name, value, record["update"])
+            self.log.flush()  # so that a kill loses no point of an update that a resume continues from
+
+    def _open(self, first_update: int) -> Any:
+        # event files are read in the order of their names, which start with the second of their creation
+        seconds = [path.name.split(".")[3] for path in self.log_dir.glob("events.out.tfevents.[0-9]*.*")]
+        time.sleep(min(max(0.0, int(max(seconds, default=0)) + 1 - time.time()), 1.0))
+        return self.writer_class(str(self.log_dir), purge_step=first_update)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = f"{self.log_dir} cannot be written ({error.strerror or error})"
+            raise UserError(f"TensorBoard: {why}; make room or give another folder, then resume") from error
