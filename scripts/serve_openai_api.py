@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
 UNREAD = 60  # seconds that an answer may wait for its client to read on
+IDLE = 60  # seconds that a connection may last without a request; clients use theirs again within some seconds
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
@@ -92,58 +93,35 @@ def is_local(address: str) -> bool:
 def run(app: "FastAPI", listener: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, and then until every request is answered. A second signal ends it at once."""
     import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Protocol(H11Protocol):
-        """A connection that brings no request within a minute is closed, also if it never brought one."""
-
-        def data_received(self, data: bytes) -> None:
-            timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # part of a request stops no timer
-            super().data_received(data)
-            if timer is not None and self._waits() and self.timeout_keep_alive_task is None:
-                self.timeout_keep_alive_task = timer
-            elif timer is not None:
-                timer.cancel()
-            self._wait_for_request()
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait_for_request()
-
-        def _waits(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
-
-        def _wait_for_request(self) -> None:
-            if self._waits() and self.timeout_keep_alive_task is None:
-                later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-                self.timeout_keep_alive_task = later
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self.tending = asyncio.create_task(self.tend())
+
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
                 os._exit(128 + sig)
             self.should_exit = True  # first: the next signal may come while the line is written
             say("finishing what is being answered; once more to end at once")
 
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            hanging = asyncio.create_task(self.end_hanging())
-            await super().shutdown(sockets)
-            hanging.cancel()
-
-        async def end_hanging(self) -> None:
-            """End connections that last although nothing is being answered: clients that do not send the rest of their
-            request, or do not read their answer."""
-            idle_since = time.monotonic()
+        async def tend(self) -> None:
+            """Cut connections that bring no request for a minute, and when the server ends, those that last although
+            nothing is being answered: clients that do not send the rest of their request, or do not read."""
+            idle_since: dict[tuple[Any, Any], float] = {}  # (connection, its last request) -> time
+            useful = time.monotonic()  # when something was last being answered
             while True:
                 await asyncio.sleep(0.1)
-                if app.state.models.busy:
-                    idle_since = time.monotonic()
-                elif time.monotonic() - idle_since > GRACE:
-                    for connection in list(self.server_state.connections):
-                        connection.transport.abort()  # type: ignore[union-attr]
+                now, connections = time.monotonic(), list(self.server_state.connections)
+                idle = [(one, one.cycle) for one in connections if one.cycle is None or one.cycle.response_complete]
+                idle_since = {each: idle_since.get(each, now) for each in idle}
+                if not self.should_exit or app.state.models.busy:
+                    useful = now
+                for one in connections:
+                    if now - idle_since.get((one, one.cycle), now) > IDLE or now - useful > GRACE:
+                        one.transport.abort()  # type: ignore[union-attr]
 
-    # clients keep idle connections for some seconds; they must not find one closed when they use it again
-    config = uvicorn.Config(app, http=Protocol, log_level="error", access_log=False, timeout_keep_alive=60)
+    config = uvicorn.Config(app, http="h11", log_level="error", access_log=False, timeout_keep_alive=IDLE)
     with suppress(ValueError, OSError):  # each client takes an open file
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

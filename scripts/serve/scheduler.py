@@ -205,12 +205,9 @@ class Scheduler:
         new = "".join(writing.unsent) if job.streams or finish else ""
         if new or finish:
             writing.unsent = []
-            whole = finish and not text.stopped  # else the log-probabilities of tokens whose text has begun to be sent
-            first, writing.sent = (
-                writing.sent,
-                len(writing.starts) if whole else bisect_left(writing.starts, text.shown),
-            )
-            details = answer.details[first : writing.sent]
+            begun = bisect_left(writing.starts, text.shown)  # tokens whose text has begun to be sent
+            known = len(writing.starts) if finish and not text.stopped else begun
+            details, writing.sent = answer.details[writing.sent : known], known
             prompt, writing.is_new = answer.prompt_details if writing.is_new else (), False
             if finish:
                 self._leave(answer)

@@ -1,5 +1,6 @@
 """The server as a command: its flags, and how it ends."""
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -68,6 +69,34 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     assert said == ["finishing what is being answered; once more to end at once"]
     for connection in (unfinished, *(connection for connection, _ in streams)):
         connection.close()
+
+
+def test_a_connection_without_a_request_is_cut_and_one_that_is_used_is_not(weights):
+    start = "from scripts import serve_openai_api as server; server.IDLE = 1; server.main()"
+    command = [sys.executable, "-c", start, *weights, "--port", "0"]
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        line = next(line for line in process.stdout if line.startswith("serving "))
+        port = int(line.split(";")[0].rsplit(":", 1)[1])
+        silent, half = (socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2))
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
+        used = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        for _ in range(8):
+            used.request("GET", "/health")
+            assert used.getresponse().read()
+            first = used.sock
+            time.sleep(0.3)
+        used.request("GET", "/health")
+        assert used.getresponse().read() and used.sock is first
+        for one in (silent, half):
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1000) == b""
+            one.close()
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+        process.stdout.close()
 
 
 @pytest.mark.parametrize(
