@@ -190,13 +190,13 @@ class TensorBoardCurves(Hooks):
 
     def batch_end(self, state: TrainState, record: dict[str, Any] | None) -> None:
         if record is not None and is_main_process():
-            self.write(record)
+            self.write(record, state.resumed_update)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Add the points of a record."""
+    def write(self, record: dict[str, Any], resumed_update: int | None) -> None:
+        """Add the points of a record. resumed_update: the last one reported before the resume; None in a new run."""
         with self._writing():
             if self.log is None:
-                self.log = self._open(record["update"])
+                self.log = self._open(0 if resumed_update is None else resumed_update + 1)
             for name, value in drawable(record, leave_out=("update",)).items():
                 self.log.add_scalar(name, value, record["update"])
             self.log.flush()  # so that a kill loses no point of an update that a resume continues from

@@ -64,11 +64,11 @@ class TensorBoardLogger(Callback):
         self.log_dir = Path(log_dir)
 
     def on_train_start(self, engine: Engine) -> None:
-        self.curves = TensorBoardCurves(self.log_dir)
+        self.curves = TensorBoardCurves(self.log_dir) if engine.is_main_process else None
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        if record is not None and engine.is_main_process:
-            self.curves.write(record)
+        if record is not None and self.curves is not None:
+            self.curves.write(record, engine.resumed_update)
 
 
 class SwanLabLogger(Callback):

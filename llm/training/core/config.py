@@ -174,7 +174,10 @@ class Config:
 
     @classmethod
     def _of(cls, stage: type[StageArgs] | None, given: Given) -> "Config":
-        config, rows = cls(stage_args=stage), settings_of(engine_args(stage))
+        config, rows = (
+            cls(stage_args=stage, sources=dict.fromkeys(SETTINGS, "default")),
+            settings_of(engine_args(stage)),
+        )
         for name, (value, where) in given.items():
             config.sources[name] = where
             if name in SETTINGS:

@@ -59,7 +59,7 @@ def test_it_trains_for_a_few_updates(corpus, tmp_path, chain):
         assert math.isfinite(metrics[-1]["eval_loss"]) and f"done: {len(metrics)} updates" in process.out
         saved = saved_state(tmp_path, name)
         assert saved["run"]["learning_rate"] == given["training"]["learning_rate"]  # what is not overridden holds
-        assert ("EarlyStopping" in saved["hooks"]["callbacks"]) == (config == "regression")
+        assert ("early_stopping" in saved["hooks"]) == (config == "regression")
         experts = [key for key in saved["model"] if "mlp.experts.3." in key]
         assert bool(experts) == config.endswith("_moe") and (metrics[-1]["aux_loss"] > 0) == bool(experts)
         if config.startswith("full_sft"):

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from common.console import release_console
 from common.errors import UserError
 from llm.training.core import engine as engine_module
 from llm.training.core.callbacks import Callback, EarlyStopping, LRSchedulerCallback, MetricsLogger
 from llm.training.core.config import CheckpointConfig, Config, LoggingConfig, ModelConfig
-from llm.training.core.console import release_console
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.rehearsal import is_mean
 from llm.training.core.utils import CheckpointManager, DistributedManager, Logger, PerformanceMonitor
@@ -523,10 +523,10 @@ def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
     (tmp_path / "text.pth").write_text("hello")
     torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
     for name, told in {"gone": "no such file", "text": "not a zip", "weights": "not a state to resume from"}.items():
-        manager = CheckpointManager(config_of(tmp_path, resume_from=tmp_path / f"{name}.pth"), NAME)
+        manager = CheckpointManager(config_of(tmp_path, resume_from=tmp_path / f"{name}.pth").to_args())
         with pytest.raises(UserError, match=rf"--resume_from .*{name}.pth is no checkpoint.*{told}"):
             manager.load_checkpoint()
-    assert CheckpointManager(config_of(tmp_path), NAME).load_checkpoint() is None
+    assert CheckpointManager(config_of(tmp_path).to_args()).load_checkpoint() is None
     with pytest.raises(UserError, match="leave --from_resume 1 out"):
         config_of(tmp_path, resume_from="x", from_resume=1)
 
@@ -545,7 +545,7 @@ def test_help_names_the_tasks_and_how_to_see_the_curves(capsys):
     with pytest.raises(SystemExit):
         Config.from_args_and_env(["--help"], {})
     text = " ".join(capsys.readouterr().out.split())
-    assert all(name in text.partition("--task TEXT what to train:")[2][:80] for name in AVAILABLE_TASKS)
+    assert all(name in text.partition("--task TEXT what to train:")[2][:200] for name in AVAILABLE_TASKS)
     assert "tensorboard --logdir FOLDER" in text
 
 
@@ -554,7 +554,8 @@ def test_numbered_states_of_a_name_with_characters_of_patterns_are_pruned(tmp_pa
     paths = [tmp_path / f"a[1].5_64_update_0000000{number}{form}" for number, form in enumerate(forms)]
     for path in paths:
         path.touch()
-    CheckpointManager(config_of(tmp_path, checkpoint_dir=tmp_path, keep_last=2), "a[1].5_64").prune()
+    settings = {"checkpoint_dir": tmp_path, "keep_last": 2, "save_weight": "a[1].5"}
+    CheckpointManager(config_of(tmp_path, **settings).to_args()).prune()
     assert sorted(tmp_path.glob("*_update_*")) == paths[-2:]
 
 

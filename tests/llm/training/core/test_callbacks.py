@@ -4,7 +4,6 @@ calls and resumes as the real one does; the page itself against the code."""
 import ast
 import inspect
 import io
-import json
 import math
 import multiprocessing
 import os
@@ -39,7 +38,6 @@ from llm.training.core.callbacks import (
 )
 from tests.conftest import ROOT
 from tests.trainer.components.test_tracker import Stub
-from trainer.components.metrics import read_metrics
 
 PAGE = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
 SHIPPED = (MetricsLogger, EarlyStopping, TensorBoardLogger, SwanLabLogger, LRSchedulerCallback)
@@ -112,6 +110,7 @@ class FakeEngine:
                 raise Interrupted(signal.SIGTERM, "by SIGTERM")
             self._call("on_batch_start", update)
             self._train(update)
+            self._call("on_optimizer_step", update)
             if update % 2 == 0:
                 self._save(pending=True)
                 self._call("on_checkpoint_saved", ROOT / "x_resume.pth")
@@ -363,11 +362,11 @@ def test_callbacks_that_came_or_went_are_one_warning(capsys):
             return {"value": self.value}  # not there yet when a run is resumed
 
     kept = Keeper()
-    CallbackList([kept, Late(), Callback()]).load_state_dict({"Keeper": {"value": 3}, "EarlyStopping": {"best": 1.0}})
+    CallbackList([kept, Late(), Callback()]).load_state_dict({"Keeper": {"value": 3}, "Gone": {"best": 1.0}})
     assert kept.value == 3
     assert capsys.readouterr().err == (
         "warning: the callbacks are not those of the checkpoint: Late has no saved state; "
-        "the saved state of EarlyStopping is ignored\n"
+        "the saved state of Gone is ignored\n"
     )
     CallbackList([Callback()]).load_state_dict(None)  # a checkpoint that was written without callbacks
     assert capsys.readouterr().err == ""
@@ -407,23 +406,12 @@ def test_a_state_that_no_checkpoint_could_give_back_is_refused(value, kind):
 # --- MetricsLogger -------------------------------------------------------------------------------------------------
 
 
-def test_the_metrics_file_and_the_console(tmp_path, capsys):
-    FakeEngine(tmp_path, [MetricsLogger()]).run()
-    records = read_metrics(tmp_path / "task_16_metrics.jsonl")
-    assert records == [make_record(u) | {"eval_loss": 1 / u, "eval_bpb": 0.5} for u in (2, 4)]
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in out] == ["Epoch:[1/2](2/2)", "Epoch:[2/2](2/2)"]
-    assert "loss: 0.5000, mean loss: 0.7500, " in out[0] and "eval_loss: 0.5000" in out[0]
-
-
-def test_the_bar_moves_at_every_update(tmp_path, monkeypatch):
-    ticks, logger, engine = [], MetricsLogger(), FakeEngine(tmp_path)
-    logger.on_train_start(engine)
-    monkeypatch.setattr(logger.log, "tick", ticks.append)
-    for update in (1, 2, 3):
-        logger.on_batch_end(engine, update, None)
-    logger.on_train_end(engine)
-    assert ticks == [1, 2, 3]
+def test_the_metrics_file_and_the_console(tmp_path):
+    """The loop writes them; the callback keeps the same records."""
+    logger = MetricsLogger()
+    FakeEngine(tmp_path, [logger]).run()
+    assert logger.records == [make_record(u) | {"eval_loss": 1 / u, "eval_bpb": 0.5} for u in (2, 4)]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
@@ -435,43 +423,13 @@ def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where, opened", [("on_train_start", 1), ("on_batch_start", 3), ("on_train_end", 3)])
-def test_logs_are_closed_after_an_exception_wherever_it_comes_from(tmp_path, monkeypatch, where, opened):
+@pytest.mark.parametrize("where", ["on_batch_start", "on_train_end"])
+def test_swanlab_is_closed_after_an_exception_wherever_it_comes_from(tmp_path, monkeypatch, where):
     monkeypatch.setitem(sys.modules, "swanlab", Stub())
-    logs, open_logs = [MetricsLogger(), TensorBoardLogger(tmp_path / "curves"), SwanLabLogger(mode="offline")], []
-
-    def note(open_log, engine):
-        open_logs.append(open_log(engine))
-        return open_logs[-1]
-
-    for log in logs:
-        monkeypatch.setattr(log, "_open", partial(note, log._open))
+    logger = SwanLabLogger(mode="offline")
     with pytest.raises(CallbackError):
-        FakeEngine(tmp_path, [logs[0], Broken(where, ValueError("x")), *logs[1:]]).run()
-    assert len(open_logs) == opened and open_logs[0].file.closed
-    assert [log.log for log in logs] == [None, None, None]
-
-
-@pytest.mark.parametrize("kill_at", range(2, 21))
-def test_the_metrics_file_after_a_kill_at_any_call(tmp_path, kill_at):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    FakeEngine(whole, [MetricsLogger()], log_every=1).run()
-    saved = FakeEngine(killed, [MetricsLogger()], log_every=1).run(kill_at).checkpoint
-    FakeEngine(killed, [MetricsLogger()], saved=saved, log_every=1).run()
-    name = "task_16_metrics.jsonl"
-    assert (killed / name).read_text() == (whole / name).read_text()
-    assert [r["update"] for r in read_metrics(killed / name)] == [1, 2, 3, 4]
-
-
-def test_a_signal_between_two_updates_and_a_new_run(tmp_path):
-    engine = FakeEngine(tmp_path, [MetricsLogger()], log_every=1)
-    with pytest.raises(Interrupted):
-        engine.run(stop_at=2)
-    FakeEngine(tmp_path, [MetricsLogger()], log_every=1, saved=engine.checkpoint).run()
-    path = tmp_path / "task_16_metrics.jsonl"
-    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    FakeEngine(tmp_path, [MetricsLogger()], log_every=1).run(kill_at=5)  # not resumed: the old records go
-    assert [r["update"] for r in read_metrics(path)] == [1]
+        FakeEngine(tmp_path, [Broken(where, ValueError("x")), logger]).run()
+    assert logger.tracker is None
 
 
 # --- EarlyStopping -------------------------------------------------------------------------------------------------
@@ -624,21 +582,21 @@ def test_a_new_event_file_is_read_after_the_older_ones(tmp_path):
     older.touch()
     logger = TensorBoardLogger(tmp_path)
     logger.on_train_start(FakeEngine())
-    logger.on_train_end(FakeEngine())
+    logger.on_batch_end(FakeEngine(), 1, make_record(1))
     assert sorted(tmp_path.iterdir())[0] == older
 
 
 def test_without_the_package_one_line_tells_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UserError, match=r"^TensorBoardLogger: .*tensorboard.*; pip install tensorboard$"):
+    with pytest.raises(UserError, match=r"^TensorBoard: .*tensorboard.*; pip install tensorboard$"):
         FakeEngine(callbacks=[TensorBoardLogger(tmp_path)]).run()
 
 
 def test_a_folder_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"TensorBoardLogger: .*file cannot be written \(.*\); make room or"):
+    with pytest.raises(UserError, match=r"TensorBoard: .*file cannot be written \(.*\); make room or"):
         FakeEngine(callbacks=[TensorBoardLogger(tmp_path / "file")]).run()
 
     logger = TensorBoardLogger(tmp_path)
@@ -648,10 +606,10 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path, monk
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(logger.log, "flush", full)
+    logger.on_batch_end(engine, 1, make_record(1))
+    monkeypatch.setattr(logger.curves.log, "flush", full)
     with pytest.raises(UserError, match="No space left on device"):
-        logger.on_batch_end(engine, 1, make_record(1))
-    logger.on_exception(engine, UserError("x"))
+        logger.on_batch_end(engine, 2, make_record(2))
 
 
 # --- SwanLab -------------------------------------------------------------------------------------------------------

@@ -35,7 +35,10 @@ CONFIGS = sorted((ROOT / "llm" / "training" / "configs").glob("*.yaml"))
 OWN = {"task", "num_samples", "noise", "validation_share", "data_module"}
 OWN |= {"world_size", "master_addr", "master_port", "use_amp"}
 STAGES = {"pretrain": train_pretrain.Args, "full_sft": train_full_sft.Args}
-TASKS = {name: vars(args_class()) for name, args_class in STAGES.items()}
+TASKS = {
+    name: {flag: value for flag, value in vars(args_class()).items() if value != getattr(StageArgs, flag)}
+    for name, args_class in STAGES.items()
+}
 FULL_SFT = TASKS["full_sft"]
 
 
@@ -341,8 +344,8 @@ FLAGS = {
     "--config .": "--config . cannot be read (Is a directory)",
     "--config=": "--config  cannot be read (No such file or directory)",
     "--epoch 1 --dtype int8 --seed x": (
-        "--epoch is unknown; did you mean --epochs; --seed must be a whole number, not 'x'; "
-        "--dtype must be 'auto', 'bfloat16', 'float16', 'float32' or 'bfloat16_emulated', not 'int8'; see --help"
+        "--epoch is unknown; did you mean --epochs; --dtype must be 'auto', 'bfloat16', 'float16', 'float32' or "
+        "'bfloat16_emulated', not 'int8'; --seed must be a whole number, not 'x'; see --help"
     ),
 }
 ENVIRONMENT = {
@@ -459,7 +462,7 @@ def test_print_config_tells_every_value_and_its_source(run_yaml, capsys):
     told = {line.split(":")[0].strip(): line.rpartition("  # ")[2] for line in text.splitlines() if "  # " in line}
     assert set(told) == set(SETTINGS) | {"depth"}
     expected = {"task": "run.yaml:2", "seed": "run.yaml:3", "batch_size": "MINIMIND_BATCH_SIZE", "depth": "run.yaml:5"}
-    expected |= {"use_moe": "command line", "from_weight": "task full_sft", "epochs": "task full_sft"}
+    expected |= {"use_moe": "command line", "from_weight": "task full_sft", "max_seq_len": "task full_sft"}
     expected |= {"log_file": "default"}
     assert {name: told[name] for name in expected} == expected
     columns = {line.index("  # ") for line in text.splitlines() if "  # " in line}
