@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.components.checkpoint import Writer
 from trainer.components.distributed import gather, reduce_sum
 from trainer.components.flops import training_flops
-from trainer.components.language_model import Batch, target_log_probs, target_logits
+from trainer.components.language_model import Batch, scalar_head, target_log_probs, target_logits
 from trainer.components.meter import Size
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
@@ -37,11 +37,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, actor: "MiniMindForCausalLM"):
         super().__init__()
-        self.actor, self.critic = actor, deepcopy(actor)
-        self.critic.config.tie_word_embeddings = False
-        self.critic.lm_head = nn.Linear(actor.config.hidden_size, 1)
-        nn.init.zeros_(self.critic.lm_head.weight)
-        nn.init.zeros_(self.critic.lm_head.bias)
+        self.actor, self.critic = actor, scalar_head(deepcopy(actor))
 
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Of a flat batch: the log-probability of each target and the value before it, both [M], and the sum of the

@@ -38,7 +38,7 @@ class RolloutArgs(StageArgs):
     max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
     temperature: float = setting(1.0, "sampling temperature; also applied in the loss", ge=COLDEST)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
-    reward_model: str | None = setting(None, "folder of a Hugging Face sequence classifier; its score is added")
+    reward_model: str | None = setting(None, "adds a model's score: sequence classifier, or weights with a scalar head")
     reward_timeout: float = setting(10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0)
     beta: float = setting(0.0, "weight of the KL divergence from the start weights", ge=0)
     num_iterations: int = setting(1, "updates per rollout", ge=1)
@@ -142,9 +142,8 @@ def reward_model_fingerprint(args: RolloutArgs, checkpoint: dict[str, Any] | Non
     is_early = checkpoint is not None and "reward_model_sha256" not in checkpoint.get("run", {})
     if args.reward_model is None or is_early:
         return {}
-    files = sorted(
-        path for path in Path(args.reward_model).iterdir() if path.is_file()
-    )  # also its chat template counts
+    path = Path(args.reward_model)
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())  # also its template
     return files_fingerprint("reward_model", files, args.cache_dir)
 
 
