@@ -25,8 +25,8 @@ from scripts.evaluation.exam import ask, is_right, read_exam
 from scripts.evaluation.likelihood import held_out, multiple_choice, read_choices
 from scripts.evaluation.probe import PROMPTS, probe, read_prompts
 from scripts.evaluation.scores import Item, summarize, table
+from trainer.components.adapters import merge_adapter
 from trainer.components.device import prepare_device, select_device
-from trainer.components.lora import merge_adapter
 from trainer.components.trained_weights import add_trained_model_flags, given_shape, load_path, model_path
 
 DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}

@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.settings import ROOT
 from scripts.demo_exam import merge_report, run_costs
 from scripts.evaluation.exam import ask, is_right, read_exam
-from trainer.components.lora import merge_adapter
+from trainer.components.adapters import merge_adapter
 from trainer.components.metrics import read_metrics
 from trainer.components.run_files import metrics_path
 from trainer.components.trained_weights import load_path

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.locks import lock_output
 from common.settings import ROOT, StageArgs, parse_args, setting
 from dataset.lm_dataset import SFTDataset
+from trainer.components.adapters import TARGETS, add_adapters, save_adapter, unknown_targets
 from trainer.components.bad_updates import BadUpdates
 from trainer.components.data import open_datasets
 from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
 from trainer.components.failures import training_errors
 from trainer.components.flops import peak_rate
-from trainer.components.lora import TARGETS, add_adapters, save_adapter, unknown_targets
 from trainer.components.optimizer import build_optimizer
 from trainer.components.parallel import wrap_model
 from trainer.components.resume import (

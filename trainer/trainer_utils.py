@@ -26,10 +26,10 @@ from trainer.components.language_model import (
     target_log_probs,
     target_logits,
 )
+from trainer.components.loaders import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
 from trainer.components.model_files import described_config, load_weights, read_model
 from trainer.components.resume import Fingerprint, check_start_weights
 from trainer.components.run_files import is_path, start_path, tokenizer_folder
-from trainer.components.sampler import SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,7 +28,7 @@ from dataset.lm_dataset import StageDataset, TokenDataset, collate_flat
 from dataset.token_cache import TokenCache
 from model.model_minimind import MiniMindConfig
 from trainer.components.device import autocast_dtype
-from trainer.components.sampler import epoch_order
+from trainer.components.loaders import epoch_order
 from trainer.components.state import TrainState
 
 # Fields of the model's shape for which MiniMind's scripts have no flag

@@ -24,8 +24,8 @@ from trainer import (
     train_ppo,
     train_pretrain,
 )
+from trainer.components.adapters import WEIGHTS as ADAPTER
 from trainer.components.checkpoint import UNREADABLE, newest_first, read_state, state_paths
-from trainer.components.lora import WEIGHTS as ADAPTER
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
 
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}

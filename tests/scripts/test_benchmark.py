@@ -17,7 +17,7 @@ from scripts.bench.comparison import Peer, first_samples, flat_batch, minimind_c
 from tests.conftest import ROOT, launch
 from tests.scripts.fake_minimind import make_checkout
 from trainer.components.flops import training_flops
-from trainer.components.sampler import epoch_loader
+from trainer.components.loaders import epoch_loader
 from trainer.trainer_utils import load_tokenizer
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]

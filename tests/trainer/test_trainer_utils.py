@@ -15,7 +15,7 @@ from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
 from trainer.components import device as device_module
 from trainer.components.device import mixed_precision, native_bfloat16
-from trainer.components.sampler import epoch_order, rank_share
+from trainer.components.loaders import epoch_order, rank_share
 from trainer.loop import train_epoch
 
 

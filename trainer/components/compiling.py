@@ -11,7 +11,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
 from trainer.components.device import has_matrix_unit, select_device
 from trainer.components.distributed import Logger, world_size
-from trainer.components.sampler import SizedDataset
+from trainer.components.loaders import SizedDataset
 
 ENOUGH = 5e13  # operations of a run per thread: five to twelve minutes; compiling takes half a one and saves a tenth
 

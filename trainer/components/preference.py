@@ -23,9 +23,9 @@ from trainer.components.checkpoint import UNREADABLE
 from trainer.components.device import autocast_dtype
 from trainer.components.distributed import Logger, gather, reduce_sum
 from trainer.components.language_model import Batch, flat_size, frozen_model, target_log_probs
+from trainer.components.loaders import eval_loader
 from trainer.components.meter import Size
 from trainer.components.resume import Fingerprint
-from trainer.components.sampler import eval_loader
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM

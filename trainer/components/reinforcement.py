@@ -14,10 +14,10 @@ from dataset.prompts import PromptDataset, collate_prompts
 from model.sampling import COLDEST
 from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
+from trainer.components.loaders import epoch_order, ordered_loader
 from trainer.components.resume import files_fingerprint
 from trainer.components.rewards import reward_parts
 from trainer.components.run_files import start_path
-from trainer.components.sampler import epoch_order, ordered_loader
 from trainer.components.trajectories import TrajectoryWriter
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch import nn
 from common.errors import UserError
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.token_cache import load_tokenizer
+from trainer.components.adapters import merge_adapter
 from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
 from trainer.components.language_model import SHAPE, check_tokenizer, describe_size, tokenizer_fields
-from trainer.components.lora import merge_adapter
 from trainer.components.model_files import fill, find_weights, read_model
 from trainer.components.model_import import read_sampling
 from trainer.components.run_files import is_hugging_face, tokenizer_folder

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
 from llm.training.core.config import Config
-from trainer.components.sampler import SizedDataset
+from trainer.components.loaders import SizedDataset
 from trainer.trainer_utils import epoch_loader, eval_loader
 
 

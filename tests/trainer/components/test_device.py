@@ -22,7 +22,7 @@ from trainer import train_full_sft, train_pretrain
 from trainer.components import device as device_module
 from trainer.components import distributed
 from trainer.components.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
-from trainer.components.sampler import epoch_loader
+from trainer.components.loaders import epoch_loader
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from common.errors import UserError
 from trainer.components.failures import translated_failures
-from trainer.components.sampler import Loader, epoch_loader
+from trainer.components.loaders import Loader, epoch_loader
 
 
 def test_without_shared_memory_no_loader_process_is_started(monkeypatch):

@@ -45,20 +45,13 @@ def unknown_targets(targets: str) -> str:
     return " or ".join(repr(name) for name in targets.split(",") if name not in TARGETS)
 
 
-def add_adapters(
-    model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str], **scaling: Any
-) -> None:
+def add_adapters(model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> None:
     """Freeze a model and give its layers of these names adapters, in place; those of experts included. From now on the
-    model's state dict is that of its adapters alone.
-
-    scaling: `use_rslora`, PEFT's field: alpha is divided by the root of the rank.
-    """
+    model's state dict is that of its adapters alone."""
     model.requires_grad_(False)
-    scale = alpha / (rank**0.5 if scaling.get("use_rslora") else rank)
-    found = [(module, name) for module in model.modules() for name in targets if hasattr(module, name)]
-    for module, name in found:
-        setattr(module, name, LoRALinear(getattr(module, name), rank, scale, dropout))
-    config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)} | scaling
+    for module, name in [(module, name) for module in model.modules() for name in targets if hasattr(module, name)]:
+        setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
+    config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
     cast(Any, model).adapter = config
     cast(nn.Module, model).register_state_dict_post_hook(_leave_out_frozen)
     cast(nn.Module, model).register_load_state_dict_post_hook(_expect_no_frozen)
@@ -90,24 +83,9 @@ def save_adapter(model: nn.Module, path: Path, writer: Writer, description: Desc
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
         write_description(path.with_suffix(".json"), described)
 
-    writer.submit(job) if is_main_process() else None
+    if is_main_process():
+        writer.submit(job)
     return folder
-
-
-def load_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCausalLM":
-    """Add the adapter of a folder to a model, in place.
-
-    Raises:
-        UserError: see `read_adapter`.
-    """
-    config, tensors = read_adapter(model, folder)
-    shape = (config["r"], config["lora_alpha"], config.get("lora_dropout") or 0.0)
-    device = next(model.parameters()).device
-    add_adapters(model, *shape, tuple(config["target_modules"]), use_rslora=bool(config.get("use_rslora")))
-    model.load_state_dict(tensors, strict=True)
-    cast(nn.Module, model).to(device)
-    Logger(f"adapter: {folder}, rank {config['r']} at {', '.join(config['target_modules'])}")
-    return model
 
 
 @torch.no_grad()
@@ -146,9 +124,8 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
             raise UserError(f"adapter {folder}: {name} {config[name]!r} is not supported, only {values[0]!r}")
     if not set(config["target_modules"]) <= set(TARGETS):
         raise UserError(f"adapter {folder}: its targets must be of {', '.join(TARGETS)}")
-    names = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in config["target_modules"]}
     wanted = {}
-    for name in names:
+    for name in (name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in config["target_modules"]):
         out, into = model.get_parameter(f"{name}.weight").shape
         wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
     given = {name: tuple(value.shape) for name, value in tensors.items()}
