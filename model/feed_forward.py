@@ -134,7 +134,8 @@ class MOEFeedForward(nn.Module):
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
         weight = weight / weight.sum(dim=-1, keepdim=True) if self.norm else weight
-        # sort the rows by expert; each expert's rows are padded to a multiple of `group`
+        # Sort the rows by expert; each expert's rows are padded to a multiple of `group`. Say group = 4, and the chosen
+        # experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the rows go to the places 4 0 5 6 1.
         count = chosen.numel()
         group = GROUP if has_grouped_mm(flat) else group_size(count, self.num_experts)
         picked = F.one_hot(chosen.flatten(), self.num_experts)  # [N * K, E]

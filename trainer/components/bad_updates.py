@@ -1,7 +1,7 @@
 """Updates with a non-finite loss or gradient: skipped on all ranks, counted, and too many in a row end the run.
 
 In float16 a gradient may overflow because the scaler's scale is too high; the scaler then lowers it. Such an update is
-skipped as well, but it is no bad one: its overflow is counted apart.
+skipped as well, but counted apart, as an overflow.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from trainer.components.distributed import gather
 
 
 class BadUpdates:
-    """Judges each update and keeps the account of the skipped ones.
+    """Judges each update and counts the skipped ones.
 
     Losses and gradient norm are all-reduced, so all ranks judge alike. The judgement stays on the device until `read`,
     so that the host does not wait for a GPU in every update.

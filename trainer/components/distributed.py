@@ -1,4 +1,4 @@
-"""The process group: joining and leaving it, what the ranks tell each other, and noticing that one of them is gone."""
+"""The process group: joining and leaving it, exchanges between the ranks, and noticing that one of them is gone."""
 
 import gc
 import multiprocessing
@@ -25,7 +25,7 @@ RENDEZVOUS_TIMEOUT = timedelta(days=1)
 MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
 NCCL_MARGIN = timedelta(minutes=1)  # by which a PeerWatch notices silence before torch's watchdog aborts the process
 CLEANUP_PATIENCE, LOST_RANK_DELAY = 5.0, 3.0  # seconds
-# The words of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone; they have no exception type of their own.
+# in the messages of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone: there is no exception type of its own
 SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
 LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
@@ -75,7 +75,7 @@ def meet() -> None:
 
 
 def lost_rank_message(error: Exception) -> str:
-    """What a failed collective tells: a rank that ended closes its connections, a network cut off stays silent."""
+    """The error line for a failed collective: a rank that ended closes its connections, a network cut off is silent."""
     if any(phrase in str(error) for phrase in SILENT):
         what = "no sign of another rank for --rank_timeout seconds: its machine or the network is down, or it hangs"
         then = "when it is back, the same commands with"
@@ -87,10 +87,10 @@ def lost_rank_message(error: Exception) -> str:
 class PeerWatch:
     """Notices a lost rank where the main thread cannot: while it waits for a GPU that waits for the lost rank's.
 
-    NCCL does not tell that a process on the same machine is gone, and torch's own watchdog aborts each rank with a
-    traceback when the timeout is over. So with NCCL a thread of each rank meets the others' every second over gloo,
-    which notices a closed connection at once. Usually the main thread finds the loss itself, when the hosts exchange
-    the sizes of an update; it is given the time to, and then the thread keeps silent.
+    NCCL does not report that a process on the same machine is gone, and torch's own watchdog aborts each rank with a
+    traceback when the timeout is over. So with NCCL a thread of each rank exchanges a heartbeat with the others every
+    second over gloo, which notices a closed connection at once. Usually the main thread notices the loss itself, when
+    the hosts exchange the sizes of an update; it gets `patience` seconds for that, and then the thread stays silent.
 
     Made on all ranks together, after the process group.
 
@@ -107,7 +107,7 @@ class PeerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Training is over on this rank: it still meets the others, but whoever loses a rank now reports it himself."""
+        """Training is over on this rank: heartbeats go on, but a lost rank is now reported by the main thread alone."""
         self._leaving.set()
 
     def join(self) -> None:
@@ -146,7 +146,7 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
         The local rank; 0 without a process group (a single process).
 
     Raises:
-        UserError: the environment does not tell the ranks, or they cannot meet.
+        UserError: the environment does not say which rank this is, or the ranks cannot meet.
     """
     place = launch()
     if place.problem:

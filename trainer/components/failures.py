@@ -15,7 +15,7 @@ from trainer.components.signals import end_with_launcher
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
-# torch's words when a data loader process cannot pass on its batches, or was killed.
+# in the messages of torch when a data loader process cannot pass on its batches, or was killed
 NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
 
 
@@ -61,11 +61,6 @@ def translated_failures() -> Iterator[None]:
             raise LostRank(lost_rank_message(error)) from error
         if any(phrase in text for phrase in NO_LOADER):
             raise UserError(_loader_message(error)) from error
-        if type(error).__name__ == "InductorError" and "OSError" in text:
-            raise UserError(
-                f"--use_compile cannot write its cache ({reason(error)}); make room, or name another folder in the "
-                "environment variable TORCHINDUCTOR_CACHE_DIR; or --use_compile 0"
-            ) from error
         raise
 
 

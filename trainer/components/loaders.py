@@ -1,4 +1,4 @@
-"""Which samples make up which micro-batch: a pure function of the seed and the epoch, for any number of ranks."""
+"""Data loaders, and the order of samples: a pure function of the seed and the epoch, for any number of ranks."""
 
 import math
 import signal
@@ -17,7 +17,7 @@ from trainer.components.signals import ignore_stop_signals
 
 
 class Loader(DataLoader):
-    """A DataLoader that tells of a killed process when its next micro-batch is wanted.
+    """A DataLoader that reports a killed process with the next micro-batch.
 
     torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
     """
