@@ -25,7 +25,7 @@ def select_device(device: str) -> torch.device:
     """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only), then the CPU.
 
     Raises:
-        UserError: there is no such device, several ranks would share one, or the environment does not say which rank this is.
+        UserError: there is no such device, several ranks would share one, or no rank is known.
     """
     place = launch()
     if place.problem:
