@@ -23,11 +23,10 @@ import torch
 
 from common.errors import Interrupted, UserError, reason
 from common.plugins import import_named
-from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.components.language_model import check_tokenizer, scalar_head
 from trainer.components.model_files import fill, read_model
-from trainer.components.model_import import TOKENIZER_FILE
+from trainer.components.run_files import tokenizer_folder
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
 OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
@@ -205,7 +204,7 @@ def _scalar_model(path: Path) -> tuple[Any, Any]:
     outputs = len(weights["lm_head.weight"])
     if outputs != 1:
         raise UserError(f"--reward_model {path}: its head has {outputs} outputs instead of one; it scores no answers")
-    folder = path.parent if (path.parent / TOKENIZER_FILE).is_file() else ROOT / "model"
+    folder = tokenizer_folder(path)
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, folder, config)
     model = scalar_head(MiniMindForCausalLM(config), bias="lm_head.bias" in weights)
