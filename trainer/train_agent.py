@@ -35,11 +35,11 @@ from trainer.components.reinforcement import (
     prompt_loader,
     reward_model_fingerprint,
     rollout_code,
+    run_rewards,
     samples_per_epoch,
     trajectory_writer,
 )
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
-from trainer.components.rewards import load_rewards
 from trainer.components.rollouts import Rollouts
 from trainer.components.run_files import run_name
 from trainer.components.saving import complete_files, open_metrics, save_final_weights
@@ -95,7 +95,7 @@ def main() -> None:
     lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
 
     # 2. Environment, rewards and prompts.
-    rewards, environment = load_rewards(args.reward, args.reward_model, device), load_environment(args.environment)
+    rewards, environment = run_rewards(args, device), load_environment(args.environment)
     tokenizer = load_tokenizer(args.tokenizer_path)
     prompts, held_out = open_prompts(args, tokenizer, environment.tools)
 

@@ -35,11 +35,11 @@ from trainer.components.reinforcement import (
     prompt_loader,
     reward_model_fingerprint,
     rollout_code,
+    run_rewards,
     samples_per_epoch,
     trajectory_writer,
 )
 from trainer.components.resume import check_resume, code_hashes, keep_global_batch, model_fingerprint, run_fingerprint
-from trainer.components.rewards import load_rewards
 from trainer.components.run_files import run_name
 from trainer.components.saving import complete_files, open_metrics, save_final_weights
 from trainer.components.signals import StopRequest
@@ -112,7 +112,7 @@ def main() -> None:
     lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
 
     # 2. Rewards and prompts.
-    rewards = load_rewards(args.reward, args.reward_model, device)
+    rewards = run_rewards(args, device)
     tokenizer = load_tokenizer(args.tokenizer_path)
     prompts, held_out = open_prompts(args, tokenizer)
 
