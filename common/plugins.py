@@ -1,12 +1,15 @@
-"""Classes and functions of a user's own modules, named on the command line."""
+"""A user's own code: classes and functions of modules that are named on the command line, and calls of it."""
 
 import importlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, reason
+from common.errors import Interrupted, UserError, reason
 
 
 def import_named(flag: str, name: str) -> Any:
@@ -19,7 +22,7 @@ def import_named(flag: str, name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
@@ -28,9 +31,9 @@ def import_named(flag: str, name: str) -> Any:
         raise UserError(f"{flag} {name} cannot be imported: the module calls sys.exit({reason(error)})") from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
-    if not hasattr(found, class_name):
-        raise UserError(f"{flag} {name}: {getattr(found, '__file__', module)} has no {class_name!r}")
-    return getattr(found, class_name)
+    if not hasattr(imported, class_name):
+        raise UserError(f"{flag} {name}: {getattr(imported, '__file__', module)} has no {class_name!r}")
+    return getattr(imported, class_name)
 
 
 def source_files(name: str) -> list[Path]:
@@ -39,3 +42,36 @@ def source_files(name: str) -> list[Path]:
     definition = getattr(getattr(sys.modules[module], attribute), "__module__", None)
     files = (getattr(sys.modules.get(each or ""), "__file__", None) for each in (module, definition))
     return sorted({Path(file) for file in files if file})
+
+
+class OutOfTime(BaseException):
+    """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch it."""
+
+
+@contextmanager
+def user_code(what: str, where: str, limit: float) -> Iterator[None]:
+    """Around a call of a user's code, in the main thread: whatever it raises, also `SystemExit`, becomes a UserError.
+
+    what: which code. where: FILE:LINE of the record. limit: seconds that it may take; code that does not return to
+    Python, as in an extension, is not interrupted.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except OutOfTime:
+        raise UserError(
+            f"{where}: {what} took longer than --reward_timeout {limit:g} s; the last checkpoint is intact"
+        ) from None
+    except BaseException as error:
+        raised = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"{where}: {what} failed ({raised}); the last checkpoint is intact") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -4,8 +4,11 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest

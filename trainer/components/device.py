@@ -158,21 +158,22 @@ def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> to
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 2.0) -> float:
     """Floating-point operations per second that the device reaches in a square matrix product.
 
-    The best of four products of each size from 128 up to `size` (2,048 on a CPU, else 8,192), each twice the one
-    before. It ends where those of the next size would take longer than `seconds`: emulated arithmetic is a hundred
-    times slower and must not hold a run up.
+    The best of four products of each size: 128, 256 ... up to `size` (2,048 on a CPU, else 8,192), or until those of
+    the next size would take longer than `seconds`: emulated arithmetic is a hundred times slower.
     """
-    best, n, fastest = 0.0, 64, 0.0  # `fastest` seconds: a product of the last size
-    size = size or (2048 if device.type == "cpu" else 8192)
-    while n < size and 4 * 8 * fastest < seconds:
-        n, fastest = 2 * n, math.inf
+    best, n = 0.0, 128
+    while n <= (size or (2048 if device.type == "cpu" else 8192)):
         a = torch.ones(n, n, device=device, dtype=dtype)  # draws nothing from a random stream
+        fastest = math.inf
         for _ in range(4):
             begin = time.perf_counter()
             (a @ a).sum().item()  # sync point
             fastest = min(fastest, time.perf_counter() - begin)
-        best = max(best, 2.0 * n**3 / fastest)
         del a
+        best = max(best, 2.0 * n**3 / fastest)
+        if 4 * 8 * fastest > seconds:  # a product of twice the size takes eight times as long
+            break
+        n *= 2
     if device.type == "cuda":  # leave no trace in the run's memory figures
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
@@ -16,7 +17,8 @@ from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
 from trainer.components.loaders import epoch_order, ordered_loader
 from trainer.components.resume import files_fingerprint
-from trainer.components.rewards import reward_parts
+from trainer.components.reward_model import reward_model
+from trainer.components.rewards import Reward, load_rewards, reward_parts
 from trainer.components.run_files import start_path
 from trainer.components.trajectories import TrajectoryWriter
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 EPSILON = 0.2
 CODE = tuple(
     f"trainer/components/{name}.py"
-    for name in ("rollouts", "trajectories", "rewards", "environments", "policy_loss", "ppo")
+    for name in ("rollouts", "trajectories", "rewards", "reward_model", "environments", "policy_loss", "ppo")
 )
 CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/prompts.py")
 
@@ -113,6 +115,11 @@ def open_prompts(
     paths = (args.data_path, args.eval_data_path)
     train, held_out = (PromptDataset(path, tokenizer, args.max_seq_len, **options) if path else None for path in paths)
     return cast(PromptDataset, train), held_out
+
+
+def run_rewards(args: RolloutArgs, device: torch.device) -> list[Reward]:
+    """The rewards of a run. Raises UserError."""
+    return load_rewards(args.reward, reward_model(args.reward_model, device) if args.reward_model else None)
 
 
 def trajectory_writer(

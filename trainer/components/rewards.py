@@ -9,25 +9,15 @@ says about the prompt; `record["answer"]` is its reference answer, if it has one
 
 import math
 import re
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from decimal import Decimal, InvalidOperation
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from common.errors import Interrupted, UserError, reason
-from common.plugins import import_named
-from common.settings import ROOT
-from dataset.token_cache import load_tokenizer
-from trainer.components.language_model import check_tokenizer, scalar_head
-from trainer.components.model_files import fill, read_model
-from trainer.components.run_files import TOKENIZER_FILE
+from common.errors import UserError
+from common.plugins import import_named, user_code
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
 OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
@@ -112,16 +102,15 @@ def reference(record: dict) -> Any:
 # --- choosing and computing ------------------------------------------------------------------------------------------
 
 
-def load_rewards(spec: str, model: str | None = None, device: torch.device | None = None) -> list[Reward]:
-    """The rewards that `--reward` names, and the one of a `--reward_model` on a device.
+def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
+    """The rewards that `--reward` names, and the score of a reward model.
 
     Raises:
-        UserError: an unknown name, one given twice, a module or folder that cannot be loaded, a weight that is no
-            number.
+        UserError: an unknown name, one given twice, a module that cannot be imported, a weight that is no number.
     """
     rewards = [_reward_named(part) for part in reward_parts(spec)]
-    if model is not None:
-        rewards.append(Reward("model", reward_model(model, device or torch.device("cpu")), 1.0))
+    if score is not None:
+        rewards.append(Reward("model", score, 1.0))
     if not rewards:
         raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
     if twice := [name for name, count in Counter(each.name for each in rewards).items() if count > 1]:
@@ -157,62 +146,6 @@ def _reward_named(part: str) -> Reward:
     return Reward(name, function, factor)
 
 
-def reward_model(path: str, device: torch.device) -> RewardFn:
-    """The score that a model gives to a conversation. It is a Hugging Face folder with a sequence classifier of one
-    output, or a weights file of this program whose head gives one number (`scalar_head`), here at the last position.
-
-    Raises:
-        UserError: it is no such model.
-    """
-    if not Path(path).exists():
-        raise UserError(f"--reward_model {path}: no such file or folder")
-    model, tokenizer = _scalar_model(Path(path)) if Path(path).is_file() else _sequence_classifier(path)
-    model = model.eval().to(device)
-
-    def score(prompt: list[dict], completion: str, record: dict) -> float:
-        messages = [*prompt, {"role": "assistant", "content": completion}]
-        inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True).to(device)
-        with torch.inference_mode():
-            return float(model(**inputs).logits.flatten()[-1])  # [1, 1], or [1, T, 1]
-
-    return score
-
-
-def _sequence_classifier(folder: str) -> tuple[Any, Any]:
-    """The model and its tokenizer in a Hugging Face folder; code in it is not run."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    try:
-        options = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        options |= {"num_labels": 1, "output_loading_info": True}
-        model, loading = AutoModelForSequenceClassification.from_pretrained(folder, **options)
-    except Exception as error:  # transformers raises errors of any type for untrusted files
-        raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
-    if missing := sorted(loading["missing_keys"]):
-        raise UserError(
-            f"--reward_model {folder} holds no sequence classifier: its weights lack {', '.join(missing[:3])}, which "
-            "would be random numbers; give a model that was trained to score answers"
-        )
-    return model, tokenizer
-
-
-def _scalar_model(path: Path) -> tuple[Any, Any]:
-    """The model and its tokenizer of a weights file."""
-    from model.model_minimind import MiniMindForCausalLM
-
-    weights, config = read_model(path)
-    outputs = len(weights["lm_head.weight"])
-    if outputs != 1:
-        raise UserError(f"--reward_model {path}: its head has {outputs} outputs instead of one; it scores no answers")
-    folder = path.parent if (path.parent / TOKENIZER_FILE).is_file() else ROOT / "model"
-    tokenizer = load_tokenizer(folder)
-    check_tokenizer(tokenizer, folder, config)
-    model = scalar_head(MiniMindForCausalLM(config), bias="lm_head.bias" in weights)
-    fill(model, weights, path, config)
-    return model, tokenizer
-
-
 def compute(
     rewards: list[Reward], prompt: list[dict], completion: str, record: dict, where: str, limit: float
 ) -> dict[str, float]:
@@ -234,36 +167,3 @@ def compute(
             )
         values[name] = value
     return values
-
-
-class OutOfTime(BaseException):
-    """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch it."""
-
-
-@contextmanager
-def user_code(what: str, where: str, limit: float) -> Iterator[None]:
-    """Around a call of a user's code, in the main thread: whatever it raises, also `SystemExit`, becomes a UserError.
-
-    what: which code. where: FILE:LINE of the record. limit: seconds that it may take; code that does not return to
-    Python, as in an extension, is not interrupted.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        yield
-    except (Interrupted, KeyboardInterrupt):
-        raise
-    except OutOfTime:
-        raise UserError(
-            f"{where}: {what} took longer than --reward_timeout {limit:g} s; the last checkpoint is intact"
-        ) from None
-    except BaseException as error:
-        raised = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"{where}: {what} failed ({raised}); the last checkpoint is intact") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -27,8 +27,8 @@ from trainer.components.language_model import flat_size, frozen_model, target_lo
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
-from trainer.components.reinforcement import RolloutArgs, trajectory_writer
-from trainer.components.rewards import Reward, compute, load_rewards
+from trainer.components.reinforcement import RolloutArgs, run_rewards, trajectory_writer
+from trainer.components.rewards import Reward, compute
 from trainer.components.state import Batch, Hooks, TrainState
 from trainer.components.trajectories import Trajectory, TrajectoryWriter
 
@@ -292,7 +292,7 @@ def add_rollouts(
         UserError: a reward, the reward model or an environment cannot be used.
     """
     args, lm_config = cast(RolloutArgs, state.args), cast("MiniMindConfig", state.lm_config)
-    rewards = load_rewards(args.reward, args.reward_model, state.device)
+    rewards = run_rewards(args, state.device)
     rollouts = kind(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards)
     if args.beta:
         policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import UserError
+from common.plugins import user_code
 from dataset.rollout_prompts import RolloutPrompt
 from model.answers import answer_message
 from model.generation import generate
 from model.prompts import Piece, encode_pieces, prompt_pieces
 from model.sampling import Sampling
 from trainer.components.environments import Call, Environment, checked_replies
-from trainer.components.rewards import user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,17 +5,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-import trainer.components.rewards
 from common.errors import UserError
-from dataset.token_cache import load_tokenizer
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT
-from trainer.components.language_model import scalar_head, target_logits
-from trainer.components.model_files import save_weights
-from trainer.components.reinforcement import reward_model_fingerprint, rollout_code
+from trainer.components.reinforcement import RolloutArgs, rollout_code
 from trainer.components.resume import code_hashes
 from trainer.components.rewards import SHIPPED, Reward, compute, load_rewards
 
@@ -72,8 +64,7 @@ def test_rewards_of_the_same_name_count_each_for_itself(tmp_path, monkeypatch):
         source = "".join(function.replace("NAME", name) for name in ("score", "std", "model"))
         (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trainer.components.rewards, "reward_model", lambda *_: lambda *_: 7.0)
-    rewards = load_rewards("ra:score=10,rb:score,rb:std,ra:model", "folder")
+    rewards = load_rewards("ra:score=10,rb:score,rb:std,ra:model", lambda *_: 7.0)
     values = compute(rewards, [], "", {}, "a:1", 1)
     assert values == {"ra.score": 1.0, "rb.score": 2.0, "rb.std": 2.0, "ra.model": 1.0, "model": 7.0}
     assert [reward.name for reward in load_rewards("ra:score=10,length")] == ["score", "length"]
@@ -83,16 +74,14 @@ def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
     (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 1\nclass World: tools = []\n")
     monkeypatch.syspath_prepend(tmp_path)
     load_rewards("rc:score=2")
-    args = SimpleNamespace(reward="length,rc:score=2", reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
-    before, code = reward_model_fingerprint(args, None), code_hashes([__file__, *rollout_code(args)])
+    args = RolloutArgs(reward="length,rc:score=2", reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    before, code = args.frozen_hashes(), code_hashes([__file__, *rollout_code(args)])
     assert {"rc.py", "trainer/components/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
-    assert reward_model_fingerprint(args, {"run": before}) == before
-    assert reward_model_fingerprint(args, {"run": {}}) == {}, "a checkpoint of an early version does not say"
-    args.environment = "rc:World"
+    args = SimpleNamespace(**vars(args), environment="rc:World", frozen_hashes=args.frozen_hashes)
     (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 2\n")
     after = code_hashes([__file__, *rollout_code(args)])
     assert [name for name in code if code[name] != after[name]] == ["rc.py"]
-    assert reward_model_fingerprint(args, {"run": before}) != before
+    assert args.frozen_hashes() != before
 
 
 @pytest.mark.parametrize(
@@ -118,49 +107,6 @@ def test_a_module_that_ends_the_process(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"--reward leaves:f cannot be imported: the module calls sys.exit\(0\)"):
         load_rewards("leaves:f")
-
-
-def test_a_folder_without_a_classifier(tmp_path):
-    with pytest.raises(UserError, match=f"--reward_model {tmp_path} holds no sequence classifier"):
-        load_rewards("length", str(tmp_path))
-
-
-def test_a_causal_language_model_is_no_reward_model(tmp_path):
-    """Its head would be random. A classifier scores."""
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = Qwen3Config(vocab_size=6400, head_dim=16, num_key_value_heads=1, num_labels=1, pad_token_id=0, **shape)
-    for name, kind in (("lm", Qwen3ForCausalLM), ("classifier", Qwen3ForSequenceClassification)):
-        kind(config).save_pretrained(tmp_path / name)
-        load_tokenizer(ROOT / "model").save_pretrained(tmp_path / name)
-    with pytest.raises(UserError, match=r"lm holds no sequence classifier: its weights lack score.weight"):
-        load_rewards("length", str(tmp_path / "lm"))
-    _, scored = load_rewards("length", str(tmp_path / "classifier"))
-    prompt = [{"role": "user", "content": "1+1?"}]
-    assert compute([scored], prompt, "2", {}, "a:1", 60).keys() == {"model"}
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_stage_that_trains_a_reward_model_writes_what_is_read_here(tmp_path, bias):
-    """Its model has one number per position for a head; its weights file is written like any other."""
-    torch.manual_seed(0)
-    tokenizer = load_tokenizer(ROOT / "model")
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    save_weights(MiniMindForCausalLM(config), tmp_path / "sft_32.pth")
-    model = scalar_head(MiniMindForCausalLM(config), bias).eval()
-    assert not any(parameter.any() for parameter in model.lm_head.parameters())
-    torch.nn.init.normal_(model.lm_head.weight)
-    save_weights(model, tmp_path / "judge_32.pth")
-    (judge,) = load_rewards("", str(tmp_path / "judge_32.pth"))
-    prompt = [{"role": "user", "content": "1+1?"}]
-    score = compute([judge], prompt, "2", {}, "a:1", 60)["model"]
-    text = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": "2"}], tokenize=False)
-    tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    batch = {"input_ids": tokens, "position_ids": torch.arange(len(tokens)), "max_seqlen": len(tokens)}
-    batch |= {"cu_seqlens": torch.tensor([0, len(tokens)], dtype=torch.int32), "targets": tokens[:1]}
-    values, _ = target_logits(model, batch | {"target_index": torch.tensor([len(tokens) - 1])})
-    assert score == pytest.approx(values.item(), rel=1e-2) and score != 0
-    with pytest.raises(UserError, match="its head has 6400 outputs instead of one"):
-        load_rewards("", str(tmp_path / "sft_32.pth"))
 
 
 def divide(prompt, completion, record):
