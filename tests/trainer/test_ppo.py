@@ -5,8 +5,8 @@ import signal
 import pytest
 import torch
 
+from common.config_sources import parse_args
 from common.errors import UserError
-from common.settings import parse_args
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import (
     IN_A_ROLLOUT,

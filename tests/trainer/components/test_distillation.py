@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.trainer.components.test_parallel import flat_batch
 from trainer import train_distillation
 from trainer.components import distillation
-from trainer.components.distillation import divergence, load_teacher
+from trainer.components.distillation import TeacherArgs, divergence, load_teacher
 from trainer.components.language_model import frozen_model
 from trainer.components.model_files import save_weights
 from trainer.trainer_utils import load_tokenizer
@@ -79,12 +79,16 @@ def test_an_empty_batch_has_a_zero_gradient():
     assert loss == 0 and not any(p.grad.any() for p in student.parameters())
 
 
+def teacher_in(path, **flags):
+    args = TeacherArgs(from_teacher_weight=str(path), **flags)
+    return load_teacher(args, load_tokenizer(ROOT / "model"), torch.device("cpu"))
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
-    tokenizer = load_tokenizer(ROOT / "model")
     save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)), tmp_path / "t_32.pth")
-    assert load_teacher(tmp_path / "t_32.pth", tokenizer).config.hidden_size == 32
+    assert teacher_in(tmp_path / "t_32.pth").config.hidden_size == 32
     with pytest.raises(UserError, match="contradicts the weights"):
-        load_teacher(tmp_path / "t_32.pth", tokenizer, num_hidden_layers=3)
+        teacher_in(tmp_path / "t_32.pth", teacher_num_layers=3)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((ROOT / "model" / name).read_bytes())
     other = json.loads((ROOT / "model/tokenizer.json").read_text())
@@ -92,7 +96,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match="has another tokenizer"):
-        load_teacher(tmp_path / "t_32.pth", tokenizer)
+        teacher_in(tmp_path / "t_32.pth")
 
 
 @pytest.mark.parametrize("field", [{"vocab_size": 6401}, {"tokenizer_sha256": "0" * 64}])
@@ -100,7 +104,7 @@ def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_pat
     shape = {"hidden_size": 32, "num_hidden_layers": 1} | field
     save_weights(MiniMindForCausalLM(MiniMindConfig(**shape)), tmp_path / "t_32.pth")
     with pytest.raises(UserError, match="has another tokenizer"):
-        load_teacher(tmp_path / "t_32.pth", load_tokenizer(ROOT / "model"))
+        teacher_in(tmp_path / "t_32.pth")
 
 
 def test_minimind_names_of_the_student_are_the_common_flags():
