@@ -252,9 +252,7 @@ def under_way(cache_dir):
     ("number", "group", "processes", "moment"),
     [
         (signal.SIGINT, True, 2, "under way"),  # Ctrl-C
-        (signal.SIGINT, True, 2, "start"),
         (signal.SIGTERM, False, 2, "under way"),
-        (signal.SIGTERM, True, 2, "start"),
         (signal.SIGHUP, True, 2, "start"),  # a terminal that is closed
         (signal.SIGTERM, False, 1, "under way"),
     ],
