@@ -27,7 +27,7 @@ from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError, say
 from common.settings import ROOT
-from scripts.gpu import numbers, runs
+from scripts.gpu import numbers, training_runs
 from scripts.gpu.runner import MARKS, Check, Machine, Result, run_all
 
 CHECKS = (
@@ -37,12 +37,14 @@ CHECKS = (
     Check("attention", "attention of head sizes 64, 96 and 128 is a CPU's", numbers.attention, 60),
     Check("same_bits", "--deterministic 1: the same bits each time", numbers.same_bits, 120),
     Check("compilations", "--use_compile 1 compiles once", numbers.compilations, 240),
-    Check("resume", "--deterministic 1: a killed run ends with the same bits", runs.resume, 400),
-    Check("resume_ranks", "the same on up to three GPUs, DDP", partial(runs.resume, ranks=True), 400, gpus=2),
-    Check("resume_fsdp", "the same, FSDP", partial(runs.resume, ranks=True, flags="--parallel fsdp"), 400, gpus=2),
-    Check("killed_rank", "a lost rank is one line on every other one", runs.killed_rank, 240, ranks=True),
-    Check("sigterm", "a signal to one rank has all save and leave", runs.sigterm, 240),
-    Check("one_context", "a rank holds memory on its own GPU only", runs.one_context, 240, gpus=2),
+    Check("resume", "--deterministic 1: a killed run ends with the same bits", training_runs.resume, 400),
+    Check("resume_ranks", "the same on up to three GPUs, DDP", partial(training_runs.resume, ranks=True), 400, gpus=2),
+    Check(
+        "resume_fsdp", "the same, FSDP", partial(training_runs.resume, ranks=True, flags="--parallel fsdp"), 400, gpus=2
+    ),
+    Check("killed_rank", "a lost rank is one line on every other one", training_runs.killed_rank, 240, ranks=True),
+    Check("sigterm", "a signal to one rank has all save and leave", training_runs.sigterm, 240),
+    Check("one_context", "a rank holds memory on its own GPU only", training_runs.one_context, 240, gpus=2),
 )
 
 
@@ -69,7 +71,9 @@ def described() -> dict[str, Any]:
     }
     about |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cores": torch.get_num_threads(), "gpus": []}
     with suppress(OSError, subprocess.CalledProcessError):
-        about["gpus"] = runs.nvidia_smi("--query-gpu=name,driver_version,memory.total,compute_cap").strip().splitlines()
+        about["gpus"] = (
+            training_runs.nvidia_smi("--query-gpu=name,driver_version,memory.total,compute_cap").strip().splitlines()
+        )
     with suppress(Exception):  # a build without NCCL raises what it likes
         about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     with suppress(OSError, subprocess.CalledProcessError):
