@@ -36,15 +36,8 @@ def resume(machine: Machine, ranks: bool = False, flags: str = "") -> dict[str, 
     count, kills = ranks_of(machine) if ranks else 1, 4 if machine.gpus else 2
     options = {"kills": kills, "ranks": count, "use_moe": "0,1" if machine.gpus else "0", "seed": 1}
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/verify_resume.py"),
-        *words,
-        "--",
-        "--deterministic",
-        "1",
-        *flags.split(),
-    ]
+    stage_flags = f"-- --deterministic 1 {flags}".split()
+    command = [sys.executable, str(ROOT / "scripts/verify_resume.py"), *words, *stage_flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(done.stdout)
     if done.returncode == 0:
