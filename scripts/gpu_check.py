@@ -44,7 +44,6 @@ CHECKS = (
     ),
     Check("killed_rank", "a lost rank is one line on every other one", training_runs.killed_rank, 240, ranks=True),
     Check("sigterm", "a signal to one rank has all save and leave", training_runs.sigterm, 240),
-    Check("one_context", "a rank holds memory on its own GPU only", training_runs.one_context, 240, gpus=2),
 )
 
 
@@ -64,21 +63,17 @@ def parse_args() -> Any:
 
 def described() -> dict[str, Any]:
     """Machine, driver and versions, without names of hosts or people."""
-    about: dict[str, Any] = {
-        "date": str(date.today()),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
-    about |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cores": torch.get_num_threads(), "gpus": []}
-    with suppress(OSError, subprocess.CalledProcessError):
-        about["gpus"] = (
-            training_runs.nvidia_smi("--query-gpu=name,driver_version,memory.total,compute_cap").strip().splitlines()
-        )
-    with suppress(Exception):  # a build without NCCL raises what it likes
+    about: dict[str, Any] = {"date": str(date.today()), "system": platform.platform()}
+    about |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    about["cores"] = torch.get_num_threads()
+    query = "--query-gpu=name,driver_version,memory.total,compute_cap"
+    commands = {"gpus": f"nvidia-smi {query} --format=csv,noheader", "code": "git describe --always --dirty"}
+    for name, command in commands.items():
+        with suppress(OSError, subprocess.CalledProcessError):
+            done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=True)
+            about[name] = done.stdout.strip().splitlines()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    with suppress(OSError, subprocess.CalledProcessError):
-        command = ["git", "describe", "--always", "--dirty"]
-        about["code"] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     return about
 
 

@@ -105,7 +105,7 @@ def test_what_a_machine_cannot_check_is_left_out():
     left = {name: [c.name for c in gpu_check.CHECKS if obstacle(c, Machine(gpus, (8, 0), None))] for name, gpus in
             (("none", 0), ("one", 1), ("three", 3))}  # fmt: skip
     assert left["three"] == []
-    assert {"killed_rank", "resume_ranks", "resume_fsdp", "one_context"} <= set(left["one"])
+    assert {"killed_rank", "resume_ranks", "resume_fsdp"} <= set(left["one"])
     assert "host_waits" in left["none"]
     assert not {"losses", "same_bits", "resume", "killed_rank", "sigterm"} & set(left["none"])
 
@@ -113,11 +113,6 @@ def test_what_a_machine_cannot_check_is_left_out():
 # --- the pure parts of the checks ------------------------------------------------------------------------------------
 
 real_train = numbers.train
-
-
-def test_contexts_are_counted_by_gpu():
-    assert training_runs.contexts_of("GPU-1, 10\nGPU-2, 11\nGPU-1, 11\n") == {"GPU-1": [10, 11], "GPU-2": [11]}
-    assert training_runs.contexts_of("") == {}
 
 
 def test_gaps():
