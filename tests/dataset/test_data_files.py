@@ -160,21 +160,13 @@ def test_parquet_without_a_known_column_shows_its_columns(tmp_path):
     assert records_of(path)[0][2] == {"content": "x"}
 
 
-@pytest.mark.parametrize(
-    ("names", "values", "message"),
-    [
-        (["text", "text"], [["a"], ["b"]], r"two columns have the same name \(text, text\)"),
-        (["when"], [[2**62]], r"x.parquet:1: unreadable Parquet from this row on"),  # no date of Python's
-    ],
-)
-def test_parquet_that_python_cannot_hold(names, values, message, tmp_path):
+def test_parquet_with_a_time_that_python_has_not(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = str(tmp_path / "x.parquet")
-    columns = [pa.array(column, pa.timestamp("us") if names == ["when"] else None) for column in values]
-    pq.write_table(pa.Table.from_arrays(columns, names=names), path)
-    with pytest.raises(UserError, match=message):
+    pq.write_table(pa.table({"when": pa.array([2**62], pa.timestamp("us"))}), path)
+    with pytest.raises(UserError, match=r"x.parquet:1: unreadable Parquet from this row on"):
         records_of(path)
 
 
