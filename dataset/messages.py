@@ -76,10 +76,10 @@ def parse_message(item: object, where: str) -> Turn:
             message[extra] = text_of(item, extra, f" of {where}")
     refuse_media(item, f"of {where}")
     tools = objects_of(item.get("tools"), f"'tools' of {where}")
-    return Turn(message, tools, _is_masked(item, role, where), _unused(item, content))
+    return Turn(message, tools, _is_masked(item, role, where), _unused_fields(item, content))
 
 
-def _unused(item: dict, content: object) -> tuple[str, ...]:
+def _unused_fields(item: dict, content: object) -> tuple[str, ...]:
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     of_parts = [(f"content.{key}", part[key]) for part in parts for key in part if key not in PART_FIELDS]
     of_message = [(key, value) for key, value in item.items() if key not in MESSAGE_FIELDS]
