@@ -84,7 +84,7 @@ def read_records(path: str | Path) -> Iterator[str]:
 
     Raises UserError for a missing file, a record that cannot be read, and one without a text field.
     """
-    for block in iter_blocks(expand_paths([str(path)])):
+    for block in iter_blocks(expand_paths(path)):
         for line, record in parse_block(block):
             if isinstance(record, BadRecord):
                 raise UserError(f"{block.path}:{line}: {record}")
