@@ -19,12 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.settings import ROOT, setting
+from trainer.components.data import open_prompts
 from trainer.components.environments import load_environment
 from trainer.components.failures import training_errors
 from trainer.components.optimizer import build_optimizer
 from trainer.components.policy_loss import METRICS, sampled_tokens_loss
-from trainer.components.reinforcement import ReinforcementArgs, open_prompts
-from trainer.components.rollouts import Rollouts, add_rollouts
+from trainer.components.reinforcement import ReinforcementArgs, add_rollouts
+from trainer.components.rollouts import Rollouts
 from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker

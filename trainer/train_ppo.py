@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.settings import ROOT, setting
 from trainer.components import ppo
+from trainer.components.data import open_prompts
 from trainer.components.failures import training_errors
 from trainer.components.optimizer import build_optimizer
-from trainer.components.reinforcement import RolloutArgs, open_prompts
-from trainer.components.rollouts import add_rollouts
+from trainer.components.reinforcement import RolloutArgs, add_rollouts
 from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker

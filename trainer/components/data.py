@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, say
@@ -11,8 +12,8 @@ from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import DPODataset, StageDataset, collate_flat, collate_pairs
 from dataset.rollout_prompts import PromptDataset, collate_prompts
-from trainer.components.loaders import epoch_loader, eval_loader
-from trainer.components.reinforcement import prompt_loader, samples_per_epoch
+from trainer.components.distributed import world_size
+from trainer.components.loaders import epoch_loader, epoch_order, eval_loader, ordered_loader
 from trainer.components.resume import data_fingerprint
 
 if TYPE_CHECKING:
@@ -81,3 +82,40 @@ def data_identity(data: StageData) -> dict[str, str]:
 def source_of(data: Any) -> Callable[[int], str]:
     """What gives FILE:LINE of a sample."""
     return data.cache.source if isinstance(data, StageDataset) else data.source
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def open_prompts(
+    args: Any, tokenizer: "PreTrainedTokenizerBase", tools: list[dict] | None = None
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """The training and held-out (or None) prompts. Raises UserError."""
+    if not args.data_path:
+        raise UserError("--data_path is missing: give a file, a folder or a pattern")
+    options: dict[str, Any] = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")}
+    options |= {"tools": tools, "enable_thinking": args.open_thinking}
+    paths = (args.data_path, args.eval_data_path)
+    train, held_out = (PromptDataset(path, tokenizer, args.max_seq_len, **options) if path else None for path in paths)
+    return cast(PromptDataset, train), held_out
+
+
+def samples_per_epoch(prompts: PromptDataset, args: Any) -> int:
+    """Prompts that an epoch trains, each counted once per update that it takes part in. Only whole updates are made;
+    the prompts left over are others in the next epoch. Raises UserError if there are fewer than an update takes."""
+    per_update = args.batch_size * args.accumulation_steps * world_size()
+    if len(prompts) < per_update:
+        raise UserError(
+            f"--data_path holds {len(prompts)} prompts, and an update takes {per_update} (batch_size x "
+            "accumulation_steps x processes); lower --batch_size"
+        )
+    return len(prompts) // per_update * per_update * args.num_iterations
+
+
+def prompt_loader(prompts: PromptDataset, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
+    """This rank's micro-batches of prompts of one epoch; those of an update come --num_iterations times."""
+    per_update = args.batch_size * args.accumulation_steps * world_size()
+    order = epoch_order(len(prompts), args.seed, epoch)
+    updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
+    order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+    return ordered_loader(prompts, order, args.batch_size, skip_batches, args.num_workers, collate_prompts)

@@ -1,29 +1,31 @@
-"""What the stages of reinforcement learning share: their flags, prompts and loaders, and the frozen reference."""
+"""What the stages of reinforcement learning share: their flags, and how rollouts become part of a run."""
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from common.errors import UserError
 from common.plugins import source_files
 from common.settings import ROOT, StageArgs, setting
-from dataset.rollout_prompts import PromptDataset, collate_prompts
+from dataset.rollout_prompts import PromptDataset
 from model.sampling import COLDEST
-from trainer.components.distributed import world_size
 from trainer.components.environments import Environment
-from trainer.components.loaders import epoch_order, ordered_loader
+from trainer.components.language_model import frozen_model
+from trainer.components.parallel import unwrap
 from trainer.components.resume import files_fingerprint
 from trainer.components.reward_model import reward_model
 from trainer.components.rewards import Reward, load_rewards, reward_parts
+from trainer.components.rollouts import Rollouts
 from trainer.components.run_files import start_path
+from trainer.components.state import TrainState
 from trainer.components.trajectories import TrajectoryWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 EPSILON = 0.2
 CODE = tuple(
@@ -104,19 +106,6 @@ class ReinforcementArgs(RolloutArgs):
         return wrong
 
 
-def open_prompts(
-    args: RolloutArgs, tokenizer: "PreTrainedTokenizerBase", tools: list[dict] | None = None
-) -> tuple[PromptDataset, PromptDataset | None]:
-    """The training and held-out (or None) prompts. Raises UserError."""
-    if not args.data_path:
-        raise UserError("--data_path is missing: give a file, a folder or a pattern")
-    options: dict[str, Any] = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")}
-    options |= {"tools": tools, "enable_thinking": args.open_thinking}
-    paths = (args.data_path, args.eval_data_path)
-    train, held_out = (PromptDataset(path, tokenizer, args.max_seq_len, **options) if path else None for path in paths)
-    return cast(PromptDataset, train), held_out
-
-
 def run_rewards(args: RolloutArgs, device: torch.device) -> list[Reward]:
     """The rewards of a run. Raises UserError."""
     return load_rewards(args.reward, reward_model(args.reward_model, device) if args.reward_model else None)
@@ -137,29 +126,31 @@ def trajectory_writer(
     return replace(writer, environment=environment, **limits)
 
 
-def samples_per_epoch(prompts: PromptDataset, args: RolloutArgs) -> int:
-    """Prompts that an epoch trains, each counted once per update that it takes part in. Only whole updates are made;
-    the prompts left over are others in the next epoch. Raises UserError if there are fewer than an update takes."""
-    per_update = args.batch_size * args.accumulation_steps * world_size()
-    if len(prompts) < per_update:
-        raise UserError(
-            f"--data_path holds {len(prompts)} prompts, and an update takes {per_update} (batch_size x "
-            "accumulation_steps x processes); lower --batch_size"
-        )
-    return len(prompts) // per_update * per_update * args.num_iterations
-
-
-def prompt_loader(prompts: PromptDataset, args: RolloutArgs, epoch: int, skip_batches: int = 0) -> DataLoader:
-    """This rank's micro-batches of prompts of one epoch; those of an update come --num_iterations times."""
-    per_update = args.batch_size * args.accumulation_steps * world_size()
-    order = epoch_order(len(prompts), args.seed, epoch)
-    updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
-    order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
-    return ordered_loader(prompts, order, args.batch_size, skip_batches, args.num_workers, collate_prompts)
-
-
 def rollout_code(args: Any) -> list[Path]:
     """The files whose change is a warning on resume, beside those of every stage: the code of rollouts, and the modules
     of the rewards and of the environment that the settings name."""
     names = [part.partition("=")[0] for part in reward_parts(args.reward)] + [getattr(args, "environment", "")]
     return [ROOT / path for path in CODE] + [path for name in names if ":" in name for path in source_files(name)]
+
+
+def add_rollouts(
+    state: TrainState,
+    kind: type[Rollouts],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: PromptDataset,
+    environment: type[Environment] | None = None,
+) -> None:
+    """Have the loop train what the model writes to the prompts: in an environment, over several turns. With --beta the
+    policy as it is now, which are the start weights, is kept as the reference.
+
+    Raises:
+        UserError: a reward, the reward model or an environment cannot be used.
+    """
+    args, lm_config = cast(RolloutArgs, state.args), cast("MiniMindConfig", state.lm_config)
+    rewards = run_rewards(args, state.device)
+    rollouts = kind(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards)
+    if args.beta:
+        policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))
+        rollouts.reference = frozen_model(copy.deepcopy(policy), state.device)
+    state.hooks.append(rollouts)
+    state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out

@@ -8,34 +8,29 @@ Token ids are trained as they were sampled, with the end token; nothing is decod
 softmax(logits / temperature), which is also what is trained.
 """
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
-from dataset.rollout_prompts import PromptDataset, RolloutPrompt
+from dataset.rollout_prompts import RolloutPrompt
 from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, world_size
-from trainer.components.environments import Environment
-from trainer.components.language_model import flat_size, frozen_model, target_log_probs
+from trainer.components.language_model import flat_size, target_log_probs
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
-from trainer.components.reinforcement import RolloutArgs, run_rewards, trajectory_writer
 from trainer.components.rewards import Reward, compute
 from trainer.components.state import Batch, Hooks, TrainState
 from trainer.components.trajectories import Trajectory, TrajectoryWriter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+    from model.model_minimind import MiniMindConfig
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
@@ -276,29 +271,6 @@ class Rollouts(Hooks):
         total = sum(self._weighted(part) for part in parts)
         figures = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
-
-
-def add_rollouts(
-    state: TrainState,
-    kind: type[Rollouts],
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: PromptDataset,
-    environment: type[Environment] | None = None,
-) -> None:
-    """Have the loop train what the model writes to the prompts: in an environment, over several turns. With --beta the
-    policy as it is now, which are the start weights, is kept as the reference.
-
-    Raises:
-        UserError: a reward, the reward model or an environment cannot be used.
-    """
-    args, lm_config = cast(RolloutArgs, state.args), cast("MiniMindConfig", state.lm_config)
-    rewards = run_rewards(args, state.device)
-    rollouts = kind(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards)
-    if args.beta:
-        policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))
-        rollouts.reference = frozen_model(copy.deepcopy(policy), state.device)
-    state.hooks.append(rollouts)
-    state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out
 
 
 def moved_to(device: torch.device | None, batch: Batch) -> Batch:

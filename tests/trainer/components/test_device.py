@@ -18,7 +18,7 @@ from llm.training import train as engine_command
 from llm.training.core import engine
 from tests.conftest import ROOT
 from tests.trainer.stage_flags import flags
-from trainer import train_full_sft, train_pretrain
+from trainer import train_full_sft, train_pretrain, trainer_utils
 from trainer.components import device as device_module
 from trainer.components import distributed
 from trainer.components.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
@@ -121,11 +121,11 @@ def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch):
     def select(name: str):
         raise Reached(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
-    monkeypatch.setattr(script, "select_device", select)
+    monkeypatch.setattr(trainer_utils, "select_device", select)
     monkeypatch.setattr(sys, "argv", ["train", "--deterministic", "1"])
     with pytest.raises(Reached, match=":4096:8"):
         if script is engine:
-            made = SimpleNamespace(args=StageArgs(deterministic=True), task=None)
+            made = SimpleNamespace(task=SimpleNamespace(args=StageArgs(deterministic=True)), data=None)
             engine.TrainingEngine._setup_components(made, None)
         else:
             script.main()

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
 from trainer.components.checkpoint import FORMAT
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
+from trainer.components.reinforcement import add_rollouts
 from trainer.components.resume import (
     check_resume,
     check_same_run,
@@ -36,9 +38,10 @@ from trainer.components.resume import (
     warn_of_other_kernels,
     weights_fingerprint,
 )
+from trainer.components.rollouts import Rollouts
 from trainer.components.run_files import start_path
 from trainer.components.state import TrainState
-from trainer.trainer_utils import init_model, load_tokenizer, model_config, policy_and_reference
+from trainer.trainer_utils import init_model, load_tokenizer, model_config, start_weights
 
 
 def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
@@ -362,17 +365,19 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     config, cpu = model_config(load_tokenizer(ROOT / "model"), args), torch.device("cpu")
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     run = run_fingerprint(args, {}, {}, 9)
-    model, reference = policy_and_reference(args, config, cpu, run, resumed=False)
-    _, again = policy_and_reference(args, config, cpu, run, resumed=True)
-    for other in (model, again):
-        assert_same_tensors(dict(reference.state_dict()), dict(other.state_dict()))
+    assert [start_weights(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
+    without = replace(args, beta=0.0)
+    assert [start_weights(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
+    model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
+    state: Any = SimpleNamespace(args=args, lm_config=config, model=model, device=cpu, hooks=[])
+    prompts: Any = SimpleNamespace(source=str)
+    add_rollouts(state, Rollouts, load_tokenizer(ROOT / "model"), prompts)
+    reference = state.hooks[0].reference
+    assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
     assert reference is not model and not any(p.requires_grad for p in reference.parameters())
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
-        policy_and_reference(args, config, cpu, run, resumed=True)
-    random = replace(args, from_weight="none")
-    model, reference = policy_and_reference(random, config, cpu, run_fingerprint(random, {}, {}, 9), resumed=False)
-    assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
+        start_weights(args, run, {})
 
 
 def test_the_checkpoint_of_an_early_version_says_so():

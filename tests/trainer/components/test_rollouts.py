@@ -12,8 +12,8 @@ from dataset.rollout_prompts import RolloutPrompt
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_policy_loss import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
+from trainer.components.data import prompt_loader, samples_per_epoch
 from trainer.components.ppo import ActorCritic, ValuedRollouts, token_advantages
-from trainer.components.reinforcement import prompt_loader, samples_per_epoch
 from trainer.components.rewards import Reward
 from trainer.components.rollouts import Rollouts
 from trainer.components.trajectories import Trajectory, TrajectoryWriter
