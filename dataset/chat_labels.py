@@ -65,6 +65,11 @@ class ChatTemplate:
         return texts[0], cast(list[tuple[int, int]], list(spans[0]) if spans else [])  # typed as text by transformers
 
     def _render_by_prefixes(self, template: str, chat: Chat) -> Rendered:
+        if "add_generation_prompt" not in template:
+            raise UserError(
+                "the chat template has neither generation marks nor a generation prompt, so where an answer starts is "
+                f"ambiguous; {ADD_MARKS}"
+            )
         full, _ = self._rendered(template, chat.messages, chat.tools)
         spans = []
         for index, message in enumerate(chat.messages):
@@ -79,19 +84,8 @@ class ChatTemplate:
                     f"the chat template has no generation marks and writes turn {index + 1} differently when more "
                     f"turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
                 )
-            if "add_generation_prompt" not in template and self._has_header(turn[len(prompt) :], message):
-                raise UserError(
-                    f"the chat template has neither generation marks nor a generation prompt, so where an answer "
-                    f"starts is ambiguous; {ADD_MARKS}"
-                )
             spans.append((len(prompt), max(len(prompt), len(spoken))))
         return full, spans
-
-    @staticmethod
-    def _has_header(turn: str, message: dict) -> bool:
-        """Whether the template writes a header, such as the role's name, before the assistant's text."""
-        first = (message.get("reasoning_content") or message["content"]).strip()
-        return not first or not turn.lstrip().startswith(first)
 
 
 def _without(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

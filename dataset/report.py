@@ -4,7 +4,6 @@ from collections import Counter
 
 import numpy as np
 
-from dataset.bad_records import BadRecords
 from dataset.formats import BELOW, LABELS, PREFERENCE, TOOLS
 from dataset.json_records import short
 from dataset.messages import MEDIA
@@ -35,18 +34,11 @@ MEANINGFUL = MEDIA.union(LABELS, PREFERENCE, BELOW, TOOLS, ("labels", "history",
 MEANINGFUL |= {"reasoning", "thinking", "mask"}  # of messages
 
 
-def make_report(
-    kind: str, max_length: int, files: int, counts: Counter, unused: Counter, bad: BadRecords, lengths: np.ndarray
-) -> dict:
+def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_length: int) -> dict:
     """All counts under fixed names, and the lengths of the samples [S]. The same data give the same report."""
-    counts = counts | Counter(skipped_bad_records=bad.count)
     percentiles = np.percentile(lengths, PERCENTILES) if len(lengths) else []
     return {
-        "kind": kind,
-        "max_length": max_length,
-        "files": files,
         **{name: int(counts[name]) for name in (*TOTALS, *COUNTS)},
-        "first_bad_record": bad.first,
         "length_mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
         "length_percentiles": dict(zip(map(str, PERCENTILES), map(int, percentiles), strict=False)),
         "real_share_if_padded": round(counts["tokens"] / (max(1, len(lengths)) * max_length), 4),

@@ -49,14 +49,8 @@ def _known_columns(file: DataFile, names: list[str]) -> list[str]:
     """The columns to read; where none is known all of them, so that the error can list them."""
     known = known_fields()
     columns = [name for name in names if name in known]
-    _check_unique(f"{file.path}: ", columns)
     file.unread = tuple(name for name in names if columns and name not in columns)
     return columns or names
-
-
-def _check_unique(where: str, names: list[str]) -> None:
-    if len(set(names)) < len(names):
-        raise UserError(f"{where}two columns have the same name ({', '.join(names)}); write it again")
 
 
 def _rows(file: DataFile, kind: str, batches: Iterator) -> Iterator[tuple[int, Any]]:
@@ -136,7 +130,6 @@ def _header(path: str, reader) -> list[str]:
         names = ", ".join(map(short, header[:8]))
         wanted = "text, conversations, messages, instruction"
         raise UserError(f"{path}:1: no known column in the header ({names}); name one of them {wanted}")
-    _check_unique(f"{path}:1: ", header)
     return header
 
 

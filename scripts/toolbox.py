@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from common.errors import UserError, reason
-from trainer.components.environments import SHIPPED, Call, load_environment, tool_message
+from trainer.components.environments import Call, load_environment, tool_message
 
 ROUNDS = 8  # of calls and results to one question
 
@@ -23,8 +23,8 @@ class Toolbox:
         for name in names:
             try:
                 environment = load_environment(name)({})
-            except UserError:
-                raise
+            except UserError as error:
+                raise UserError(str(error).replace("--environment", "--tools")) from error
             except Exception as error:  # a user's environment can raise anything
                 raise UserError(f"--tools {name}: it cannot be made without a record ({reason(error)})") from error
             self.tools += environment.tools
@@ -42,9 +42,3 @@ class Toolbox:
             return tool_message(message["content"])
         except Exception as error:  # as above
             return tool_message(f"error: {reason(error)}")
-
-
-def names_of(text: str) -> list[str]:
-    """The environments in a text such as "calculator,my_tools:Weather"; none if it is something else."""
-    names = [name.strip() for name in text.split(",")]
-    return names if all(name in SHIPPED or ":" in name for name in names) else []

@@ -135,7 +135,6 @@ def test_conversations_as_json_in_a_table(tmp_path, write):
     ("content", "message"),
     [
         (b"a;b\nx;y\n", r"x.csv:1: no known column in the header \('a;b'\); name one of them text, conversations"),
-        (b"text,text\na,b\n", r"x.csv:1: two columns have the same name"),
         (b"text\n", "x.csv holds no record"),
         (b'text,n\na,1\n"never closed,2\nb,3\n', "x.csv:3: a quote that this row opens is never closed"),
         ("列名,n\n中文小说".encode("gb18030"), "x.csv:1: not UTF-8 .byte 0xc1"),

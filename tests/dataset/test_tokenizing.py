@@ -9,15 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.tokenizing import (
-    TOKENIZERS,
-    ChatTokenizer,
-    DocumentTokenizer,
-    TokenizerSpec,
-    bytes_before,
-    encode_batch,
-    encode_long,
-)
+from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, TokenizerSpec, bytes_before, encode_long
 from tests.conftest import without_first_line_breaks
 from tests.dataset.conftest import block_of
 
@@ -162,7 +154,7 @@ def test_windows_are_exact_on_real_text(tokenizer, shared):
     with open(shared("pretrain_zh_en.jsonl"), encoding="utf-8") as file:
         text = "".join(json.loads(line)["text"] for line in list(file)[::40])[:200_000]
     ids, offsets = encode_long(tokenizer.backend_tokenizer, text, 5000, 500)
-    ((whole_ids, whole_offsets),) = encode_batch(tokenizer.backend_tokenizer, [text])
+    whole_ids, whole_offsets = encode_long(tokenizer.backend_tokenizer, text, len(text))
     assert np.array_equal(ids, whole_ids) and np.array_equal(offsets, whole_offsets)
 
 

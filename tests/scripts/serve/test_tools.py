@@ -11,7 +11,7 @@ from scripts.serve.api import handle_api_error
 from scripts.serve.gate import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
-from scripts.toolbox import Toolbox, names_of
+from scripts.toolbox import Toolbox
 from trainer.components import environments
 
 
@@ -69,4 +69,3 @@ def test_an_environment_of_ones_own_that_fails_answers_with_its_error(monkeypatc
     monkeypatch.setattr(Broken, "__init__", lambda self, record: record["answer"])
     with pytest.raises(UserError, match="--tools broken: it cannot be made without a record"):
         Toolbox(["broken"])
-    assert names_of("calculator, a:B") == ["calculator", "a:B"] and names_of("tools.json") == []
