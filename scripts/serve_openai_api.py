@@ -42,16 +42,26 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     add_trained_model_flags(parser)
-    flag("--model_name", help="its name for clients; by default that of the file or folder")
-    flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every one of this machine")
+    flag("--model_name", help="name of the model for clients; by default that of its file or folder")
+    flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all addresses of this machine")
     flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
     flag("--api_key", help=f"answer only clients that send this key; by default that in the environment as {KEY}")
-    flag("--allow_origin", nargs="+", default=[], help="other web pages that may use it, such as http://localhost:3000")
+    flag(
+        "--allow_origin",
+        nargs="+",
+        default=[],
+        help="origins of other web pages that may use the API, such as http://localhost:3000",
+    )
     flag("--slots", type=int, default=64, help="answers that are written at once")
-    flag("--context", type=int, default=2048, help="longest prompt with its answer, in tokens")
+    flag("--context", type=int, default=2048, help="longest prompt together with its answer, in tokens")
     flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
     flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
-    flag("--max_models", type=int, default=4, help="models of --save_dir loaded at once; 1: only the one given")
+    flag(
+        "--max_models",
+        type=int,
+        default=4,
+        help="models of --save_dir that are loaded at once, on demand; 1: only the one given",
+    )
     args = parser.parse_args()
     args.api_key = args.api_key or os.environ.get(KEY) or None
     for origin in args.allow_origin:

@@ -135,10 +135,10 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     return app
 
 
-def key_check(api_key: str | None) -> Callable[[Request], None]:
+def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
     """A dependency of routes that refuses requests without the key, if there is one."""
 
-    def check(request: Request) -> None:
+    async def check(request: Request) -> None:  # FastAPI would call a plain function in a thread
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         is_right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), str(api_key).encode())
         if api_key is not None and not is_right:

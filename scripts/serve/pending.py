@@ -51,12 +51,12 @@ class PendingAnswers:
             Job(
                 prompt,
                 samplings_of(asked, served.sampling),
-                min(longest, served.settings.context - len(prompt)),
-                self._notifier(asyncio.get_running_loop(), number * asked.n),
-                asked.stop,
-                asked.stream,
-                asked.top,
-                asked.echo,
+                max_new_tokens=min(longest, served.settings.context - len(prompt)),
+                notify=self._notifier(asyncio.get_running_loop(), number * asked.n),
+                stops=asked.stop,
+                streams=asked.stream,
+                top=asked.top,
+                echo=asked.echo,
             )
             for number, prompt in enumerate(prompts)
         ]
