@@ -76,11 +76,12 @@ def first_samples(dataset: TokenDataset, seed: int, count: int) -> list[int]:
     raise UserError(f"--data_path holds only {needed}; use fewer --updates or --repeat")
 
 
-def records_of(cache: TokenCache, samples: list[int]) -> list[dict[str, Any]]:
-    """The records of the samples in MiniMind's format: `{"text"}` or `{"conversations"}`."""
+def records_of(cache: TokenCache, samples: list[int], text_separator: str | None = None) -> list[dict[str, Any]]:
+    """The records of the samples in MiniMind's format: `{"text"}` or `{"conversations"}`. text_separator: the line
+    between documents of plain text, as the cache was built with."""
     places = [tuple(map(int, cache.sources[i])) for i in samples]
     wanted, records = set(places), {}
-    for block in iter_blocks(cache.files, cache.meta["text_separator"]):
+    for block in iter_blocks(cache.files, text_separator or ""):
         for line, record in parse_block(block):
             if (block.file, line) in wanted:
                 records[block.file, line] = record
@@ -126,7 +127,8 @@ class Peer:
         folder, config = Path(self.folder.name), cast(MiniMindConfig, state.lm_config)
         updates = args.warmup + args.repeat * args.updates
         samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
-        records = records_of(data.cache, samples) if args.peer == "minimind" else tokens_of(data, samples)
+        own = args.peer == "minimind"  # it tokenises by itself
+        records = records_of(data.cache, samples, args.text_separator) if own else tokens_of(data, samples)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (folder / "data.jsonl").write_text(text, encoding="utf-8")
         torch.save(weights, folder / "weights.pth")

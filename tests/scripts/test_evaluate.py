@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from tests.trainer.components.test_lora import adapted, base, written
 
 from dataset.demo_corpus import make_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import evaluate
 from tests.conftest import write_jsonl
+from tests.trainer.components.test_adapters import adapted, base, written
 from trainer.components.model_files import save_weights
 
 QUESTIONS = [{"question": "The sky is", "choices": ["blue", "red"], "answer": 0}] * 3

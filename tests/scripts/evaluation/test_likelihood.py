@@ -41,7 +41,7 @@ def test_held_out_loss_is_the_trainers(kind, name, model, corpus):
     autocast, _ = mixed_precision("float32", torch.device("cpu"))
     state = SimpleNamespace(
         model=model, stop=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
-        size=lambda batch: flat_size(batch, model.config), eval_fn=held_out_loss,
+        size=lambda batch: flat_size(batch, model.config), eval_fn=held_out_loss, args=None,
     )  # fmt: skip
     expected = evaluate(state, loader)
     model.eval()
