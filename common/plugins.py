@@ -19,7 +19,7 @@ def import_named(flag: str, name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
@@ -28,9 +28,9 @@ def import_named(flag: str, name: str) -> Any:
         raise UserError(f"{flag} {name} cannot be imported: the module calls sys.exit({reason(error)})") from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
-    if not hasattr(found, class_name):
-        raise UserError(f"{flag} {name}: {getattr(found, '__file__', module)} has no {class_name!r}")
-    return getattr(found, class_name)
+    if not hasattr(imported, class_name):
+        raise UserError(f"{flag} {name}: {getattr(imported, '__file__', module)} has no {class_name!r}")
+    return getattr(imported, class_name)
 
 
 def source_files(name: str) -> list[Path]:
