@@ -65,8 +65,8 @@ def _place(environ: Mapping[str, str]) -> Launch:
 
 def _numbers(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, Any]:
     """The variables that are set, by the field of Launch."""
-    found = zip(Launch._fields, (environ.get(name, "") for name in names), strict=False)
-    return {field: int(value) for field, value in found if value.isdecimal()}
+    values = zip(Launch._fields, (environ.get(name, "") for name in names), strict=False)
+    return {field: int(value) for field, value in values if value.isdecimal()}
 
 
 def _checked(place: Launch, environ: Mapping[str, str]) -> Launch:

@@ -17,11 +17,10 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from dataset import blocks
-from dataset.bad_records import first_bad_record, judge_bad_records
 from dataset.blocks import Block
 from dataset.data_files import iter_blocks
 from dataset.packing import pack
-from dataset.report import describe_records, make_report
+from dataset.report import describe_records, first_bad_record, judge_bad_records, make_report
 from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
 from dataset.worker_pool import in_processes, in_this_process
 

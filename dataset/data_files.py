@@ -47,7 +47,7 @@ def file_kind(path: str | os.PathLike) -> str:
 
 
 def how_read(path: str, text_separator: str) -> str:
-    """What decides, beside its bytes, which records a file holds; empty for the kinds that tell it themselves."""
+    """What decides, beside its bytes, which records a file holds; empty where nothing else does."""
     kind = file_kind(path)
     if kind == PLAIN_TEXT:
         return f"{kind} {text_separator.strip()!r} "

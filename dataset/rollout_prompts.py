@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.bad_records import judge_bad_records
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
+from dataset.report import judge_bad_records
 from dataset.token_cache import file_hash
 from dataset.tokenizing import SPECIAL_TEXTS, TokenizerSpec
 from model.prompts import encode_pieces, prompt_pieces

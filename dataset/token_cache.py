@@ -34,10 +34,9 @@ from common.errors import UserError, reason, say, warn
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig, StageArgs, add_flags, settings_of
-from dataset.bad_records import first_bad_record, judge_bad_records
 from dataset.cache_build import build_arrays
 from dataset.data_files import describe_files, expand_paths, how_read
-from dataset.report import format_report
+from dataset.report import first_bad_record, format_report, judge_bad_records
 from dataset.tokenizing import KINDS, TokenizerSpec
 from dataset.worker_pool import stoppable
 
