@@ -1,35 +1,7 @@
-"""Bad records: counted, listed in a file, and skipped or the end of the run."""
-
-from pathlib import Path
-from typing import TextIO
+"""Bad records: skipped, or the end of the run."""
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.blocks import Block
-
-
-class BadRecords:
-    """Counts bad records and lists each of them in a file, which the first one creates."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.file: TextIO | None = None
-        self.count = 0
-        self.first: tuple[int, int, str] | None = None  # index of the file, line, reason
-
-    def add(self, block: Block, bad: list[tuple[int, str]]) -> None:
-        """Add (line, reason) of the bad records of a block."""
-        if bad and self.file is None:
-            self.first = (block.file, *bad[0])
-            self.file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        if self.file is not None:
-            self.file.writelines(f"{block.path}:{line}: {reason}\n" for line, reason in bad)
-        self.count += len(bad)
-
-    def close(self) -> None:
-        """Close the list."""
-        if self.file:
-            self.file.close()
 
 
 def first_bad_record(report: dict, paths: list[str]) -> str:

@@ -6,19 +6,18 @@ The result does not depend on the number of processes.
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from tqdm import tqdm
 
-from common.errors import UserError, say
+from common.errors import UserError
 from dataset import blocks
-from dataset.bad_records import BadRecords, first_bad_record, judge_bad_records
+from dataset.bad_records import first_bad_record, judge_bad_records
 from dataset.blocks import Block
 from dataset.data_files import iter_blocks
 from dataset.packing import pack
@@ -34,6 +33,7 @@ ARRAYS = {  # what a block's samples are appended to, each in a file; for their 
     "num_targets": "int64",
     "sources": "int64",
 }
+PROGRESS = {"delay": 10, "mininterval": 10, "leave": False}  # seconds: nothing is shown of a short build
 SMALL = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
 
 
@@ -58,12 +58,14 @@ def build_arrays(
     num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
     unread = iter_blocks(paths, text_separator)
     counts, unused, check_only = Counter(), Counter(), threading.Event()
+    first_bad: tuple[int, int, str] | None = None  # index of the file, line, reason
     with ExitStack() as stack:
         names = [name for name in ARRAYS if kind != "pretrain" or name != "loss_mask"]
         files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.zeros(1, dtype=np.int64).data)
-        bad = stack.enter_context(closing(BadRecords(folder / "bad_records.txt")))
-        progress = Progress(total)
+        text = {"encoding": "utf-8", "errors": "backslashreplace"}
+        listed = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
+        progress = stack.enter_context(tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS))
         if num_proc > 1 and total > SMALL:
             results = in_processes(unread, (spec, kind, max_length), num_proc, check_only)
         else:
@@ -71,17 +73,21 @@ def build_arrays(
         for block, samples in stack.enter_context(closing(results)):
             counts.update(samples.counts)
             unused.update(samples.unused_fields)
-            bad.add(block, samples.bad)
-            if bad.count and on_bad_data == "stop":
+            if samples.bad:
+                first_bad = first_bad or (block.file, *samples.bad[0])
+                counts["skipped_bad_records"] += len(samples.bad)
+                listed.writelines(f"{block.path}:{line}: {reason}\n" for line, reason in samples.bad)
+            if first_bad and on_bad_data == "stop":
                 check_only.set()  # only count the remaining bad records
             else:
                 _write(files, block, samples, counts)
-            progress.update(block.size, len(samples.tokens))
+            progress.update(block.size)
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(np.min_scalar_type(max_length))
-    report = make_report(kind, max_length, len(paths), counts, unused, bad, lengths)
-    first = first_bad_record(report, paths) if bad.count else ""
-    if bad.count and on_bad_data == "stop":
-        judge_bad_records(first, bad.count, counts["records"], "", on_bad_data)
+    report = {"kind": kind, "max_length": max_length, "files": len(paths), "first_bad_record": first_bad}
+    report |= make_report(counts, unused, lengths, max_length)
+    first = first_bad_record(report, paths) if first_bad else ""
+    if first and on_bad_data == "stop":
+        judge_bad_records(first, counts["skipped_bad_records"], counts["records"], "", on_bad_data)
     if not counts["samples"]:
         where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
         raise UserError(
@@ -112,22 +118,3 @@ def _write(files: Mapping[str, BinaryIO], block: Block, samples: Samples, counts
     counts["tokens"] += len(samples.tokens)
     counts["targets"] += int(samples.num_targets.sum())
     counts["target_bytes"] += int(samples.target_bytes.sum())
-
-
-class Progress:
-    """Prints how far tokenising is, every `interval` seconds; `total`: bytes of all files."""
-
-    def __init__(self, total: int, interval: float = 10.0):
-        self.total, self.interval = max(1, total), interval
-        self.done = self.tokens = 0
-        self.begin = self.last = time.monotonic()
-
-    def update(self, size: int, tokens: int) -> None:
-        """Count `size` more bytes of the files, which gave `tokens` tokens."""
-        self.done, self.tokens = self.done + size, self.tokens + tokens
-        now = time.monotonic()
-        if now - self.last >= self.interval:
-            self.last, seconds = now, now - self.begin
-            share = min(1.0, max(self.done, 1) / self.total)
-            left = timedelta(seconds=round(seconds / share - seconds))
-            say(f"tokenising: {share:.0%}, {self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s, {left} left")

@@ -6,6 +6,8 @@ dataset is a list of samples: one, or with `packing` those of a row of at most `
 changes nor drops samples; it only makes the items nearly equal in size), or the two of a pair.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -16,30 +18,44 @@ EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64  #
 
 
 class TokenDataset(Dataset):
-    """Items of a token cache. Worker processes receive only its path and open the memory maps again."""
+    """Items of a token cache. Worker processes receive only its path and open the memory maps again.
+
+    Attributes:
+        chosen: which items an epoch consists of, each as often as it stands here, such as [0, 2, 2]; None: each once.
+    """
+
+    chosen: np.ndarray | None = None  # integers [items of an epoch]
 
     def __init__(self, cache: TokenCache, packing: bool = False):
         self.cache, self.packing = cache, packing
 
     def __len__(self) -> int:
-        return len(self.cache.row_offsets) - 1 if self.packing else len(self.cache)
+        return self.num_items if self.chosen is None else len(self.chosen)
 
     def __getitem__(self, index: int) -> list[dict]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        index %= len(self)
+        index = range(len(self))[index]
+        item = index if self.chosen is None else int(self.chosen[index])
+        return [self._sample(sample_id) for sample_id in self.samples_of(item)]
+
+    @property
+    def num_items(self) -> int:
+        """Items that there are to choose from."""
+        return len(self.cache.row_offsets) - 1 if self.packing else len(self.cache)
+
+    def samples_of(self, item: int) -> Sequence[int]:
+        """The ids of the samples of an item: one, or those of a packed row."""
         if not self.packing:
-            return [self._sample(int(index))]
-        begin, end = self.cache.row_offsets[index : index + 2]
-        return [self._sample(int(i)) for i in self.cache.row_samples[begin:end]]
+            return [item]
+        begin, end = self.cache.row_offsets[item : item + 2]
+        return self.cache.row_samples[begin:end].tolist()
 
     def describe(self) -> str:
         """How full the packed rows are; empty without packing."""
         if not self.packing:
             return ""
         samples, tokens, row = len(self.cache), int(self.cache.offsets[-1]), self.cache.meta["max_length"]
-        text = f"packing: {samples:,} samples in {len(self):,} rows of {row} tokens, "
-        return text + f"{tokens / (len(self) * row):.1%} filled, no sample split"
+        text = f"packing: {samples:,} samples in {self.num_items:,} rows of {row} tokens, "
+        return text + f"{tokens / (self.num_items * row):.1%} filled, no sample split"
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
         """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
@@ -57,18 +73,13 @@ class TokenDataset(Dataset):
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item."""
-        return self._per_item(np.diff(self.cache.offsets))
+        """int64 [S]: tokens of each sample."""
+        return np.diff(self.cache.offsets)
 
     @property
     def num_targets(self) -> np.ndarray:
-        """int64 [len(self)]: targets of each item."""
-        return self._per_item(np.array(self.cache.num_targets))
-
-    def _per_item(self, values: np.ndarray) -> np.ndarray:
-        if not self.packing:
-            return values
-        return np.add.reduceat(values[self.cache.row_samples], self.cache.row_offsets[:-1])
+        """int64 [S]: targets of each sample."""
+        return np.array(self.cache.num_targets)
 
 
 class StageDataset(TokenDataset):
@@ -103,21 +114,18 @@ class DPODataset(StageDataset):
     kind = "dpo"
     reference: np.ndarray | None = None  # float64 [samples]
 
-    def __len__(self) -> int:
+    @property
+    def num_items(self) -> int:
+        """Pairs."""
         return len(self.cache) // 2
 
-    def __getitem__(self, index: int) -> list[dict]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        first = 2 * (int(index) % len(self))
-        return [self._sample(first), self._sample(first + 1)]
+    def samples_of(self, item: int) -> Sequence[int]:
+        """The ids of the chosen and the rejected answer of a pair."""
+        return [2 * item, 2 * item + 1]
 
     def _sample(self, sample_id: int) -> dict:
         reference = 0.0 if self.reference is None else float(self.reference[sample_id])
         return super()._sample(sample_id) | {"reference": reference}
-
-    def _per_item(self, values: np.ndarray) -> np.ndarray:
-        return values[::2] + values[1::2]
 
 
 def collate_pairs(rows: list[list[dict]]) -> dict:

@@ -30,14 +30,13 @@ MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos"})
 TRAINING = SWITCHES | {"train_detail"}
 MESSAGE_FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAINING, MEDIA)
 
-# Part of a content -> the field of the message that it belongs to; templates write these fields in this order.
+# Part of a content -> the field of the message that it belongs to.
 PARTS = {
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
     "text": "content",
     "tool_call": "tool_calls",
 }
-ORDER = ("reasoning_content", "content", "tool_calls")
 PART_FIELDS = frozenset({"type", "value", *PARTS})
 
 
@@ -112,27 +111,14 @@ def _said(item: dict, key: str, where: str) -> dict[str, Any]:
         said["reasoning_content"] = text_of(item, "reasoning_content", f" of {where}")
     content = item.get(key)
     if isinstance(content, list):
-        parts = _joined(content, f"'{key}' of {where}")
-        if twice := said.keys() & parts.keys():
-            raise BadRecord(f"{where} gives its {min(twice)} in '{key}' and beside it; keep one of them")
-        return {"content": "", **parts, **said}
-    only_calls = bool(said.get("tool_calls")) and content is None
-    return {"content": "" if only_calls else text_of(item, key, f" of {where}"), **said}
-
-
-def _joined(parts: list, where: str) -> dict[str, Any]:
-    """A content given as a list of parts, by field of the message: texts joined as they are, calls in one list."""
-    if not parts:
-        raise BadRecord(f"{where} is an empty list; write the text")
-    said: dict[str, Any] = {}
-    latest = ORDER[0]
-    for number, part in enumerate(parts, 1):
-        field, value = _part(part, f"part {number} of {where}")
-        if ORDER.index(field) < ORDER.index(latest):
-            raise BadRecord(f"part {number} of {where} comes too late; write reasoning, then text, then tool calls")
-        latest = field
-        said[field] = said[field] + value if field in said else value
-    return said
+        if not content:
+            raise BadRecord(f"'{key}' of {where} is an empty list; write the text")
+        for number, part in enumerate(content, 1):
+            field, value = _part(part, f"part {number} of '{key}' of {where}")
+            said[field] = said[field] + value if field in said else value  # texts as they are, calls in one list
+    elif content is not None or not said.get("tool_calls"):
+        said["content"] = text_of(item, key, f" of {where}")
+    return {"content": "", **said}
 
 
 def _part(part: object, where: str) -> tuple[str, Any]:

@@ -9,7 +9,6 @@ Prompts are held in memory with their records: there are few of them, compared w
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,12 +66,11 @@ class PromptDataset(Dataset):
         tools: list[dict] | None = None,
         **template: Any,
     ):
-        self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
+        self.tokenizer, self.max_length, self.tools, self.template = tokenizer, max_length, tools, template
         self.paths = expand_paths(data_path, plain_text=False)
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
             raise UserError("--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it")
-        self.variables = template
         hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
         described = json.dumps([hashes, tools, template], sort_keys=True)
         self.fingerprint = {"data": hashlib.sha256(described.encode()).hexdigest()[:16]}
@@ -85,14 +83,15 @@ class PromptDataset(Dataset):
 
     def _read(self, on_bad_data: str, max_bad_share: float) -> None:
         bad, records = [], 0
-        for path, line, record in self._records():
-            records += 1
-            try:
-                if isinstance(record, BadRecord):
-                    raise record
-                self._add(f"{path}:{line}", record)
-            except BadRecord as error:
-                bad.append(f"{path}:{line}: {error}")
+        for block in iter_blocks(self.paths):
+            for line, record in parse_block(block):
+                records += 1
+                try:
+                    if isinstance(record, BadRecord):
+                        raise record
+                    self._add(f"{block.path}:{line}", record)
+                except BadRecord as error:
+                    bad.append(f"{block.path}:{line}: {error}")
         if bad:
             judge_bad_records(bad[0], len(bad), records, f"the first: {bad[0]}", on_bad_data, max_bad_share)
         if not self.prompts:
@@ -104,16 +103,11 @@ class PromptDataset(Dataset):
             left_out = f", {self.too_long:,} left out (more than {self.max_length} tokens)" if self.too_long else ""
             say(f"{len(self):,} prompts{left_out}")
 
-    def _records(self) -> Iterator[tuple[str, int, dict | BadRecord]]:
-        for block in iter_blocks(self.paths):
-            for line, record in parse_block(block):
-                yield block.path, line, record
-
     def _add(self, source: str, record: dict) -> None:
         chat, answer = to_prompt(record)
         tools = [*(chat.tools or []), *(self.tools or [])] or None
         try:
-            pieces = prompt_pieces(self.tokenizer, chat.messages, tools, **self.variables)
+            pieces = prompt_pieces(self.tokenizer, chat.messages, tools, **self.template)
         except ValueError as error:
             raise BadRecord(str(error)) from None
         input_ids = encode_pieces(self.tokenizer, pieces)
@@ -140,11 +134,11 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
     """The conversation before the turn to be written, and the reference answer or None. Raises BadRecord."""
     answer = record.get("answer")
     if record.get("prompt") is not None:
-        key = "conversations" if isinstance(record["prompt"], list) else "prompt"
+        prompt = record["prompt"]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         others = {name: value for name, value in record.items() if name not in ("prompt", "answer", "completion")}
         answer = record.get("completion") if answer is None else answer
-        as_chat = {"conversations": record["prompt"]} if key == "conversations" else _as_question(record["prompt"])
-        return to_chat(others | as_chat, answered=False), answer
+        return to_chat(others | {"conversations": messages}, answered=False), answer
     chat = to_chat(record, answered=False)
     last = chat.messages[-1]
     if last["role"] == "assistant":
@@ -153,12 +147,6 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")
     return chat, answer
-
-
-def _as_question(prompt: Any) -> dict:
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise BadRecord("'prompt' is not a text or a list of messages; write the question into it")
-    return {"conversations": [{"role": "user", "content": prompt}]}
 
 
 def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
     python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 2
     python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 1 --packing 1 --table 1
-    python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 50 --html out/samples.html
 
 Samples are shown as running text, in which targets are green, or without colours stand between ⟦ and ⟧; with --table 1
 token by token.
@@ -13,16 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from common.command_line import Parser, one_line_errors
-from common.durable_files import atomic_write
 from common.errors import UserError, say
 from dataset.data_files import describe_files
 from dataset.lm_dataset import TokenDataset
-from dataset.samples_page import page
-from dataset.token_cache import add_arguments, cache_of_arguments, format_report, load_tokenizer
-from dataset.token_text import describe_sample, printable, token_texts
+from dataset.report import format_report
+from dataset.token_cache import add_arguments, cache_of_arguments, load_tokenizer
+from dataset.token_text import printable, token_texts
 
 GREEN, GREY, PLAIN = "\033[32m", "\033[90m", "\033[0m"
 
@@ -58,46 +55,30 @@ def show(dataset: TokenDataset, tokenizer, count: int, colour: bool, as_table: b
         if dataset.packing:
             say(f"row {index}: {len(row)} samples, {sum(len(sample['input_ids']) for sample in row)} tokens")
         for sample in row:
-            say(describe_sample(dataset.cache, sample))
+            targets, target_bytes = int(sample["loss_mask"].sum()), sample["target_bytes"]
+            size = f"{len(sample['input_ids'])} tokens, {targets} targets of {target_bytes} bytes"
+            say(f"sample {sample['sample_id']} from {dataset.cache.source(sample['sample_id'])}: {size}")
             for line in view(tokenizer, sample, colour):
                 say(line)
             say("")
-    say(report_of(dataset))
-
-
-def report_of(dataset: TokenDataset) -> str:
-    """Which files were read, the report of the cache, and how full packed rows are."""
-    packing = f"\n  {dataset.describe()}" if dataset.packing else ""
-    return f"{describe_files(dataset.cache.files)}\n{format_report(dataset.cache.report)}{packing}"
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the page and tell where it is. Raises UserError."""
-    try:
-        atomic_write(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
-    except UserError as error:
-        raise UserError(f"--html {path} cannot be written ({error.__cause__}); give another file") from error
-    say(f"written: {path}")
+    say(describe_files(dataset.cache.files))
+    say(format_report(dataset.cache.report))
+    if dataset.packing:
+        say(f"  {dataset.describe()}")
 
 
 def main() -> None:
-    """Read the options, build or open the cache, print or write the page."""
+    """Read the options, build or open the cache, print."""
     parser = Parser(prog="python -m dataset.show_samples", description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")
     parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows")
     parser.add_argument("--table", type=int, choices=(0, 1), default=0, help="show a table of the tokens")
-    parser.add_argument("--html", metavar="FILE", help="write the samples to a page for the browser instead")
     args = parser.parse_args()
     if args.samples < 0:
         raise UserError(f"--samples {args.samples} is negative; use 0 for the report alone")
-    if args.html is not None and not args.html.endswith((".html", ".htm")):
-        raise UserError(f"--html {args.html}: the name must end in .html, so that no other file is replaced by mistake")
     tokenizer = load_tokenizer(args.tokenizer_path)
     dataset = TokenDataset(cache_of_arguments(args, tokenizer), packing=bool(args.packing))
-    if args.html is not None:
-        write_page(Path(args.html), page(dataset, tokenizer, args.samples, report_of(dataset)))
-        return
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     show(dataset, tokenizer, args.samples, colour, bool(args.table))
 

@@ -16,7 +16,6 @@ builds it again.
 import argparse
 import contextlib
 import hashlib
-import itertools
 import json
 import mmap
 import os
@@ -55,26 +54,18 @@ LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 class TokenCache:
     """An open cache: S samples of N tokens in all, as memory maps. Pickled as its path.
 
-    tokens        unsigned [N]   sample i is tokens[offsets[i]:offsets[i + 1]]
-    offsets       int64 [S+1]
-    loss_mask     bool [N]       this token is a target; None for pretraining: all but each sample's first
-    target_bytes  int64 [S]      UTF-8 bytes of the targets' text
-    num_targets   int64 [S]
-    sources       int64 [S, 2]   file (index into `files`) and line or row of the record
-    row_samples   unsigned [S]   the samples row by row, when packed into R rows
-    row_offsets   unsigned [R+1] row r is row_samples[row_offsets[r]:row_offsets[r + 1]]
-    report        dict           counts of records, samples, tokens, cuts and drops, and the lengths
-    fingerprint   str            SHA-256 of data, tokenizer and settings
+    report: counts of records, samples, tokens, cuts and drops, and the lengths. fingerprint: SHA-256 of data, tokenizer
+    and settings.
     """
 
-    tokens: np.ndarray
-    offsets: np.ndarray
-    target_bytes: np.ndarray
-    num_targets: np.ndarray
-    sources: np.ndarray
-    row_samples: np.ndarray
-    row_offsets: np.ndarray
-    loss_mask: np.ndarray | None = None
+    tokens: np.ndarray  # unsigned [N]: sample i is tokens[offsets[i]:offsets[i + 1]]
+    offsets: np.ndarray  # int64 [S+1]
+    loss_mask: np.ndarray | None = None  # bool [N]: this token is a target; None: all but each sample's first
+    target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
+    num_targets: np.ndarray  # int64 [S]
+    sources: np.ndarray  # int64 [S, 2]: file (index into `files`) and line or row of the record
+    row_samples: np.ndarray  # unsigned [S]: the samples row by row, when packed into R rows
+    row_offsets: np.ndarray  # unsigned [R+1]: row r is row_samples[row_offsets[r]:row_offsets[r + 1]]
 
     def __init__(self, path: str | os.PathLike, files: list[str]):
         self.path, self.files = Path(path), files
@@ -125,10 +116,6 @@ def build_token_cache(
     max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the line between
     documents of .txt files. Raises UserError.
     """
-    if kind not in KINDS or on_bad_data not in ("stop", "skip"):
-        raise UserError(f"kind is one of {KINDS} and on_bad_data 'stop' or 'skip', not {kind!r} and {on_bad_data!r}")
-    if not 0 <= max_bad_share <= 1:
-        raise UserError(f"--max_bad_share {max_bad_share} is not a share of the records; give a number from 0 to 1")
     if max_length < 2:
         raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
     paths = expand_paths(data_path, plain_text=kind == "pretrain")
@@ -151,11 +138,6 @@ def build_token_cache(
         raise UserError(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
             f"make room or give another folder (--cache_dir)"
-        ) from error
-    except MemoryError as error:
-        raise UserError(
-            "out of memory while the token cache is built; build it ahead of time with fewer processes "
-            "(python -m dataset.token_cache ... --num_proc 1), and split lines of hundreds of megabytes"
         ) from error
     if count := cache.report["skipped_bad_records"]:
         first = first_bad_record(cache.report, cache.files)
@@ -212,10 +194,6 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
     say(describe_files(list(stamps)))
     say(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
     say(format_report(report))
-    if report["skipped_bad_records"]:
-        with open(folder / "bad_records.txt", encoding="utf-8") as listed:
-            for line in itertools.islice(listed, 20):
-                say(f"  skipped: {line.rstrip()}")
 
 
 def _is_complete(folder: Path) -> bool:

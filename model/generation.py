@@ -34,14 +34,16 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
     top: int | None = None  # how many of the likeliest tokens `details` names beside each; None: it stays empty
     details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
-    prompt_details: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens but the first, with echo
+    prompt_details: list[TokenLogprob] = field(
+        default_factory=list
+    )  # with `echo`: of the prompt's tokens from the second
     finish: str | None = None
     slot: int = -1  # row of the cache; -1: the prompt is not read yet, or the answer has left
     cached: int = 0  # tokens whose keys and values are in the cache
 
 
 @dataclass(eq=False)
-class Prompt:
+class PromptRow:
     """A prompt that is being read, for one or several answers."""
 
     tokens: list[int]
@@ -71,7 +73,7 @@ class KeyValueCache:
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Store k, v [R, G, T, D] of a layer; returns all that its rows see, [R, G, end, D]."""
+        """Store k, v [R, G, T, D] of a layer; returns the keys and values that its rows attend to, [R, G, end, D]."""
         rows, positions = self.index
         keys, values = self.keys[layer], self.values[layer]
         keys[rows, :, positions], values[rows, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
@@ -91,6 +93,15 @@ class KeyValueCache:
         """Forget everything."""
         self.keys.zero_()
         self.values.zero_()
+
+
+# Which row of the cache belongs to whom. `Decoder.rows[i]` has row i: first the answers that are being written, `ready`
+# of them, then the prompts that are being read, without gaps, so that a step of all answers works on one slice.
+#
+#   A0 A1 A2 | P0 P1        ready 3
+#   A0 A2 | P1 P0           A1 has ended: it swapped places with the last answer, then with the last row, and left
+#   A0 A2 A3 | P0 A4        P1 is read: its first answer A3 takes its row, A4 one at the end with a copy of its cache
+#   A0 A2 A3 A4 | P0        A4 swapped places with the first prompt: ready 4
 
 
 class Decoder:
@@ -115,14 +126,14 @@ class Decoder:
         self.device = model.lm_head.weight.device
         with torch.inference_mode():
             self.cache = KeyValueCache(model, slots, length)
-        self.rows: list[Prompt | Answer] = []  # by slot: first the answers that are being written, then prompts
+        self.rows: list[PromptRow | Answer] = []  # by slot: first the answers that are being written, then prompts
         self.ready = 0  # how many answers are being written
         self.broken = False  # since moving a row failed, rows and cache do not agree: only `clear` helps
 
     @property
     def free(self) -> int:
         """Answers that can be added now."""
-        waiting = sum(len(row.answers) - 1 for row in self.rows if isinstance(row, Prompt))
+        waiting = sum(len(row.answers) - 1 for row in self.rows if isinstance(row, PromptRow))
         return self.slots - len(self.rows) - waiting
 
     def add(
@@ -144,7 +155,7 @@ class Decoder:
             raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
             raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
-        row = Prompt(list(prompt), [], top if echo else None, slot=len(self.rows))
+        row = PromptRow(list(prompt), [], top if echo else None, slot=len(self.rows))
         answers = [Answer(one, max_new_tokens, top=top, prompt_details=row.details) for one in samplings]
         row.answers = list(answers)
         self.rows.append(row)
@@ -156,7 +167,7 @@ class Decoder:
             self._free(answer)
             return
         for row in self.rows:
-            if isinstance(row, Prompt) and answer in row.answers:
+            if isinstance(row, PromptRow) and answer in row.answers:
                 row.answers.remove(answer)
                 if not row.answers:
                     self._free(row)
@@ -202,10 +213,10 @@ class Decoder:
     def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
         """One forward over the next tokens of the first prompts, or of those of some answers; answers whose prompt is
         read get their first token."""
-        chosen: list[Prompt] = []
+        chosen: list[PromptRow] = []
         width = 0  # of the padded batch
         for row in self.rows[self.ready :]:
-            assert isinstance(row, Prompt)
+            assert isinstance(row, PromptRow)
             if only is not None and not any(answer in only for answer in row.answers):
                 continue
             wide = max(width, min(len(row.tokens) - row.cached, self.prefill_tokens))
@@ -236,14 +247,14 @@ class Decoder:
             self._begin(chosen[i])
         return self._write(answers, drawn)
 
-    def _of_prompt(self, row: Prompt, hidden: Tensor) -> list[TokenLogprob]:
-        """What a chunk's hidden states [T, C] say of the prompt's tokens behind each."""
+    def _of_prompt(self, row: PromptRow, hidden: Tensor) -> list[TokenLogprob]:
+        """Log-probabilities of the prompt's tokens that follow those of a chunk with hidden states [T, C]."""
         following = row.tokens[row.cached + 1 : row.cached + 1 + len(hidden)]
         if row.echo is None or not following:
             return []
         return top_logprobs(self.model.lm_head(hidden[: len(following)]), following, row.echo)
 
-    def _begin(self, prompt: Prompt) -> None:
+    def _begin(self, prompt: PromptRow) -> None:
         """Let the answers of a prompt take its place, and further places with a copy of its keys and values."""
         first, source = prompt.answers[0], prompt.slot
         self.rows[source], first.slot, first.cached = first, source, prompt.cached
@@ -263,7 +274,7 @@ class Decoder:
         return inner(inner.embed_tokens(tokens), positions, inner.visible(positions, end)[:, None], cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> list[tuple[int, float, list[TokenLogprob]]]:
-        """The next token of each answer, with what is kept of its log-probabilities."""
+        """The next token of each answer from logits [R, V], its log-probability, and its `details`."""
         samplings = [answer.sampling for answer in answers]
         chosen = draw_tokens(logits, samplings, [len(answer.tokens) for answer in answers])
         tokens = chosen.tolist()
@@ -306,7 +317,7 @@ class Decoder:
         self.broken = False
 
     @torch.inference_mode()
-    def _free(self, row: Prompt | Answer) -> None:
+    def _free(self, row: PromptRow | Answer) -> None:
         """Take a row out; the last ones of each kind fill the gaps, so that the rows stay without any."""
         row.cached = 0  # nothing of it has to be moved
         if row.slot < self.ready:
@@ -317,7 +328,7 @@ class Decoder:
         row.slot = -1
 
 
-def _left(prompt: Prompt) -> int:
+def _left(prompt: PromptRow) -> int:
     """Tokens of a prompt that are still to be read."""
     return len(prompt.tokens) - prompt.cached
 

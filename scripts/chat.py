@@ -1,7 +1,7 @@
 """Chat with a trained model in the terminal; answers are streamed. On a pipe: a message per line in, answers out.
 
 python scripts/chat.py --weight full_sft
-python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1 --tools tools.json
+python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
 python scripts/chat.py --weight agent --tools calculator              the model's calls are executed
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
 """
@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
-from dataset.json_records import BadRecord, objects_of
 from dataset.token_text import printable
 from model.answers import THINK, answer_message
 from model.generation import Decoder
@@ -27,7 +26,7 @@ from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
 from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.terminal import Screen, Stop, line_editing
-from scripts.toolbox import ROUNDS, Toolbox, names_of
+from scripts.toolbox import ROUNDS, Toolbox
 from trainer.components.environments import SHIPPED
 from trainer.components.trained_weights import add_trained_model_flags, load_model
 
@@ -50,11 +49,12 @@ def parse_args() -> argparse.Namespace:
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
     flag("--system", default="", help="system prompt")
-    runnable = f"{', '.join(SHIPPED)} or module:Class, separated by commas"
-    flag("--tools", help=f"JSON file with schemas of tools whose results you type; or tools that run: {runnable}")
+    flag("--tools", help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas")
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
-    flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
+    flag(
+        "--max_seq_len", type=int, help="longest conversation, in tokens (default: the model's max_position_embeddings)"
+    )
     default = "(default: the model's generation_config.json, else {})"
     drawn = {name: default.format(getattr(DEFAULTS, name)) for name in DRAWN}
     flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")
@@ -74,32 +74,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def read_tools(path: str) -> list[dict]:
-    """The schemas in a JSON file: a list of them, or a single one.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
-    """
-    what = f"write a JSON list of function schemas, or name tools that run: {', '.join(SHIPPED)}"
-    try:
-        tools = objects_of(Path(path).read_text(encoding="utf-8"), "the file")
-        named = [
-            isinstance(tool.get("function", tool), dict) and "name" in tool.get("function", tool) for tool in tools
-        ]
-        if not tools or not all(named):
-            raise ValueError("no schemas of functions with a name")
-    except (OSError, ValueError, BadRecord) as error:
-        raise UserError(f"--tools {path}: {reason(error)}; {what}") from error
-    return tools
-
-
 class Chat:
     """A conversation with a model, and what the user may do with it."""
 
     def __init__(self, args: argparse.Namespace, is_terminal: bool):
-        names = names_of(args.tools) if args.tools and not Path(args.tools).is_file() else []
-        self.toolbox = Toolbox(names) if names else None
-        self.tools = self.toolbox.tools if self.toolbox else read_tools(args.tools) if args.tools else None
+        self.toolbox = Toolbox([name.strip() for name in args.tools.split(",")] if args.tools else [])
         with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
             self.model, self.tokenizer = load_model(args)
         given = {name: getattr(args, name) for name in DRAWN if getattr(args, name) is not None}
@@ -113,25 +92,25 @@ class Chat:
         longest = self.model.config.max_position_embeddings
         limit = min(self.args.max_seq_len or longest, longest)
         thinking = {"enable_thinking": bool(self.args.open_thinking)}
-        self.conversation = Conversation(self.tokenizer, limit, system, self.tools, thinking)
+        self.conversation = Conversation(self.tokenizer, limit, system, self.toolbox.tools, thinking)
 
     def hear(self, message: dict) -> dict[str, Any]:
-        """Add a message of the user or of a tool, stream the answer and return it; `{}` if there was none. Tools that
-        run are executed, and their results answered in turn.
+        """Add a message, stream the answer and return it; `{}` if there was none. The answer's calls of tools are
+        executed, and their results answered in turn.
 
         Raises:
             UserError: the message is too long, or the chat template refuses it; it is not added.
         """
         answer = self._hear([message])
-        for _ in range(ROUNDS if self.toolbox else 0):
+        for _ in range(ROUNDS if self.toolbox.tools else 0):
             calls = [call["function"] for call in answer.get("tool_calls", ())]
             if not calls or self.stop.asked:
                 return answer
-            replies = self.toolbox.reply(calls) if self.toolbox else []
+            replies = self.toolbox.reply(calls)
             for call, reply in zip(calls, replies, strict=True):
                 self.screen.note(f"result of {printable(call['name'])}: {printable(reply['content'])}")
             answer = self._hear(replies)
-        if self.toolbox and answer.get("tool_calls"):
+        if self.toolbox.tools and answer.get("tool_calls"):
             self.screen.note(f"stopped after {ROUNDS} rounds of calls")
         return answer
 
@@ -159,7 +138,7 @@ class Chat:
         decoder = Decoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
         (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
         text, thinks = IncrementalDecoder(self.tokenizer), bool(args.open_thinking)
-        self.screen.begin(thinks, [tool.get("function", tool)["name"] for tool in self.tools or ()])
+        self.screen.begin(thinks, self.toolbox.owners)
         with self.stop.listening() if self.is_terminal else nullcontext():
             while decoder.rows and not self.stop.asked:
                 if decoder.step() and answer.finish != "stop":  # then its last token is the end token
@@ -173,11 +152,11 @@ class Chat:
         written = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
         return answer_message(THINK * thinks + written) if written or not self.stop.asked else {}
 
-    def command(self, line: str) -> bool:
-        """Obey a line that is a command; whether it was one.
+    def take(self, line: str) -> None:
+        """Obey a line that is a command, else answer it; a blank one is skipped.
 
         Raises:
-            UserError: the command cannot be carried out.
+            UserError: it cannot be done.
             EOFError: it was /exit.
         """
         name, _, rest = line.strip().partition(" ")
@@ -192,9 +171,8 @@ class Chat:
             self.save(rest.strip())
         elif self.is_terminal and re.fullmatch(r"/\w+", name):
             raise UserError(f"there is no command {name}; /help lists them")
-        else:
-            return False
-        return True
+        elif line.strip():
+            self.hear({"role": "user", "content": line})
 
     def save(self, path: str) -> None:
         """Append the conversation to a JSONL file.
@@ -215,12 +193,10 @@ class Chat:
 def on_terminal(chat: Chat) -> None:
     """Chat until the user leaves."""
     print("Type a message; /help lists the commands.")
-    waiting: list[str] = []  # names of the tools whose results the model waits for
     with line_editing():
         while True:
             try:
-                line = input(f"result of {printable(waiting[0])}> " if waiting else "> ")
-                waiting = take(chat, line, waiting)
+                chat.take(input("> "))
             except UserError as error:
                 chat.screen.note(str(error))
             except UnicodeDecodeError:
@@ -232,26 +208,6 @@ def on_terminal(chat: Chat) -> None:
                 return
 
 
-def take(chat: Chat, line: str, waiting: list[str]) -> list[str]:
-    """Do what a line asks for: a message, a command, or the result of the first tool that is waited for (blank: the
-    chat goes on without the results). Returns the names of the tools that are waited for then.
-
-    Raises:
-        UserError: it cannot be done.
-        EOFError: the user leaves.
-    """
-    if not line.strip() or (not waiting and chat.command(line)):
-        return []
-    if not waiting:
-        answer = chat.hear({"role": "user", "content": line})
-    elif len(waiting) > 1:  # all results go back together
-        chat.conversation.messages.append({"role": "tool", "name": waiting[0], "content": line})
-        return waiting[1:]
-    else:
-        answer = chat.hear({"role": "tool", "name": waiting[0], "content": line})
-    return [call["function"]["name"] for call in answer.get("tool_calls", ())]
-
-
 def on_pipe(chat: Chat) -> None:
     """Answer each line of stdin, in one conversation; blank lines are skipped.
 
@@ -260,9 +216,7 @@ def on_pipe(chat: Chat) -> None:
     """
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            text = line.decode("utf-8").rstrip("\r\n")
-            if text.strip() and not chat.command(text):
-                chat.hear({"role": "user", "content": text})
+            chat.take(line.decode("utf-8").rstrip("\r\n"))
         except UnicodeDecodeError:
             raise UserError(f"line {number} of stdin is not UTF-8; convert the input") from None
         except UserError as error:

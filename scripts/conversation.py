@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
@@ -68,27 +67,3 @@ class Conversation:
     def record(self) -> dict[str, Any]:
         """The conversation as a record that SFT can train on."""
         return {"messages": self.all_messages()} | ({"tools": self.tools} if self.tools else {})
-
-
-@torch.no_grad()
-def generate(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int, **options: Any
-) -> list[list[int]]:
-    """The tokens that a model continues each prompt with, in one batch; up to the end token and with it, if it came.
-
-    options: of transformers' `generate`.
-    """
-    longest = max(map(len, prompts))
-    rows = [[tokenizer.pad_token_id or 0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    out = model.generate(
-        input_ids=torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
-    )
-    end = tokenizer.eos_token_id
-    answers = [row[longest:].tolist() for row in out]
-    return [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +41,23 @@ def parse_args() -> argparse.Namespace:
     """
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--task", nargs="+", choices=list(TASKS), required=True, help="what to judge; several are possible")
+    flag("--task", nargs="+", choices=list(TASKS), required=True, help="what to measure; several are possible")
     add_trained_model_flags(parser)
-    flag("--against", nargs="+", default=[], metavar="PATH", help="further models, compared with the first")
+    flag("--against", nargs="+", metavar="PATH", help="further models, each compared with the first on the same items")
     flag("--json", metavar="FILE", help="file to write the results to, with the score and answer of each item")
     flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
     form_help = "plain text, or through the chat template (choices: text, as in lm-eval; probe: chat)"
     flag("--form", choices=("text", "chat"), help=form_help)
-    loss = parser.add_argument_group("loss")
-    add_flags(loss, (settings_of(StageArgs)[name] for name in ("data_path", "text_separator", "max_seq_len")))
-    loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents, or conversations")
-    exam = parser.add_argument_group("exam")
-    exam.add_argument("--exam_path", default=str(ROOT / "dataset" / "demo" / "exam.jsonl"), help="the questions")
-    choices = parser.add_argument_group("choices")
-    choices.add_argument("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer")
-    writing = parser.add_argument_group("probe")
-    writing.add_argument("--prompts_path", metavar="FILE", default=str(PROMPTS), help="JSONL file with prompts")
-    writing.add_argument("--max_new_tokens", type=int, default=256, help="longest text, in tokens")
-    writing.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token")
-    writing.add_argument("--seed", type=int, default=42, help="random seed of the sampling")
-    parser.set_defaults(max_seq_len=None, data_path="")
+    rows = settings_of(StageArgs)
+    held_out_data = replace(rows["data_path"], default=None, help="data that the model was not trained on (loss)")
+    add_flags(parser, [held_out_data, rows["text_separator"], replace(rows["max_seq_len"], default=None)])
+    flag("--kind", choices=list(DATASETS), default="sft", help="data of documents, or of conversations (loss)")
+    flag("--exam_path", default=str(ROOT / "dataset/demo/exam.jsonl"), help="JSONL file with questions (exam)")
+    flag("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer (choices)")
+    flag("--prompts_path", metavar="FILE", default=str(PROMPTS), help="JSONL file with prompts (probe)")
+    flag("--max_new_tokens", type=int, default=256, help="longest text, in tokens (probe)")
+    flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (probe)")
+    flag("--seed", type=int, default=42, help="random seed of the sampling (probe)")
     args = parser.parse_args()
     if min(args.batch_tokens, args.max_new_tokens) < 1 or args.temperature < 0:
         raise UserError("--batch_tokens and --max_new_tokens must be at least 1, --temperature must not be negative")
@@ -136,7 +134,7 @@ def main() -> None:
     """Judge each model by each task, print the table, write the report."""
     args = parse_args()
     judges = {task: TASKS[task](args) for task in dict.fromkeys(args.task)}
-    paths = [model_path(args), *map(Path, args.against)]
+    paths = [model_path(args), *map(Path, args.against or ())]
     if missing := [str(path) for path in paths if not path.exists()]:
         raise UserError(f"--against {missing[0]}: no such file or folder")
     adapter = Path(args.lora) if args.lora else None

@@ -27,7 +27,7 @@ from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError, say
 from common.settings import ROOT
-from scripts.gpu import numbers, runs
+from scripts.gpu import numbers, training_runs
 from scripts.gpu.runner import MARKS, Check, Machine, Result, run_all
 
 CHECKS = (
@@ -37,12 +37,13 @@ CHECKS = (
     Check("attention", "attention of head sizes 64, 96 and 128 is a CPU's", numbers.attention, 60),
     Check("same_bits", "--deterministic 1: the same bits each time", numbers.same_bits, 120),
     Check("compilations", "--use_compile 1 compiles once", numbers.compilations, 240),
-    Check("resume", "--deterministic 1: a killed run ends with the same bits", runs.resume, 400),
-    Check("resume_ranks", "the same on up to three GPUs, DDP", partial(runs.resume, ranks=True), 400, gpus=2),
-    Check("resume_fsdp", "the same, FSDP", partial(runs.resume, ranks=True, flags="--parallel fsdp"), 400, gpus=2),
-    Check("killed_rank", "a lost rank is one line on every other one", runs.killed_rank, 240, ranks=True),
-    Check("sigterm", "a signal to one rank has all save and leave", runs.sigterm, 240),
-    Check("one_context", "a rank holds memory on its own GPU only", runs.one_context, 240, gpus=2),
+    Check("resume", "--deterministic 1: a killed run ends with the same bits", training_runs.resume, 400),
+    Check("resume_ranks", "the same on up to three GPUs, DDP", partial(training_runs.resume, ranks=True), 400, gpus=2),
+    Check(
+        "resume_fsdp", "the same, FSDP", partial(training_runs.resume, ranks=True, flags="--parallel fsdp"), 400, gpus=2
+    ),
+    Check("killed_rank", "a lost rank is one line on every other one", training_runs.killed_rank, 240, ranks=True),
+    Check("sigterm", "a signal to one rank has all save and leave", training_runs.sigterm, 240),
 )
 
 
@@ -62,19 +63,17 @@ def parse_args() -> Any:
 
 def described() -> dict[str, Any]:
     """Machine, driver and versions, without names of hosts or people."""
-    about: dict[str, Any] = {
-        "date": str(date.today()),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
-    about |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cores": torch.get_num_threads(), "gpus": []}
-    with suppress(OSError, subprocess.CalledProcessError):
-        about["gpus"] = runs.nvidia_smi("--query-gpu=name,driver_version,memory.total,compute_cap").strip().splitlines()
-    with suppress(Exception):  # a build without NCCL raises what it likes
+    about: dict[str, Any] = {"date": str(date.today()), "system": platform.platform()}
+    about |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    about["cores"] = torch.get_num_threads()
+    query = "--query-gpu=name,driver_version,memory.total,compute_cap"
+    commands = {"gpus": f"nvidia-smi {query} --format=csv,noheader", "code": "git describe --always --dirty"}
+    for name, command in commands.items():
+        with suppress(OSError, subprocess.CalledProcessError):
+            done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=True)
+            about[name] = done.stdout.strip().splitlines()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    with suppress(OSError, subprocess.CalledProcessError):
-        command = ["git", "describe", "--always", "--dirty"]
-        about["code"] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     return about
 
 

@@ -3,11 +3,11 @@
 # and apt (Debian); elsewhere it says what to install. A failure ends in one line and stops nothing.
 set -uo pipefail
 
-found() {
+has_chromium() {
     command -v chromedriver >/dev/null && { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 }
 
-if found; then
+if has_chromium; then
     exit 0
 fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -15,5 +15,5 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || true
 fi
-found || echo "no Chromium with chromedriver here, so the tests of the web page are skipped; as root: apt-get install chromium chromium-driver" >&2
+has_chromium || echo "no Chromium with chromedriver here, so the tests of the web page are skipped; as root: apt-get install chromium chromium-driver" >&2
 exit 0

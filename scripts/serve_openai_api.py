@@ -112,14 +112,15 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
             useful = time.monotonic()  # when something was last being answered
             while True:
                 await asyncio.sleep(0.1)
-                now, connections = time.monotonic(), list(self.server_state.connections)
+                now = time.monotonic()
+                connections: list[Any] = list(self.server_state.connections)
                 idle = [(one, one.cycle) for one in connections if one.cycle is None or one.cycle.response_complete]
                 idle_since = {each: idle_since.get(each, now) for each in idle}
                 if not self.should_exit or app.state.models.busy:
                     useful = now
                 for one in connections:
                     if now - idle_since.get((one, one.cycle), now) > IDLE or now - useful > GRACE:
-                        one.transport.abort()  # type: ignore[union-attr]
+                        one.transport.abort()
 
     config = uvicorn.Config(app, http="h11", log_level="error", access_log=False, timeout_keep_alive=IDLE)
     with suppress(ValueError, OSError):  # each client takes an open file

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from common.errors import UserError, reason
-from trainer.components.environments import SHIPPED, Call, load_environment, tool_message
+from trainer.components.environments import Call, load_environment, tool_message
 
 ROUNDS = 8  # of calls and results to one question
 
@@ -23,15 +23,15 @@ class Toolbox:
         for name in names:
             try:
                 environment = load_environment(name)({})
-            except UserError:
-                raise
+            except UserError as error:
+                raise UserError(str(error).replace("--environment", "--tools")) from error
             except Exception as error:  # a user's environment can raise anything
                 raise UserError(f"--tools {name}: it cannot be made without a record ({reason(error)})") from error
             self.tools += environment.tools
             self.owners |= {tool["function"]["name"]: environment for tool in environment.tools}
 
     def reply(self, calls: Sequence[Call]) -> list[dict]:
-        """A message of role `tool` for each call, in their order; one that cannot be answered says why."""
+        """A message of role `tool` for each call, in their order; an error message for one that cannot be answered."""
         return [self._reply(call) for call in calls]
 
     def _reply(self, call: Call) -> dict:
@@ -42,9 +42,3 @@ class Toolbox:
             return tool_message(message["content"])
         except Exception as error:  # as above
             return tool_message(f"error: {reason(error)}")
-
-
-def names_of(text: str) -> list[str]:
-    """The environments in a text such as "calculator,my_tools:Weather"; none if it is something else."""
-    names = [name.strip() for name in text.split(",")]
-    return names if all(name in SHIPPED or ":" in name for name in names) else []

@@ -86,7 +86,7 @@ SCRIPTS = {
     "scripts/plot_metrics.py": None,
     "scripts/serve_openai_api.py": None,
     "scripts/bench/hostile.py": None,
-    "scripts/bench/rollouts.py": None,
+    "scripts/bench/decoding.py": None,
     "scripts/tour.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,

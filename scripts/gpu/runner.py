@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 context = multiprocessing.get_context("forkserver")  # its processes have torch loaded, and CUDA not started
-context.set_forkserver_preload(["scripts.gpu.numbers", "scripts.gpu.runs"])
+context.set_forkserver_preload(["scripts.gpu.numbers", "scripts.gpu.training_runs"])
 MARKS = {"pass": "pass", "fail": "FAIL", "left out": "left out"}
 
 

@@ -108,8 +108,13 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._admit_and_step():
-                pass
+            while not self.closing:
+                try:
+                    self._admit()
+                    self._advance(self.decoder.decode)
+                    self._advance(self.decoder.prefill)
+                except Exception as error:  # of no job in particular: the thread must go on
+                    self._fail(list(self.writing), error)
         except Exception as error:
             warn(f"no more requests are answered, since the decoder cannot be cleared: {reason(error)}")
         with self.changed:  # whatever ended it, nobody waits for ever
@@ -121,61 +126,40 @@ class Scheduler:
         for job, number in jobs:
             self._notify(job, Progress(number, "", 0, "error"))
 
-    def _admit_and_step(self) -> bool:
-        """False when the scheduler is closed."""
-        try:
-            if not self._admit():
-                return False
-            for half in (self.decoder.decode, self.decoder.prefill):
-                self._advance(half)
-        except Exception as error:  # of no job in particular: the thread must go on
-            self._fail(list(self.writing), error)
-        return True
+    def _admit(self) -> None:
+        """Drop cancelled jobs and begin what there is room for, in order; waits while there is nothing to do."""
+        with self.changed:
+            while not self.closing:
+                for answer in [answer for answer, writing in self.writing.items() if writing.job.cancelled]:
+                    self._leave(answer)
+                while self.waiting and (
+                    self.waiting[0].cancelled or len(self.waiting[0].samplings) <= self.decoder.free
+                ):
+                    self._begin(self.waiting.popleft())
+                if self.writing:
+                    return
+                self.changed.wait()
 
     def _advance(self, half: Callable[..., list[Answer]]) -> None:
         """Half a step of the decoder for all answers, and if it fails, for those of each job alone."""
+        advanced: list[Answer] = []
         try:
             advanced = half()
-        except Exception:
+        except Exception as error:
             if self.decoder.broken:
-                raise
+                self._fail([], error)
             for job in {writing.job: None for writing in self.writing.values()}:
                 answers = [answer for answer, writing in self.writing.items() if writing.job is job]
                 try:
-                    advanced = half(answers)
-                except Exception as error:
-                    self._fail(answers, error)
-                    continue
-                self._send_all(advanced)
-            return
-        self._send_all(advanced)
-
-    def _send_all(self, advanced: list[Answer]) -> None:
+                    advanced += half(answers)
+                except Exception as own_error:
+                    self._fail(answers, own_error)
         for answer in advanced:
             try:
-                self._send(answer)
+                if answer in self.writing:
+                    self._send(answer)
             except Exception as error:  # its text cannot be decoded
-                if self.decoder.broken:
-                    raise
                 self._fail([answer], error)
-
-    def _admit(self) -> bool:
-        """Begin what there is room for; waits while there is nothing to do. False when the scheduler is closed."""
-        with self.changed:
-            while not self.closing:
-                self._exchange()
-                if self.writing:
-                    return True
-                self.changed.wait()
-        return False
-
-    def _exchange(self) -> None:
-        """Drop cancelled jobs, and begin waiting ones in their order."""
-        for answer, writing in list(self.writing.items()):
-            if writing.job.cancelled:
-                self._leave(answer)
-        while self.waiting and (self.waiting[0].cancelled or len(self.waiting[0].samplings) <= self.decoder.free):
-            self._begin(self.waiting.popleft())
 
     def _begin(self, job: Job) -> None:
         if job.cancelled:
@@ -224,8 +208,9 @@ class Scheduler:
             job.cancelled = True
 
     def _fail(self, answers: list[Answer], error: Exception) -> None:
-        """End answers with an error; if no others are left, clear the decoder, whatever is wrong with it."""
+        """End answers with an error, all of them if the decoder is broken; if none are left, clear the decoder."""
         warn(f"a request failed while its answer was written: {reason(error)}")
+        answers = list(self.writing) if self.decoder.broken else answers
         finish = "memory" if is_out_of_memory(error) else "error"
         failed = {answer: self.writing.pop(answer) for answer in answers if answer in self.writing}
         for answer, writing in failed.items():

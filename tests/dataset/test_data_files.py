@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from dataset import blocks
+from dataset import blocks, data_files
 from dataset.data_files import describe_files, expand_paths, iter_blocks, parse_block
 from dataset.json_records import BadRecord
 
@@ -29,7 +29,6 @@ def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
     assert expand_paths(str(tmp_path / "*.jsonl")) == [two, one]  # sorted
     assert expand_paths(tmp_path) == [two, one, str(packed), deep]
     assert expand_paths(f"{two},{tmp_path}/*.jsonl") == [two, one]  # named twice, read once
-    assert expand_paths([one, two]) == [one, two]
 
 
 def test_links_are_followed_once(tmp_path, write):
@@ -160,21 +159,13 @@ def test_parquet_without_a_known_column_shows_its_columns(tmp_path):
     assert records_of(path)[0][2] == {"content": "x"}
 
 
-@pytest.mark.parametrize(
-    ("names", "values", "message"),
-    [
-        (["text", "text"], [["a"], ["b"]], r"two columns have the same name \(text, text\)"),
-        (["when"], [[2**62]], r"x.parquet:1: unreadable Parquet from this row on"),  # no date of Python's
-    ],
-)
-def test_parquet_that_python_cannot_hold(names, values, message, tmp_path):
+def test_parquet_with_a_time_that_python_has_not(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = str(tmp_path / "x.parquet")
-    columns = [pa.array(column, pa.timestamp("us") if names == ["when"] else None) for column in values]
-    pq.write_table(pa.Table.from_arrays(columns, names=names), path)
-    with pytest.raises(UserError, match=message):
+    pq.write_table(pa.table({"when": pa.array([2**62], pa.timestamp("us"))}), path)
+    with pytest.raises(UserError, match=r"x.parquet:1: unreadable Parquet from this row on"):
         records_of(path)
 
 
@@ -255,3 +246,20 @@ def test_an_array_is_read_piece_by_piece(write, monkeypatch):
         assert len(found) > 100 and sum(block.size for block in found) == len(content)
         assert [record for block in found for _, record in parse_block(block)] == whole == rows
         monkeypatch.undo()
+
+
+def test_another_kind_of_file_is_one_entry(write, monkeypatch, tmp_path):
+    def read_pairs(file, _separator):
+        for number, raw in enumerate(file.content, 1):
+            text = raw.decode().strip()
+            yield number, {"text": text} if text else BadRecord("an empty line")
+
+    path = write("d/a.lines", b"one\n\ntwo\n")
+    with pytest.raises(UserError, match="is a folder without data"):
+        expand_paths(tmp_path / "d")
+    monkeypatch.setitem(data_files.READERS, ".lines", read_pairs)
+    assert expand_paths(tmp_path / "d") == [path]
+    (_, _, one), (_, _, bad), (_, three, two) = records_of(path)
+    assert (one, two, three) == ({"text": "one"}, {"text": "two"}, 3) and isinstance(bad, BadRecord)
+    packed = write("a.lines.gz", gzip.compress(b"one\n"))
+    assert records_of(packed) == [(packed, 1, {"text": "one"})]

@@ -1,6 +1,7 @@
 """Records: the formats that are understood, and one clear line for each thing that can be wrong with one."""
 
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset import blocks, cache_build
+from dataset import blocks, cache_build, formats
 from dataset.data_files import iter_blocks, parse_block
 from dataset.formats import Chat, known_fields, to_chat, to_text
 from dataset.json_records import BadRecord
 from dataset.messages import MESSAGE_FIELDS, PARTS
 from dataset.token_cache import build_token_cache
+from tests.conftest import ROOT
 from tests.dataset.conftest import block_of
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -304,7 +306,6 @@ def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_t
     out = capsys.readouterr().out
     names = "conversations.id 6, conversations.reasoning 3, source 3, a\\nb 1, label 1"
     assert f"\n  unused fields: {names}\n" in out
-    assert "\n  warning: conversations.reasoning, label may change what a record means, and nothing reads them" in out
 
 
 def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_tokenizer, capsys):
@@ -312,7 +313,7 @@ def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_toke
     cache = build_token_cache("pretrain", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
     assert cache.report["unused_fields"] == {"images": 2, "label": 2, "url": 2}
     out = capsys.readouterr().out
-    assert "\n  unused fields: images 2, label 2, url 2\n  warning: images, label may change what a record" in out
+    assert "\n  unused fields: images 2, label 2, url 2\n" in out
 
 
 def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
@@ -395,6 +396,35 @@ def test_formats_may_be_mixed_in_one_file(write, cache_dir, other_tokenizer):
     cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
     samples = {bytes(cache.tokens[cache.offsets[i] : cache.offsets[i + 1]]) for i in range(4)}
     assert len(cache) == 4 and len(samples) == 1
+
+
+def recipe(word):
+    """The block of code in the manual that holds a word."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (code,) = (block for block in blocks if word in block)
+    return code
+
+
+def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, monkeypatch):
+    """As the manual shows it; in JSON Lines, Parquet and CSV, with the fields that nothing reads."""
+    monkeypatch.setattr(formats, "FORMS", dict(formats.FORMS))
+    exec(recipe("FORMS["), vars(formats))
+    records = [{"dialogue": ["q", "a", "q", "b"], "id": 1}, {"dialogue": ["q"], "id": 2}]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
+    table = write("x.csv", b'dialogue,id\n"[""q"", ""a"", ""q"", ""b""]",1\n"[""q""]",2\n')
+    for path in (write("x.jsonl", records), str(tmp_path / "x.parquet"), table):
+        with pytest.raises(UserError, match=rf"{path}:\d: no assistant turn"):
+            build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
+        cache = build_token_cache("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=0.5)
+        text = other_tokenizer.decode(cache.tokens)
+        assert "user\nq<|im_end|>" in text and "assistant\nb<|im_end|>" in text
+        assert cache.report["unused_fields"] == {"id": 2 if path.endswith(".parquet") else 1}
+
+
+def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch):
+    monkeypatch.setitem(formats.FORMS, "dialogue", formats.Form(lambda record, key: []))
+    with pytest.raises(BadRecord, match="both 'messages' and 'dialogue' in one record; keep one of them"):
+        to_chat({"messages": [USER, BOT], "dialogue": ["q"]})
 
 
 JSON = st.recursive(

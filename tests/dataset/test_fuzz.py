@@ -241,8 +241,8 @@ def same(one: dict | None, other: dict | None) -> bool:
 
 
 OTHERS = [".txt", ".csv", ".tsv", ".arrow", ".jsonl.zst"]
-few = settings(max_examples=60, deadline=None)
-more = settings(max_examples=150, deadline=None)
+few = settings(max_examples=30, deadline=None)
+more = settings(max_examples=80, deadline=None)
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])

@@ -76,13 +76,6 @@ BAD = [
     (answer(part("video", value="1.mp4")), "is of type 'video': the model reads text only"),
     (answer(part("tool_call", value="[]")), "'value' of part 1 of 'content' of message 1 holds no call; write {"),
     (answer(part("tool_call", value="{")), "'value' of part 1 of 'content' of message 1 does not parse as JSON"),
-    (answer(part("tool_call", value=CALL), "a"), "part 2 of 'content' of message 1 comes too late; write reasoning,"),
-    (answer("a", part("reasoning", value="hm")), "part 2 of 'content' of message 1 comes too late"),
-    (
-        answer(part("tool_call", value=CALL), tool_calls=[CALL]),
-        "message 1 gives its tool_calls in 'content' and beside",
-    ),
-    (answer(part("reasoning", value="r"), reasoning_content="r"), "message 1 gives its reasoning_content in 'content'"),
     (
         {"role": "user", "content": [part("reasoning", value="r")]},
         "message 1 has 'reasoning_content' but the role user",

@@ -36,7 +36,6 @@ def test_forms(record, messages, answer):
 @pytest.mark.parametrize(
     "record",
     [
-        {"prompt": ""},
         {"prompt": 7},
         {"prompt": []},
         {"text": "1+1=2"},
@@ -93,7 +92,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
 
 def test_bad_records(tokenizer, tmp_path):
     path = write(tmp_path / "rl.jsonl", [{"prompt": 7}, *({"prompt": "1+1=?"} for _ in range(19))])
-    with pytest.raises(UserError, match=f"{path}:1: 'prompt' is not a text"):
+    with pytest.raises(UserError, match=f"{path}:1: 'content' of message 1 is a number"):
         PromptDataset(path, tokenizer, 64, str(tmp_path))
     assert len(PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip")) == 19
     with pytest.raises(UserError, match=f"{path}:1: "):

@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -66,77 +64,6 @@ def test_running_text_marks_what_is_trained(write, cache_dir, tokenizer, inspect
     green = [part.split("\033[0m")[0] for part in out.split("\033[32m")[1:]]
     assert [line for line in green if line] == [line for line in (seen + "<|im_end|>").split("\n") if line]
     assert "⟦" not in out and out.count("\033") == 2 * (len(green) + out.count("\033[90m"))
-
-
-class Page(HTMLParser):
-    """What a browser makes of the page: its tags, and the text and attributes of each token."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.text, self.tokens, self.open = set(), "", [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.tags |= {f"{tag}[{name}]" for name, _ in attributes}
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        if "data-about" in dict(attributes):
-            self.tokens.append([dict(attributes)["class"].split(), dict(attributes)["data-about"], ""])
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if self.open and self.open[-1] == "span" and "section" in self.open:
-            self.tokens[-1][2] += data
-
-
-@pytest.mark.parametrize("packing", [0, 1])
-def test_the_page(write, cache_dir, tokenizer, inspect, tmp_path, packing):
-    path = write("<b>.jsonl", [ODD_CHAT, *CHATS])
-    common = ("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--packing", packing)
-    target = tmp_path / "new" / "page.html"
-    inspect(*common, "--samples", 50, "--html", target)
-    source = target.read_text(encoding="utf-8")
-    page = Page(source)
-    assert page.open == [] and not page.tags & {"script", "b", "link", "img", "a"} and "http:" not in source
-    assert not any("src" in tag or "href" in tag or "[on" in tag for tag in page.tags)
-    assert not {c for c in source if not c.isprintable()} - {"\n", "\u3000"}
-    assert "6 records in 1 files" in page.text and f"sample 0 from {path}:1: " in page.text
-    ds = SFTDataset(path, tokenizer, 768, cache_dir=cache_dir)
-    tokens = iter(page.tokens)
-    for sample in [sample for item in range(len(ds)) for sample in ds[item]] if not packing else []:
-        ids, position = sample["input_ids"].tolist(), 0
-        while position < len(ids):
-            classes, about, text = next(tokens)
-            told = about.removeprefix("position ").split(", ")
-            first, last = (int(told[0].split("-")[i]) for i in (0, -1))
-            assert first == position and [int(i) for i in told[1].split()[1:]] == ids[first : last + 1]
-            assert ("target" in classes) == bool(sample["loss_mask"][position])
-            assert ("special" in classes) == (ids[first] in tokenizer.all_special_ids)
-            plain = tokenizer.decode(ids[first : last + 1])
-            assert text.removeprefix("↵") == (
-                plain if plain.isprintable() or plain in "\n\n\u3000第" else repr(plain)[1:-1]
-            )
-            position = last + 1
-    assert packing or next(tokens, None) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("data.jsonl", "the name must end in .html"), ("file/page.html", "page.html cannot be written (")],
-)
-def test_a_page_that_cannot_be_written(write, cache_dir, monkeypatch, capsys, tmp_path, name, message):
-    path = write("data.jsonl", CHATS)
-    (tmp_path / "file").write_text("a file")
-    options = ["--kind", "sft", "--data_path", path, "--cache_dir", str(cache_dir), "--html", str(tmp_path / name)]
-    monkeypatch.setattr(sys, "argv", ["inspect", *options])
-    with pytest.raises(SystemExit), one_line_errors():
-        main()
-    assert message in capsys.readouterr().err and len(Path(path).read_text().splitlines()) == 5
 
 
 def test_a_negative_number_of_samples(monkeypatch, capsys):

@@ -10,7 +10,7 @@ from common.errors import UserError
 from dataset.demo_corpus import make_corpus, write_files
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import demo_exam
-from scripts.conversation import generate, prompt_tokens
+from scripts.conversation import prompt_tokens
 from scripts.demo_exam import merge_report, run_costs
 from scripts.evaluation.exam import ask, is_right, names_value, read_exam
 from trainer.trainer_utils import load_tokenizer
@@ -131,8 +131,14 @@ def test_answers_are_those_of_each_question_alone():
     for thinking in (False, True):
         for question, answer in zip(questions, ask(model, tokenizer, questions, 6, thinking), strict=True):
             prompt = prompt_tokens(tokenizer, [{"role": "user", "content": question}], enable_thinking=thinking)
-            (alone,) = generate(model, tokenizer, [prompt], 6, do_sample=False)
-            assert answer == ("<think>" * thinking + tokenizer.decode(alone, skip_special_tokens=True)).strip()
+            options = {
+                "max_new_tokens": 6,
+                "do_sample": False,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": 0,
+            }
+            alone = tokenizer.decode(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :])
+            assert answer == ("<think>" * thinking + alone.replace(tokenizer.eos_token, "")).strip()
 
 
 def test_script_with_a_random_model(tmp_path, call):

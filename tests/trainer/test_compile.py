@@ -74,7 +74,7 @@ def test_kernels_are_compiled_once(use_moe):
 
 
 def test_experts_in_float32_compile_around_what_does_not():
-    compiled, plain = model_of(use_moe=True), model_of(use_moe=True)
+    compiled, plain = model_of(use_moe=True, layers=1), model_of(use_moe=True, layers=1)
     for block in transformer_layers(compiled):
         block.compile(dynamic=True, backend="eager")
     batch = flat_batch(200, 3)

@@ -3,6 +3,7 @@
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -59,31 +60,28 @@ class TeacherArgs(StageArgs):
         return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
 
     def teacher(self) -> Path:
-        """The file or folder of the teacher."""
-        return teacher_path(self.from_teacher_weight, self.save_dir, **self.teacher_shape())
+        """The file or folder of the teacher.
+
+        Raises:
+            UserError: there is none, or there are several of its name.
+        """
+        weight = self.from_teacher_weight
+        if is_path(weight):
+            if not Path(weight).exists():
+                raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
+            return Path(weight)
+        try:
+            return find_weights(self.save_dir, weight, **self.teacher_shape())
+        except UserError as error:
+            flags = {f"--{name}": f"--teacher_{name}" for name in ("hidden_size", "use_moe")}
+            message = re.sub("|".join(flags), lambda flag: flags[flag[0]], str(error))
+            raise UserError(f"teacher: {message}") from error
 
     def frozen_weights(self) -> dict[str, Path]:
         return {"from_teacher_weight": self.teacher()}
 
     def frozen_hashes(self) -> dict[str, str]:
         return weights_fingerprint("teacher", self.teacher(), self.cache_dir)
-
-
-def teacher_path(weight: str, save_dir: str, **shape: Any) -> Path:
-    """The teacher's file or folder: a path, or the name of weights in `save_dir`, of which `shape` chooses one.
-
-    Raises:
-        UserError: there is none, or there are several.
-    """
-    if is_path(weight):
-        if not Path(weight).exists():
-            raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
-        return Path(weight)
-    try:
-        return find_weights(save_dir, weight, **shape)
-    except UserError as error:
-        message = str(error).replace("--hidden_size", "--teacher_hidden_size").replace("--use_moe", "--teacher_use_moe")
-        raise UserError(f"teacher: {message}") from error
 
 
 def load_teacher(

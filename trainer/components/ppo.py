@@ -171,9 +171,9 @@ class ValuedRollouts(Rollouts):
         return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
-        found = super()._means(total)
-        del found["frac_reward_zero_std"]  # one completion is no group
-        return found | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later passes, not made
+        figures = super()._means(total)
+        del figures["frac_reward_zero_std"]  # one completion is no group
+        return figures | {"stopped": total["stopped"] / max(total["passes"], 1)}  # share of the later updates, not made
 
     def size(self, batch: Batch, lm_config: Any = None) -> Size:
         """The size of a flat batch for both models, or of held-out prompts."""

@@ -1,11 +1,9 @@
-"""What the stages of reinforcement learning share: their flags, and how rollouts become part of a run."""
+"""What the stages of reinforcement learning share: their flags, and how a run gets its rollouts."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
-
-import torch
 
 from common.plugins import source_files
 from common.settings import ROOT, StageArgs, setting
@@ -16,7 +14,7 @@ from trainer.components.language_model import frozen_model
 from trainer.components.parallel import unwrap
 from trainer.components.resume import files_fingerprint
 from trainer.components.reward_model import reward_model
-from trainer.components.rewards import Reward, load_rewards, reward_parts
+from trainer.components.rewards import load_rewards, reward_parts
 from trainer.components.rollouts import Rollouts
 from trainer.components.run_files import start_path
 from trainer.components.state import TrainState
@@ -62,7 +60,9 @@ class RolloutArgs(StageArgs):
         return self.beta > 0  # they are the reference
 
     def code_files(self) -> list[Path]:
-        return rollout_code(self)
+        """The code of rollouts, and the modules of the rewards and of the environment that the settings name."""
+        names = [part.partition("=")[0] for part in reward_parts(self.reward)] + [getattr(self, "environment", "")]
+        return [ROOT / path for path in CODE] + [path for name in names if ":" in name for path in source_files(name)]
 
     def frozen_hashes(self) -> dict[str, str]:
         if self.reward_model is None:
@@ -106,33 +106,6 @@ class ReinforcementArgs(RolloutArgs):
         return wrong
 
 
-def run_rewards(args: RolloutArgs, device: torch.device) -> list[Reward]:
-    """The rewards of a run. Raises UserError."""
-    return load_rewards(args.reward, reward_model(args.reward_model, device) if args.reward_model else None)
-
-
-def trajectory_writer(
-    args: Any,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: PromptDataset,
-    environment: type[Environment] | None = None,
-) -> TrajectoryWriter:
-    """What lets the model write completions to the prompts, or, in an environment, trajectories of several turns."""
-    sampling = (args.num_generations, args.temperature, args.max_gen_len, args.seed, prompts.source)
-    writer = TrajectoryWriter(tokenizer, *sampling, reply_timeout=args.reward_timeout)
-    if environment is None:
-        return writer
-    limits = {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
-    return replace(writer, environment=environment, **limits)
-
-
-def rollout_code(args: Any) -> list[Path]:
-    """The files whose change is a warning on resume, beside those of every stage: the code of rollouts, and the modules
-    of the rewards and of the environment that the settings name."""
-    names = [part.partition("=")[0] for part in reward_parts(args.reward)] + [getattr(args, "environment", "")]
-    return [ROOT / path for path in CODE] + [path for name in names if ":" in name for path in source_files(name)]
-
-
 def add_rollouts(
     state: TrainState,
     kind: type[Rollouts],
@@ -146,9 +119,15 @@ def add_rollouts(
     Raises:
         UserError: a reward, the reward model or an environment cannot be used.
     """
-    args, lm_config = cast(RolloutArgs, state.args), cast("MiniMindConfig", state.lm_config)
-    rewards = run_rewards(args, state.device)
-    rollouts = kind(args, lm_config, trajectory_writer(args, tokenizer, prompts, environment), rewards)
+    args, lm_config = cast(Any, state.args), cast("MiniMindConfig", state.lm_config)
+    score = reward_model(args.reward_model, state.device) if args.reward_model else None
+    rewards = load_rewards(args.reward, score)
+    sampling = {"group": args.num_generations, "temperature": args.temperature, "seed": args.seed}
+    limits = {"max_gen_len": args.max_gen_len, "reply_timeout": args.reward_timeout}
+    if environment is not None:
+        limits |= {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
+    writer = TrajectoryWriter(tokenizer, source=prompts.source, environment=environment, **sampling, **limits)
+    rollouts = kind(args, lm_config, writer, rewards)
     if args.beta:
         policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))
         rollouts.reference = frozen_model(copy.deepcopy(policy), state.device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scripts import gpu_check
-from scripts.gpu import numbers, runs
+from scripts.gpu import numbers, training_runs
 from scripts.gpu.runner import Check, Failed, LeftOut, Machine, obstacle, run_all, table_row
 
 
@@ -105,7 +105,7 @@ def test_what_a_machine_cannot_check_is_left_out():
     left = {name: [c.name for c in gpu_check.CHECKS if obstacle(c, Machine(gpus, (8, 0), None))] for name, gpus in
             (("none", 0), ("one", 1), ("three", 3))}  # fmt: skip
     assert left["three"] == []
-    assert {"killed_rank", "resume_ranks", "resume_fsdp", "one_context"} <= set(left["one"])
+    assert {"killed_rank", "resume_ranks", "resume_fsdp"} <= set(left["one"])
     assert "host_waits" in left["none"]
     assert not {"losses", "same_bits", "resume", "killed_rank", "sigterm"} & set(left["none"])
 
@@ -113,11 +113,6 @@ def test_what_a_machine_cannot_check_is_left_out():
 # --- the pure parts of the checks ------------------------------------------------------------------------------------
 
 real_train = numbers.train
-
-
-def test_contexts_are_counted_by_gpu():
-    assert runs.contexts_of("GPU-1, 10\nGPU-2, 11\nGPU-1, 11\n") == {"GPU-1": [10, 11], "GPU-2": [11]}
-    assert runs.contexts_of("") == {}
 
 
 def test_gaps():
@@ -158,10 +153,10 @@ def test_other_bits_are_a_failure_where_they_are_promised(tmp_path, monkeypatch)
 def test_how_verify_resume_ended_is_understood(tmp_path, monkeypatch):
     machine = Machine(0, (0, 0), tmp_path)
     for text, status in {"0 differing bits\nPASS: 2 of 2 kills": 0, "note\nFAIL: weights.a: 3 of 9 differ": 1}.items():
-        done = runs.subprocess.CompletedProcess([], status, stdout=text)
-        monkeypatch.setattr(runs.subprocess, "run", lambda *_, done=done, **__: done)
+        done = training_runs.subprocess.CompletedProcess([], status, stdout=text)
+        monkeypatch.setattr(training_runs.subprocess, "run", lambda *_, done=done, **__: done)
         if status:
             with pytest.raises(Failed, match=r"^FAIL: weights\.a: 3 of 9"):
-                runs.resume(machine)
+                training_runs.resume(machine)
         else:
-            assert runs.resume(machine) == {"ranks": 1, "kills": 2}
+            assert training_runs.resume(machine) == {"ranks": 1, "kills": 2}

@@ -7,18 +7,18 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.errors import UserError
-from scripts.serve.api import handle_api_error
+from scripts.serve.api import error_response
 from scripts.serve.gate import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
-from scripts.toolbox import Toolbox, names_of
+from scripts.toolbox import Toolbox
 from trainer.components import environments
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = FastAPI()
-    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(ApiError, error_response)
     app.include_router(tools_router(Bodies()))
     return TestClient(app)
 
@@ -69,4 +69,3 @@ def test_an_environment_of_ones_own_that_fails_answers_with_its_error(monkeypatc
     monkeypatch.setattr(Broken, "__init__", lambda self, record: record["answer"])
     with pytest.raises(UserError, match="--tools broken: it cannot be made without a record"):
         Toolbox(["broken"])
-    assert names_of("calculator, a:B") == ["calculator", "a:B"] and names_of("tools.json") == []

@@ -2,12 +2,11 @@
 
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from common.errors import UserError
-from trainer.components.reinforcement import RolloutArgs, rollout_code
+from trainer import train_agent
 from trainer.components.resume import code_hashes
 from trainer.components.rewards import SHIPPED, Reward, compute, load_rewards
 
@@ -74,12 +73,12 @@ def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
     (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 1\nclass World: tools = []\n")
     monkeypatch.syspath_prepend(tmp_path)
     load_rewards("rc:score=2")
-    args = RolloutArgs(reward="length,rc:score=2", reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
-    before, code = args.frozen_hashes(), code_hashes([__file__, *rollout_code(args)])
+    names = {"reward": "length,rc:score=2", "environment": "rc:World"}
+    args = train_agent.Args(**names, reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    before, code = args.frozen_hashes(), code_hashes([__file__, *args.code_files()])
     assert {"rc.py", "trainer/components/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
-    args = SimpleNamespace(**vars(args), environment="rc:World", frozen_hashes=args.frozen_hashes)
     (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 2\n")
-    after = code_hashes([__file__, *rollout_code(args)])
+    after = code_hashes([__file__, *args.code_files()])
     assert [name for name in code if code[name] != after[name]] == ["rc.py"]
     assert args.frozen_hashes() != before
 

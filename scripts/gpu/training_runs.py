@@ -1,4 +1,4 @@
-"""Checks that start runs: resuming, a killed rank, SIGTERM, one CUDA context for each rank."""
+"""Checks that start runs: resuming, a killed rank, SIGTERM."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from common.settings import ROOT
 from dataset.demo_corpus import make_corpus
-from scripts.gpu.runner import Failed, LeftOut, Machine
+from scripts.gpu.runner import Failed, Machine
 
 PATIENCE = 90.0  # seconds: for a run to begin, and to end after a signal or the loss of a rank
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128, "batch_size": 4, "accumulation_steps": 1}
@@ -36,15 +35,8 @@ def resume(machine: Machine, ranks: bool = False, flags: str = "") -> dict[str, 
     count, kills = ranks_of(machine) if ranks else 1, 4 if machine.gpus else 2
     options = {"kills": kills, "ranks": count, "use_moe": "0,1" if machine.gpus else "0", "seed": 1}
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/verify_resume.py"),
-        *words,
-        "--",
-        "--deterministic",
-        "1",
-        *flags.split(),
-    ]
+    stage_flags = f"-- --deterministic 1 {flags}".split()
+    command = [sys.executable, str(ROOT / "scripts/verify_resume.py"), *words, *stage_flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(done.stdout)
     if done.returncode == 0:
@@ -53,7 +45,7 @@ def resume(machine: Machine, ranks: bool = False, flags: str = "") -> dict[str, 
     raise Failed(lines[0] if lines else f"verify_resume ended with status {done.returncode}")
 
 
-# --- a killed rank, SIGTERM, contexts --------------------------------------------------------------------------------
+# --- a killed rank, SIGTERM -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -143,38 +135,3 @@ def sigterm(machine: Machine) -> dict[str, Any]:
     if statuses != [128 + signal.SIGTERM] * ranks or "which is saved" not in figures["line"]:
         raise Failed(f"the ranks ended with status {statuses}; {tail(machine.folder / f'{name}_run')}", figures)
     return figures
-
-
-def contexts_of(text: str) -> dict[str, list[int]]:
-    """The processes on each GPU, from nvidia-smi's list of `gpu_uuid, pid`."""
-    processes: dict[str, list[int]] = {}
-    for line in text.strip().splitlines():
-        uuid, _, pid = line.partition(",")
-        processes.setdefault(uuid.strip(), []).append(int(pid))
-    return processes
-
-
-def nvidia_smi(query: str) -> str:
-    """What nvidia-smi answers to a query."""
-    command = ["nvidia-smi", query, "--format=csv,noheader"]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def one_context(machine: Machine) -> dict[str, Any]:
-    """A sharded run that saves has one CUDA context for each rank, on the rank's own GPU."""
-    query = "--query-compute-apps=gpu_uuid,pid"
-    before, ranks, most = contexts_of(nvidia_smi(query)), ranks_of(machine), Counter()
-    with running(machine, "one_context", ranks, "--parallel", "fsdp") as started:
-        for _ in range(20):  # it saves every few updates
-            now = contexts_of(nvidia_smi(query))
-            for uuid, pids in now.items():
-                most[uuid] = max(most[uuid], len(pids) - len(before.get(uuid, [])))
-            time.sleep(0.5)
-        if any(process.poll() is not None for process in started):
-            raise Failed(f"the run has ended; {tail(machine.folder / 'one_context_run')}")
-    added = sorted(count for count in most.values() if count)
-    if not added:
-        raise LeftOut("nvidia-smi lists no processes here (a container without the host's process numbers?)")
-    if added != [1] * ranks:
-        raise Failed(f"{ranks} ranks have {added} contexts on the GPUs", {"contexts per GPU": added})
-    return {"contexts per GPU": added}

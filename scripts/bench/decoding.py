@@ -1,6 +1,6 @@
 """Speed of rollouts: our decoder against transformers' `generate`, with the same weights and prompts.
 
-    python scripts/bench/rollouts.py --save_dir out/demo --data_path dataset/demo/sft_eval.jsonl
+    python scripts/bench/decoding.py --save_dir out/demo --data_path dataset/demo/sft_eval.jsonl
 
 Both sample the same number of completions to the same prompts at temperature 1, without top-k or top-p. The peer is the
 stock class of transformers with the prompts of a batch padded on the left, as trainers commonly call it. The two

@@ -7,15 +7,15 @@ import pytest
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig
-from scripts.bench import rollouts
+from scripts.bench import decoding
 from tests.conftest import write_jsonl
 from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, setup_seed
 
 
 def measured(monkeypatch, *flags) -> None:
-    monkeypatch.setattr(sys, "argv", ["rollouts.py", *map(str, flags)])
-    rollouts.main()
+    monkeypatch.setattr(sys, "argv", ["decoding.py", *map(str, flags)])
+    decoding.main()
 
 
 def test_the_ratio_of_rollouts(tmp_path, monkeypatch, capsys):
