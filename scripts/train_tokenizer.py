@@ -205,12 +205,7 @@ def parse_args() -> argparse.Namespace:
     flag("--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given repeatedly")
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
     flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
-    flag(
-        "--zh_share",
-        type=float,
-        default=0.45,
-        help="share of Chinese among the characters to learn from",
-    )
+    flag("--zh_share", type=float, default=0.45, help="share of Chinese among the characters to learn from")
     return parser.parse_args()
 
 
