@@ -28,34 +28,25 @@ Rendered = tuple[str, list[tuple[int, int]]]  # text, and the [start, end) chara
 class ChatTemplate:
     """Renders conversations and finds the assistant's characters in the result."""
 
-    def __init__(self, template: str | dict[str, str], special_tokens: dict):
-        """`template`: Jinja text, or several by name (`default`, `tool_use`); `special_tokens`: its variables."""
-        self.templates = template if isinstance(template, dict) else {"default": template}
-        self.special_tokens = special_tokens
+    def __init__(self, template: str, special_tokens: dict):
+        """`template`: Jinja text; `special_tokens`: its variables."""
+        self.template, self.special_tokens = template, special_tokens
 
     def render(self, chat: Chat) -> Rendered:
         """Render the conversation; the spans are of the assistant's turns that may be trained.
 
         Raises BadRecord if the template refuses the conversation, UserError if the turns cannot be located.
         """
-        template = self._template(chat.tools)
-        if GENERATION_MARK.search(template):
-            text, spans = self._rendered(template, chat.messages, chat.tools, return_assistant_tokens_mask=True)
+        if GENERATION_MARK.search(self.template):
+            text, spans = self._rendered(chat.messages, chat.tools, return_assistant_tokens_mask=True)
         else:
-            text, spans = self._render_by_prefixes(template, chat)
+            text, spans = self._render_by_prefixes(chat)
         return text, _without(chat, spans) if chat.masked else spans
 
-    def _template(self, tools: list[dict] | None) -> str:
-        template = self.templates.get("tool_use") if tools else None
-        template = template or self.templates.get("default")
-        if template is None:
-            raise UserError(f"the tokenizer has chat templates named {sorted(self.templates)}, none named 'default'")
-        return template
-
-    def _rendered(self, template: str, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
+    def _rendered(self, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options |= {"tools": tools, "chat_template": template, **self.special_tokens}
+        options |= {"tools": tools, "chat_template": self.template, **self.special_tokens}
         try:
             texts, spans = render_jinja_template([messages], **options)
             texts[0].encode("utf-8")
@@ -64,20 +55,20 @@ class ChatTemplate:
             raise BadRecord(f"the chat template refuses this conversation ({type(error).__name__}: {reason})") from None
         return texts[0], cast(list[tuple[int, int]], list(spans[0]) if spans else [])  # typed as text by transformers
 
-    def _render_by_prefixes(self, template: str, chat: Chat) -> Rendered:
-        if "add_generation_prompt" not in template:
+    def _render_by_prefixes(self, chat: Chat) -> Rendered:
+        if "add_generation_prompt" not in self.template:
             raise UserError(
                 "the chat template has neither generation marks nor a generation prompt, so where an answer starts is "
                 f"ambiguous; {ADD_MARKS}"
             )
-        full, _ = self._rendered(template, chat.messages, chat.tools)
+        full, _ = self._rendered(chat.messages, chat.tools)
         spans = []
         for index, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
             before = chat.messages[:index]
-            prompt, _ = self._rendered(template, before, chat.tools, add_generation_prompt=True)
-            turn, _ = self._rendered(template, chat.messages[: index + 1], chat.tools)
+            prompt, _ = self._rendered(before, chat.tools, add_generation_prompt=True)
+            turn, _ = self._rendered(chat.messages[: index + 1], chat.tools)
             spoken = turn.rstrip()  # whitespace after the end-of-turn token belongs to the next turn
             if not (turn.startswith(prompt) and full.startswith(spoken)):
                 raise UserError(

@@ -54,7 +54,7 @@ def how_read(path: str, text_separator: str) -> str:
     return f"{kind} " if kind in (".csv", ".tsv") else ""
 
 
-def expand_paths(data_path: str | os.PathLike | Sequence[str], plain_text: bool = True) -> list[str]:
+def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[str]:
     """The files of `data_path`: files, globs and folders (searched recursively), separated by commas.
 
     The parts keep their order; within a glob or folder the paths are sorted. A file named twice is read once. A path
@@ -62,11 +62,8 @@ def expand_paths(data_path: str | os.PathLike | Sequence[str], plain_text: bool 
     folder that holds both is refused, or without `plain_text` only its records are taken.
     Raises UserError for a missing or empty file, for a pattern or folder without data, and for unwanted plain text.
     """
-    if isinstance(data_path, (str, os.PathLike)):
-        typed = os.fspath(data_path)
-        parts = [typed] if os.path.exists(typed) else [part.strip() for part in typed.split(",") if part.strip()]
-    else:
-        parts = [os.fspath(part) for part in data_path]
+    typed = os.fspath(data_path)
+    parts = [typed] if os.path.exists(typed) else [part.strip() for part in typed.split(",") if part.strip()]
     if not parts:
         raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
     files: dict[str, str] = {}

@@ -15,6 +15,10 @@ def pack(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
 
     lengths: int [S], each between 1 and max_length. Returns `row_samples` int64 [S], the samples row by row (ascending
     within a row), and `row_offsets` int64 [R+1]: row r holds row_samples[row_offsets[r]:row_offsets[r + 1]].
+
+    Example: lengths [3, 6, 3, 4, 3] in rows of 10. The 6 opens row 0 and leaves 4 free. The 4 fits there: it is full.
+    For the three of length 3 row 1 is opened, which holds 10 // 3 = 3 of them and leaves 1 free. So rows are [1, 3] and
+    [0, 2, 4]: row_samples is [1, 3, 0, 2, 4], row_offsets is [0, 2, 5].
     """
     lengths = np.asarray(lengths)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= max_length:

@@ -4,9 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from dataset.formats import BELOW, LABELS, PREFERENCE, TOOLS
 from dataset.json_records import short
-from dataset.messages import MEDIA
 
 COUNTS = {  # what becomes of the records of each kind of training, as the report calls it
     "documents": "documents",
@@ -29,9 +27,6 @@ TOTALS = ("records", "samples", "tokens", "targets", "target_bytes")
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 MOST_FIELDS = 100  # of the fields that nothing reads, the most frequent ones stand in the report
 SHOWN_FIELDS = 12  # and fewer in its text
-# Fields that are likely to change what a record means, wherever they are not read.
-MEANINGFUL = MEDIA.union(LABELS, PREFERENCE, BELOW, TOOLS, ("labels", "history", "weight", "loss_weight"))
-MEANINGFUL |= {"reasoning", "thinking", "mask"}  # of messages
 
 
 def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_length: int) -> dict:
@@ -75,8 +70,4 @@ def _unused_lines(fields: dict[str, int]) -> list[str]:
     names = {name: short(name)[1:-1] if not name.isprintable() or len(name) > 40 else name for name in fields}
     listed = ", ".join(f"{names[name]} {fields[name]:,}" for name in list(fields)[:SHOWN_FIELDS])
     more = f", and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
-    lines = [f"  unused fields: {listed}{more}"] if names else []
-    grave = [names[name] for name in fields if name.rsplit(".", 1)[-1] in MEANINGFUL]
-    if grave:
-        lines.append(f"  warning: {', '.join(grave)} may change what a record means, and nothing reads them")
-    return lines
+    return [f"  unused fields: {listed}{more}"] if names else []

@@ -113,9 +113,12 @@ def read_tsv(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
 
 
 def _lines(file: DataFile) -> Iterator[str]:
-    """The lines of a file; what is not UTF-8 becomes lone surrogates, so that only the rows that hold it are bad."""
-    for number, raw in enumerate(file.content):
-        yield (raw if number else raw.removeprefix(BOM)).decode("utf-8", "surrogateescape")
+    """The lines of a file. Raises UserError where it is not UTF-8: a quote may hide the next row."""
+    for number, raw in enumerate(file.content, 1):
+        try:
+            yield (raw if number > 1 else raw.removeprefix(BOM)).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file.path}:{number}: {not_utf8(raw, error.start)}") from error
 
 
 def _header(path: str, reader) -> list[str]:
@@ -124,8 +127,6 @@ def _header(path: str, reader) -> list[str]:
         header = [name.strip() for name in next(reader, [])]
     except csv.Error as error:
         raise UserError(f"{path}:1: the header cannot be read ({error}); it must name the columns") from error
-    if not_text := _not_utf8(header):
-        raise UserError(f"{path}:1: {not_text}")
     if known_fields().isdisjoint(header):
         names = ", ".join(map(short, header[:8]))
         wanted = "text, conversations, messages, instruction"
@@ -145,18 +146,6 @@ def _csv_error(path: str, line: int, error: csv.Error) -> BadRecord:
 def _row(header: list[str], cells: list[str]) -> dict | BadRecord:
     if len(cells) != len(header):
         return BadRecord(f"{len(cells)} cells, but the header names {len(header)} columns; quote text with delimiters")
-    if not_text := _not_utf8(cells):
-        return BadRecord(not_text)
     record = dict(zip(header, cells, strict=True))
     lists = list_fields()
     return _with_lists({key: value for key, value in record.items() if value or key not in lists})
-
-
-def _not_utf8(cells: list[str]) -> str | None:
-    """The message for cells of which one holds bytes that are not UTF-8."""
-    try:
-        "".join(cells).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raw = error.object[error.start].encode("utf-8", "surrogateescape")
-        return not_utf8(raw, 0)
-    return None

@@ -32,8 +32,8 @@ def answer_message(text: str) -> dict[str, Any]:
     A call that is not well formed is left in the text.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if found := REASONING.match(text):
-        message["reasoning_content"], text = found[1].strip("\n"), text[found.end() :]
+    if reasoning := REASONING.match(text):
+        message["reasoning_content"], text = reasoning[1].strip("\n"), text[reasoning.end() :]
     content, calls, at = [], [], 0
     while (begin := text.find(CALL, at)) >= 0 and (end := text.find(END_CALL, begin)) >= 0:
         call = parse_call(text[begin + len(CALL) : end])

@@ -70,7 +70,7 @@ class SpecialTexts:
     def hide(self, value: Any) -> Any:
         """The value with stand-ins for the text of special tokens, also in the keys of its objects."""
         if isinstance(value, str):
-            return self.pattern.sub(lambda found: self.stand_ins[found[0]], value)
+            return self.pattern.sub(lambda match: self.stand_ins[match[0]], value)
         if isinstance(value, list):
             return [self.hide(entry) for entry in value]
         return {self.hide(key): self.hide(entry) for key, entry in value.items()} if isinstance(value, dict) else value

@@ -52,7 +52,9 @@ def parse_args() -> argparse.Namespace:
     flag("--tools", help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas")
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
-    flag("--max_seq_len", type=int, help="longest conversation, in tokens; by default what the model's config says")
+    flag(
+        "--max_seq_len", type=int, help="longest conversation, in tokens (default: the model's max_position_embeddings)"
+    )
     default = "(default: the model's generation_config.json, else {})"
     drawn = {name: default.format(getattr(DEFAULTS, name)) for name in DRAWN}
     flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")

@@ -31,7 +31,7 @@ class Toolbox:
             self.owners |= {tool["function"]["name"]: environment for tool in environment.tools}
 
     def reply(self, calls: Sequence[Call]) -> list[dict]:
-        """A message of role `tool` for each call, in their order; one that cannot be answered says why."""
+        """A message of role `tool` for each call, in their order; an error message for one that cannot be answered."""
         return [self._reply(call) for call in calls]
 
     def _reply(self, call: Call) -> dict:

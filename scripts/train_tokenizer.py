@@ -49,6 +49,8 @@ PIECES = (
 # At most 4 Chinese or 14 English characters: a phrase that one source repeats is not worth an id.
 MAX_TOKEN_BYTES = 14
 
+HOLD_OUT_EVERY = 20  # of so many records one is kept for the evaluation
+
 # Text of every chat and tool call that is rare in plain text; see `with_protocol`.
 PROTOCOL = [
     "system",
@@ -82,7 +84,7 @@ def read_records(path: str | Path) -> Iterator[str]:
 
     Raises UserError for a missing file, a record that cannot be read, and one without a text field.
     """
-    for block in iter_blocks(expand_paths([str(path)])):
+    for block in iter_blocks(expand_paths(path)):
         for line, record in parse_block(block):
             if isinstance(record, BadRecord):
                 raise UserError(f"{block.path}:{line}: {record}")
@@ -200,11 +202,10 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--data_path", nargs="+", action="extend", required=True, help="training files; may be given repeatedly")
+    flag("--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given repeatedly")
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
-    flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder to write")
-    flag("--holdout_every", type=int, default=20, help="hold out every N-th record for evaluation; 0: none")
-    flag("--zh_share", type=float, default=0.45, help="share of Chinese in the training characters")
+    flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
+    flag("--zh_share", type=float, default=0.45, help="share of Chinese among the characters to learn from")
     return parser.parse_args()
 
 
@@ -213,15 +214,12 @@ def main() -> None:
     args = parse_args()
     if not 0 < args.zh_share < 1:
         raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
-    if args.holdout_every < 0 or args.holdout_every == 1:
-        raise UserError(f"--holdout_every {args.holdout_every} leaves nothing to train on; use 0 or at least 2")
 
-    # 1. Read, and hold out every N-th record of each file
-    training, held_out = [], {}
+    # 1. Read, and hold out some records of each file
+    training, held_out = [], []
     for path in args.data_path:
-        texts = list(read_records(path))
-        held_out[path] = texts[args.holdout_every - 1 :: args.holdout_every] if args.holdout_every else []
-        training += [t for i, t in enumerate(texts, start=1) if not args.holdout_every or i % args.holdout_every]
+        for number, text in enumerate(read_records(path), start=1):
+            (training if number % HOLD_OUT_EVERY else held_out).append(text)
     if not training:
         raise UserError(f"{args.data_path[0]} holds no text; give --data_path a file with at least one record")
     print(f"{len(training)} records, {sum(map(len, training))} characters to learn from")
@@ -232,10 +230,8 @@ def main() -> None:
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")
 
     # 3. Evaluate on the held-out records
-    held_out["all files"] = [text for texts in held_out.values() for text in texts]
-    for name, texts in held_out.items():
-        for language, figure in sorted(characters_per_token(tokenizer, texts).items()):
-            print(f"held out, {language}: {figure:.3f} characters per token  {name}")
+    for language, figure in sorted(characters_per_token(tokenizer, held_out).items()):
+        print(f"held out, {language}: {figure:.3f} characters per token")
 
 
 if __name__ == "__main__":

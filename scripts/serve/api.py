@@ -119,10 +119,9 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
         )
     app.state.models = models
     bodies = Bodies()
-    app.add_exception_handler(ApiError, handle_api_error)
-    app.add_exception_handler(HTTPException, handle_http_error)
-    app.add_exception_handler(Exception, handle_failure)
-    key = Depends(KeyCheck(settings.api_key))
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, error_response)
+    key = Depends(key_check(settings.api_key))
     app.include_router(openai_routes(models, bodies), dependencies=[key])
     app.include_router(curves_router(settings.save_dir), dependencies=[key])
     app.include_router(tools_router(bodies), dependencies=[key])
@@ -136,18 +135,16 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     return app
 
 
-class KeyCheck:
-    """Refuses requests without the key, if there is one."""
+def key_check(api_key: str | None) -> Callable[[Request], None]:
+    """A dependency of routes that refuses requests without the key, if there is one."""
 
-    def __init__(self, api_key: str | None):
-        self.api_key = api_key
-
-    async def __call__(self, request: Request) -> None:
-        if self.api_key is None:
-            return
+    def check(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.api_key.encode()):
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), str(api_key).encode())
+        if api_key is not None and not is_right:
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
+
+    return check
 
 
 def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
@@ -211,22 +208,17 @@ def opening_of(asked: ChatRequest) -> str:
     return f'{CALL}\n{{"name": "' if asked.tool_choice == "required" else ""
 
 
-async def handle_api_error(_request: Request, error: Exception) -> Response:
-    """Answer a request that is refused with its status and OpenAI's form of an error."""
-    assert isinstance(error, ApiError)
-    later = {"Retry-After": "1"}
-    headers = {429: later, 503: later, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
-async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or method in the same form."""
-    assert isinstance(error, HTTPException)
-    api_error = ApiError(f"{request.method} {request.scope['path'][:200]}: {error.detail}", status=error.status_code)
-    return JSONResponse(api_error.body(), status_code=error.status_code, headers=error.headers)
-
-
-async def handle_failure(_request: Request, error: Exception) -> Response:
-    """Answer what nobody expected in the same form; the log has the traceback."""
-    api_error = ApiError("The server failed; see its log.", status=500, kind="server_error")
-    return JSONResponse(api_error.body(), status_code=500)
+async def error_response(request: Request, error: Exception) -> Response:
+    """What the client gets instead of an answer, in OpenAI's form of an error."""
+    headers: Any = None
+    if isinstance(error, HTTPException):  # an unknown path or method
+        headers = error.headers
+        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+        error = ApiError(message, status=error.status_code)
+    elif not isinstance(error, ApiError):
+        error = ApiError("The server failed; see its log.", status=500, kind="server_error")
+    if error.status in (429, 503):
+        headers = {"Retry-After": "1"}
+    elif error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    return JSONResponse(error.body(), error.status, headers)

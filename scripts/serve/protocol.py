@@ -30,7 +30,7 @@ NEUTRAL = {  # unsupported fields -> the value that asks for nothing, where that
 
 
 class ApiError(Exception):
-    """An error that the client is told, in OpenAI's shape."""
+    """An error that is sent to the client, in OpenAI's form."""
 
     def __init__(
         self,

@@ -294,13 +294,6 @@ def test_what_a_template_raises_is_a_bad_record():
         ChatTemplate(marks + "{{ messages[0].nothing.more }}", {}).render(Chat([USER, BOT], None))
 
 
-def test_a_template_may_come_in_several_named_ones():
-    templates = {"default": "{% for m in messages %}" + CHATML + "{% endfor %}" + PROMPT, "tool_use": "T" + PROMPT}
-    assert ChatTemplate(templates, {}).render(Chat([USER, BOT], None))[0].startswith("<|im_start|>user")
-    with pytest.raises(UserError, match="none named 'default'"):
-        ChatTemplate({"rag": "x"}, {}).render(Chat([USER, BOT], None))
-
-
 def test_special_token_names_reach_the_template(other_tokenizer):
     special = TokenizerSpec.of(other_tokenizer).special_tokens
     template = "{{ bos_token }}{% generation %}{{ messages[-1].content }}{{ eos_token }}{% endgeneration %}"

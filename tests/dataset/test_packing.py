@@ -29,6 +29,11 @@ def best_fit_decreasing(lengths, max_length):
     return sorted(rooms)
 
 
+def test_the_example_of_the_docstring():
+    row_samples, row_offsets = pack(np.array([3, 6, 3, 4, 3]), 10)
+    assert row_samples.tolist() == [1, 3, 0, 2, 4] and row_offsets.tolist() == [0, 2, 5]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=60))))
 def test_rows_are_those_of_best_fit_decreasing(case):

@@ -14,8 +14,9 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
 from scripts.bench.comparison import Peer, first_samples, flat_batch, minimind_chat, records_of, tokens_of
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
+from tests.stage_process import run
 from trainer.components.flops import training_flops
 from trainer.components.loaders import epoch_loader
 from trainer.trainer_utils import load_tokenizer
@@ -35,7 +36,7 @@ def test_figures(corpus, tmp_path, monkeypatch, stage):
     flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL, "--json", out]
     flags += ["--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
     if stage == "sft":
-        launch(ROOT / "scripts/benchmark.py", *flags)
+        run(str(ROOT / "scripts/benchmark.py"), flags)
     else:
         run_benchmark(monkeypatch, *flags)
     figures = json.loads(out.read_text())

@@ -4,11 +4,8 @@ import contextlib
 import http.client
 import importlib.util
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,7 +15,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
 from scripts.serve import api
 from tests.conftest import ROOT
-from tests.stage_process import StageProcess
+from tests.stage_process import Faults, StageProcess
 from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
@@ -33,11 +30,11 @@ def weights(tmp_path) -> list[str]:
 
 
 def wait_for_line(process: StageProcess, begin: str) -> str:
-    """Wait until the server has printed a line that begins so; returns all that it printed."""
-    while not any(line.startswith(begin) for line in process.out.split("\n")[:-1]):
+    """Wait until the server has printed a line that begins so; returns the line."""
+    while not (lines := [line for line in process.out.split("\n")[:-1] if line.startswith(begin)]):
         assert process.process.is_alive(), process.err
         time.sleep(0.02)
-    return process.out
+    return lines[0]
 
 
 def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
@@ -46,8 +43,7 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     processes = [StageProcess(script, [*argv, length]) for length in ("120", "30000")]
     streams = []
     for process in processes:
-        said = wait_for_line(process, "serving ")
-        line = said[said.index("serving ") :]
+        line = wait_for_line(process, "serving ")
         assert line.startswith("serving full_sft_32 at http://127.0.0.1:")
         connection = http.client.HTTPConnection("127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60)
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
@@ -75,13 +71,10 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
 
 
 def test_a_connection_without_a_request_is_cut_and_one_that_is_used_is_not(weights):
-    start = "from scripts import serve_openai_api as server; server.IDLE = 1; server.main()"
-    command = [sys.executable, "-c", start, *weights, "--port", "0"]
-    env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    impatient = Faults(script="from scripts import serve_openai_api; serve_openai_api.IDLE = 1")
+    process = StageProcess("scripts.serve_openai_api", [*weights, "--port", "0"], impatient)
     try:
-        line = next(line for line in process.stdout if line.startswith("serving "))
-        port = int(line.split(";")[0].rsplit(":", 1)[1])
+        port = int(wait_for_line(process, "serving ").split(";")[0].rsplit(":", 1)[1])
         silent, half = (socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2))
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
         used = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -97,9 +90,8 @@ def test_a_connection_without_a_request_is_cut_and_one_that_is_used_is_not(weigh
                 assert one.recv(1000) == b""
             one.close()
     finally:
-        process.terminate()
+        process.send(signal.SIGTERM)
         assert process.wait(20) == 0
-        process.stdout.close()
 
 
 @pytest.mark.parametrize(

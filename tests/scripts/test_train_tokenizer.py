@@ -27,21 +27,21 @@ def write_lines(path, records):
 
 @pytest.fixture
 def corpus(tmp_path):
-    english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(30)]
+    english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(60)]
     chinese = [
-        {"conversations": [{"role": "user", "content": f"第{i}个村庄的面包师卖什么？面包和蜂蜜。"}]} for i in range(30)
+        {"conversations": [{"role": "user", "content": f"第{i}个村庄的面包师卖什么？面包和蜂蜜。"}]} for i in range(60)
     ]
-    return write_lines(tmp_path / "corpus.jsonl", [x for pair in zip(english, chinese, strict=True) for x in pair])
+    return write_lines(tmp_path / "corpus.jsonl", english + chinese)
 
 
 def test_train_reload_and_report(corpus, tmp_path):
     out = tmp_path / "tokenizer"
     plain = tmp_path / "notes.txt"
     plain.write_text("One record\n\na line.\n", encoding="utf-8")
-    options = ["--vocab_size", 400, "--output_dir", out, "--holdout_every", 7]
+    options = ["--vocab_size", 400, "--output_dir", out]
     result = train("--data_path", corpus, "--data_path", plain, *options)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "54 records" in result.stdout  # 60 less every 7th, and two lines of notes.txt
+    assert "116 records" in result.stdout  # 120 less every 20th, and two lines of notes.txt
     assert "400 tokens" in result.stdout
     assert "held out, zh:" in result.stdout and "held out, en:" in result.stdout
 
@@ -90,7 +90,6 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, content, says):
     [
         (["--data_path", "no_such_file.jsonl"], "no_such_file.jsonl: no such file"),
         (["--vocab_size", "200"], "--vocab_size 200 is too small"),
-        (["--holdout_every", "1"], "--holdout_every 1"),
         (["--zh_share", "1"], "--zh_share 1.0"),
         (["--output_dir", "README.md/x"], "cannot be written"),
     ],

@@ -18,13 +18,11 @@ from dataset.tokenizing import SPECIAL_TEXTS
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.run_files import (
-    NAMED_SHAPE,
     entries,
     is_hugging_face,
     is_path,
     is_state,
     model_files,
-    resume_states,
     run_name,
     same_file,
     start_path,
@@ -181,7 +179,6 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     _check_ranks_agree(run, checkpoint)
     if checkpoint is None:
         if args.from_resume:
-            _refuse_other_experts(args)
             where = f"{args.checkpoint_dir} holds no checkpoint of this run"
             Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
         check_not_overwritten(args)
@@ -222,14 +219,6 @@ def fields_before(saved: Fingerprint, run: Fingerprint) -> Fingerprint:
     own = MiniMindConfig.__annotations__.keys() & run.keys()
     is_early = "rms_norm_eps" not in saved
     return {name: run[name] if is_early else getattr(MiniMindConfig, name) for name in own - saved.keys()}
-
-
-def _refuse_other_experts(args: StageArgs) -> None:
-    """Refuse to start afresh beside a checkpoint that differs in its experts alone: they are in its name."""
-    mine = {name: getattr(args, name) for name in NAMED_SHAPE}
-    for name, saved in resume_states(args.checkpoint_dir, args.save_weight).items():
-        if args.use_moe and all(saved[key] == mine[key] for key in ("hidden_size", "use_moe")):
-            check_same_run(saved, mine, hint=f"; the checkpoint is {name}")
 
 
 def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:

@@ -1,7 +1,6 @@
 """The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's, and tell the shape of the model. And
 which files a run may start from: weights, a checkpoint, a Hugging Face folder."""
 
-import glob
 import json
 import re
 from pathlib import Path
@@ -134,17 +133,6 @@ def model_files(folder: Path) -> list[Path]:
 def metrics_path(save_dir: str | Path, run: str) -> Path:
     """The file of the log records of a run of this `run_name`."""
     return Path(save_dir) / f"{run}_metrics.jsonl"
-
-
-def resume_states(checkpoint_dir: str | Path, weight: str) -> dict[str, dict[str, Any]]:
-    """The states to resume from of this name, in all shapes and either form: file name -> `shape_in_name`."""
-    found = {}
-    for path in sorted(Path(checkpoint_dir).glob(f"{glob.escape(weight)}_*_resume*")):
-        weights = path.with_name(path.name.removesuffix(".pth").removesuffix("_resume") + ".pth")
-        name, shape = WEIGHT_NAME.fullmatch(weights.name), shape_in_name(weights)
-        if name and shape and name["weight"] == weight:
-            found[path.name] = shape
-    return found
 
 
 def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:

@@ -58,11 +58,11 @@ async function look() {
   if (!isOpen || document.hidden) return;
   try {
     const age = (run) => Math.max(run.age, LIVE); // those that run keep their places
-    const found = (await api.runs()).sort((a, b) => age(a) - age(b) || a.name.localeCompare(b.name));
+    const listed = (await api.runs()).sort((a, b) => age(a) - age(b) || a.name.localeCompare(b.name));
     const states = () => JSON.stringify([runs?.length ?? -1, (runs ?? []).map((run) => [run.name, run.size, state(run)])]);
     const before = states();
-    runs = found;
-    view.chosen ??= found.length ? found.slice(0, FIRST).map((run) => run.name) : null;
+    runs = listed;
+    view.chosen ??= listed.length ? listed.slice(0, FIRST).map((run) => run.name) : null;
     if (before !== states()) draw();
     await readChosen();
     byId("curves-error").hidden = true;
@@ -226,8 +226,8 @@ function drawTable(lines, fields) {
   const notes = lines.flatMap((run) => {
     const { damaged, stride } = known.get(run.name);
     const thinned = stride > 1 && t("thinned", { n: stride });
-    const said = [trouble(run), damaged && t("damaged", { n: damaged }), thinned].filter(Boolean);
-    return said.map((text) => h("p", { class: "muted" }, `${run.name}: ${text}`));
+    const remarks = [trouble(run), damaged && t("damaged", { n: damaged }), thinned].filter(Boolean);
+    return remarks.map((text) => h("p", { class: "muted" }, `${run.name}: ${text}`));
   });
   place.hidden = !lines.length;
   place.replaceChildren(h("h2", {}, t("table")), table(h("tr", {}, ...head), rows), ...notes);

@@ -15,11 +15,11 @@ export function startHistory(chat) {
     const [file] = event.target.files;
     event.target.value = ""; // the same file again is a change too
     if (!file) return;
-    const { found, records, messages } = store.imported(await file.text());
-    if (found.length) chat.open(found[0]);
+    const { ids, records, messages } = store.imported(await file.text());
+    if (ids.length) chat.open(ids[0]);
     const dropped = [records && t("droppedRecords", { n: records }), messages && t("droppedMessages", { n: messages })];
-    const message = [t("imported", { n: found.length }), ...dropped].filter(Boolean).join(" ");
-    notice(found.length ? message : t("importBad"));
+    const message = [t("imported", { n: ids.length }), ...dropped].filter(Boolean).join(" ");
+    notice(ids.length ? message : t("importBad"));
     draw();
   });
   window.addEventListener("storage", draw); // another tab

@@ -195,11 +195,11 @@ export function inline(text, links = true) {
     put(h(tag, {}, ...done.nodes));
   };
   for (let i = 0; i < text.length; ) {
-    const found = special(text, i, links, noCode);
-    if (found.nodes) put(...found.nodes);
-    else if (found.run) emphasis(found, open, put, close, (more) => (plain += more));
-    else plain += found.text;
-    i = found.end;
+    const token = special(text, i, links, noCode);
+    if (token.nodes) put(...token.nodes);
+    else if (token.run) emphasis(token, open, put, close, (more) => (plain += more));
+    else plain += token.text;
+    i = token.end;
   }
   put();
   while (open.length > 1) {
@@ -258,8 +258,8 @@ function linkAt(text, i) {
 }
 
 function bareLink(text, i) {
-  const found = /^https?:\/\/[^\s<>"'`，。；：！？、（）【】《》“”]+/.exec(text.slice(i, i + REACH));
-  const shown = found ? found[0].replace(/[.,;:!?*_~)\]]+$/, "") : "";
+  const match = /^https?:\/\/[^\s<>"'`，。；：！？、（）【】《》“”]+/.exec(text.slice(i, i + REACH));
+  const shown = match ? match[0].replace(/[.,;:!?*_~)\]]+$/, "") : "";
   const address = safeAddress(shown);
   return address ? { nodes: [link(address, [shown])], end: i + shown.length } : { text: "h", end: i + 1 };
 }

@@ -17,9 +17,9 @@ export function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= 0.8 * raw) ?? 10 * power;
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
+  const values = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step);
+  return values;
 }
 
 /** Ticks of a logarithmic axis: powers of ten, with 2 and 5 between them where there is room. */
@@ -28,12 +28,12 @@ export function logTicks(low, high) {
   if (decades < 0.5) return ticks(low, high, 4).filter((value) => value > 0);
   const factors = decades < 3 ? [1, 2, 5] : [1];
   const skip = Math.max(1, Math.ceil(decades / 6));
-  const found = [];
+  const values = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
     if (power % skip) continue;
-    found.push(...factors.map((factor) => factor * 10 ** power).filter((value) => value >= low && value <= high));
+    values.push(...factors.map((factor) => factor * 10 ** power).filter((value) => value >= low && value <= high));
   }
-  return found;
+  return values;
 }
 
 /** A value with few digits: 0.0003 as 3e-4, 12345 as 12.3k. */

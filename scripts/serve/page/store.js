@@ -38,13 +38,13 @@ export function writeTheme(theme) {
 }
 
 function keys() {
-  const found = new Set(memory.keys());
+  const names = new Set(memory.keys());
   try {
-    for (let i = 0; i < localStorage.length; i++) found.add(localStorage.key(i));
+    for (let i = 0; i < localStorage.length; i++) names.add(localStorage.key(i));
   } catch {
     // no storage
   }
-  return [...found].filter((key) => key.startsWith(CHAT));
+  return [...names].filter((key) => key.startsWith(CHAT));
 }
 
 /**
@@ -58,18 +58,18 @@ export function newConversation() {
 
 /** All conversations, the latest first. */
 export function conversations() {
-  const found = keys().map((key) => conversation(key.slice(CHAT.length))).filter(Boolean);
-  return found.sort((a, b) => b.updated - a.updated);
+  const stored = keys().map((key) => conversation(key.slice(CHAT.length))).filter(Boolean);
+  return stored.sort((a, b) => b.updated - a.updated);
 }
 
 export function conversation(id) {
-  const found = read(CHAT + id, null);
-  const messages = cleanMessages(found && found.messages);
+  const stored = read(CHAT + id, null);
+  const messages = cleanMessages(stored && stored.messages);
   if (!messages) return null;
-  const one = { id, title: String(found.title ?? ""), updated: Number(found.updated) || 0, messages };
-  const others = cleanMessages(found.other?.messages);
-  if (others) one.other = { model: text(found.other.model), messages: others };
-  return Object.assign(one, asked(found), found.isImported && { isImported: true });
+  const one = { id, title: String(stored.title ?? ""), updated: Number(stored.updated) || 0, messages };
+  const others = cleanMessages(stored.other?.messages);
+  if (others) one.other = { model: text(stored.other.model), messages: others };
+  return Object.assign(one, asked(stored), stored.isImported && { isImported: true });
 }
 
 const text = (value) => (typeof value === "string" ? value : "");
@@ -113,12 +113,12 @@ const isAnswered = ({ role, content, tool_calls, error }) => role !== "assistant
 
 /** Messages in turns: a question with all that follows up to the next one. */
 export function turns(messages) {
-  const found = [];
+  const grouped = [];
   for (const message of messages) {
-    if (message.role === "user" || !found.length) found.push([]);
-    found.at(-1).push(message);
+    if (message.role === "user" || !grouped.length) grouped.push([]);
+    grouped.at(-1).push(message);
   }
-  return found;
+  return grouped;
 }
 
 /** A message in the form of the API, without what only this page knows of it. */
@@ -131,7 +131,7 @@ export function forApi({ role, content, reasoning_content, tool_calls, tool_call
  * how many records and messages were dropped.
  */
 export function imported(text) {
-  const result = { found: [], records: 0, messages: 0 };
+  const result = { ids: [], records: 0, messages: 0 };
   for (const item of recordsIn(text)) {
     const list = item?.messages ?? item?.conversations;
     const messages = cleanMessages(list);
@@ -146,7 +146,7 @@ export function imported(text) {
     one.isImported = true;
     one.updated = Number(item.updated) || one.updated;
     keep(one);
-    result.found.push(one);
+    result.ids.push(one);
     result.messages += dropped;
   }
   return result;

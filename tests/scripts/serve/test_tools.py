@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.errors import UserError
-from scripts.serve.api import handle_api_error
+from scripts.serve.api import error_response
 from scripts.serve.gate import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
@@ -18,7 +18,7 @@ from trainer.components import environments
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = FastAPI()
-    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(ApiError, error_response)
     app.include_router(tools_router(Bodies()))
     return TestClient(app)
 

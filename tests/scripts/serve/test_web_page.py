@@ -177,7 +177,7 @@ def test_no_text_is_too_much_for_the_markdown(chat):
         import('/page/markdown.js').then(({ render }) => {
           for (const piece of pieces) {
             const element = document.createElement('div');
-            try { render(element, progress.repeat(6000)); } catch (error) { return done(piece + error); }
+            try { render(element, piece.repeat(6000)); } catch (error) { return done(piece + error); }
           }
           done('');
         });"""

@@ -113,21 +113,6 @@ def test_the_fingerprint_of_a_run_with_defaults_stays_that_of_older_checkpoints(
     assert model.items() >= {key: value for key, value in FINGERPRINT.items() if key in model}.items()
 
 
-@pytest.mark.parametrize("others", ["w_512_moe_8x2_resume.pth", "w_512_moe_resume", "w_512_moe_4x2_resume_previous"])
-def test_a_checkpoint_of_other_experts_is_refused_though_its_name_is_another(tmp_path, others, capsys):
-    (tmp_path / others).touch()
-    given = {"use_moe": True, "from_resume": True, "checkpoint_dir": str(tmp_path), "save_weight": "w"}
-    args = StageArgs(**given, num_experts=4, num_experts_per_tok=3)
-    if "previous" not in others:
-        experts = "num_experts: 8 -> 4; num_experts_per_tok: 2" if "8x2" in others else "num_experts_per_tok: 1"
-        line = rf"belongs to another run \({experts} -> 3\); .*; the checkpoint is {others}"
-        with pytest.raises(UserError, match=line):
-            check_resume(args, {"seed": 1}, None)
-    (tmp_path / others).rename(tmp_path / others.replace("512", "64"))  # another size is another run, as ever
-    assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
-    assert "holds no checkpoint of this run: starting afresh" in capsys.readouterr().out
-
-
 def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):
     settings = {"batch_size": 4, "accumulation_steps": 3, "epochs": 1}
     run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
