@@ -178,6 +178,10 @@ class StageArgs(
         """Files of code, beside the stage script, whose change is a warning when the run is resumed."""
         return []
 
+    def compares_with_start_weights(self) -> bool:
+        """Whether a resumed run may read the weights of --from_weight again, so that it must not write over them."""
+        return False
+
     def builds_on_start_weights(self) -> bool:
         """Whether a resumed run needs the weights of --from_weight, because its checkpoint does not replace them."""
         return False

@@ -97,6 +97,16 @@ def test_imports_run_one_way():
                 assert not found.startswith("trainer/") or found.startswith("trainer/components/"), f"{path}: {found}"
 
 
+@pytest.mark.parametrize("path", sorted(STAGES))
+def test_a_stage_shows_what_differs(path):
+    """MiniMind's names stand in its `main`, and what all stages do alike in few helpers."""
+    imports = [node for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert sum(len(node.names) for node in imports) <= 30
+    (main,) = [node for node in TREES[path].body if isinstance(node, FUNCTIONS) and node.name == "main"]
+    called = {node.func.id for node in ast.walk(main) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert called >= {"init_distributed_mode", "setup_seed", "lm_checkpoint", "init_model", "train_epoch"}
+
+
 def test_no_circles_between_files():
     graph = {path: imported(path) for path in SOURCES if path != "scripts/bench/peers.py"}
     done: set[str] = set()

@@ -8,7 +8,8 @@ Reads prompts like train_grpo.py. In each of up to --max_turns turns the model m
 and its reply is put behind the turn: in the context, never a target. A trajectory is judged by its last turn, and all
 its turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes out/agent_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: defaults and flags in `Args`; anything else in `main`. The loss is that of GRPO.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`. The
+engine's task `agent` is made of the same parts; what stands in `main` alone is the script's.
 Environments are classes in trainer/components/environments.py or in a module of your own.
 """
 
@@ -19,13 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.settings import ROOT, setting
+from trainer.components import policy_loss
 from trainer.components.data import open_prompts
 from trainer.components.environments import load_environment
 from trainer.components.failures import training_errors
 from trainer.components.optimizer import build_optimizer
-from trainer.components.policy_loss import METRICS, sampled_tokens_loss
 from trainer.components.reinforcement import ReinforcementArgs, add_rollouts
-from trainer.components.rollouts import Rollouts
 from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
@@ -36,7 +36,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     read_settings,
@@ -67,7 +66,10 @@ class Args(ReinforcementArgs):
     max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
 
 
-loss_fn = sampled_tokens_loss  # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
+METRICS = policy_loss.METRICS  # names of the sums that loss_fn returns beside the loss
+loss_fn = (
+    policy_loss.sampled_tokens_loss
+)  # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
 schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
 
 
@@ -78,7 +80,7 @@ def open_data(args, tokenizer):
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become trajectories, which model and environment write, with rewards."""
-    add_rollouts(state, Rollouts, tokenizer, train_set, load_environment(state.args.environment))
+    add_rollouts(state, tokenizer, train_set, load_environment(state.args.environment))
 
 
 def main() -> None:
@@ -133,10 +135,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

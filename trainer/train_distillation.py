@@ -9,8 +9,9 @@ Reads the conversations of SFT (docs/data.md). The loss is alpha x cross entropy
 divergence of student and teacher, over the tokens that the assistant says. The teacher may have any shape, and the
 student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and writes full_dist_... beside.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `schedule` and `frozen`; anything else in
-`main`.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
+`open_data`, `extend_run`. The engine's task `distillation` is made of the same parts; what stands in `main` alone is
+the script's.
 """
 
 import sys
@@ -37,7 +38,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     read_settings,
@@ -154,10 +154,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

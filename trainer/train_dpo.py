@@ -9,8 +9,9 @@ Reads pairs ({"conversations": [...], "chosen": ..., "rejected": ...} and the fo
 over pairs. The reference is the model that the run starts from, out/full_sft_<hidden_size>[_moe].pth: what it says of
 the answers is computed once and kept beside the tokens. Writes out/dpo_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `schedule` and `frozen`; anything else in
-`main`.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
+`open_data`, `extend_run`. The engine's task `dpo` is made of the same parts; what stands in `main` alone is the
+script's.
 """
 
 import sys
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import DPODataset
-from trainer.components import preference, run_files
+from trainer.components import preference
 from trainer.components.data import open_datasets
 from trainer.components.failures import training_errors
 from trainer.components.optimizer import build_optimizer
@@ -36,7 +37,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     read_settings,
@@ -65,8 +65,8 @@ class Args(StageArgs):
     loss_type: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "loss of a pair: DPO's, IPO's or SLiC's")
     rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0)
 
-    def frozen_weights(self) -> dict[str, Path]:
-        return {"from_weight": run_files.start_path(self.save_dir, self.from_weight, self)}
+    def compares_with_start_weights(self) -> bool:
+        return True  # they are the reference
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
@@ -169,10 +169,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms
 assistant's tokens, with the end-of-turn token of each turn, contribute to the loss. Starts from
 out/pretrain_<hidden_size>[_moe].pth and writes out/full_sft_<hidden_size>[_moe].pth, which scripts/chat.py reads.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `schedule` and `frozen`; anything else in
-`main`. The engine's task `full_sft` uses the same Args, loss_fn, schedule and frozen.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`. The
+engine's task `full_sft` is made of the same parts; what stands in `main` alone is the script's.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -35,7 +34,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     next_token_loss,
@@ -61,7 +59,7 @@ class Args(StageArgs):
     batch_size: int = 16
     learning_rate: float = 1e-5
     max_seq_len: int = 768
-    compiling_pays: ClassVar[bool] = True
+    compiling_pays = True
 
 
 loss_fn = next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
@@ -124,10 +122,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

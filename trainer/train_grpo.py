@@ -8,7 +8,8 @@ Reads prompts ({"prompt", "answer"}, or conversations whose last turn is the ref
 each prompt the model writes --num_generations completions; --reward judges them, and those better than the mean of
 their group become likelier. Starts from out/full_sft_<hidden_size>[_moe].pth, writes out/grpo_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn` and `schedule`; anything else in `main`.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`. The
+engine's task `grpo` is made of the same parts; what stands in `main` alone is the script's.
 Rewards are functions in trainer/components/rewards.py or in a module of your own.
 """
 
@@ -24,7 +25,6 @@ from trainer.components.failures import training_errors
 from trainer.components.optimizer import build_optimizer
 from trainer.components.policy_loss import METRICS, sampled_tokens_loss
 from trainer.components.reinforcement import ReinforcementArgs, add_rollouts
-from trainer.components.rollouts import Rollouts
 from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
@@ -35,7 +35,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     read_settings,
@@ -69,7 +68,7 @@ open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None)
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
-    add_rollouts(state, Rollouts, tokenizer, train_set)
+    add_rollouts(state, tokenizer, train_set)
 
 
 def main() -> None:
@@ -124,10 +123,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@
 Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which it only reads,
 and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools loads it.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn` and `schedule`; anything else in `main`.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `extend_model`, `open_data`,
+`extend_run`. The engine's task `lora` is made of the same parts; what stands in `main` alone is the script's.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -29,13 +29,11 @@ from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
 from trainer.loop import train_epoch
 from trainer.trainer_utils import (
-    Logger,
     begin_run,
     compile_and_wrap,
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     next_token_loss,
@@ -54,7 +52,7 @@ class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 1e-4 learns too little).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
 
-    aliases: ClassVar[dict[str, str]] = {"lora_name": "save_weight"}  # MiniMind's name
+    aliases = {"lora_name": "save_weight"}  # noqa: RUF012 (a constant: MiniMind's name)
 
     data_path: str | None = str(ROOT / "dataset" / "lora_medical.jsonl")
     save_weight: str = "lora_medical"
@@ -92,7 +90,6 @@ def open_data(args, tokenizer):
 def extend_model(model, args):
     """Freeze the start weights and put adapters beside them."""
     adapters.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
-    Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")
     return model
 
 
@@ -153,10 +150,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ much reward was to be expected at each token, and tokens after which it was more
 updates are made of each rollout. Starts from out/full_sft_<hidden_size>[_moe].pth, and the critic from a copy of it;
 writes the policy alone as out/ppo_actor_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn` and `schedule`; anything else in `main`.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `extend_model`, `open_data`,
+`extend_run`. The engine's task `ppo` is made of the same parts; what stands in `main` alone is the script's.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -35,7 +35,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     read_settings,
@@ -53,7 +52,7 @@ class Args(RolloutArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in components/reinforcement.py."""
 
-    aliases: ClassVar[dict[str, str]] = {  # MiniMind's names, and one of earlier versions
+    aliases = {  # noqa: RUF012 (a constant: MiniMind's names, and one of earlier versions)
         "clip_epsilon": "epsilon",
         "kl_coef": "beta",
         "ppo_update_iters": "num_iterations",
@@ -75,8 +74,8 @@ class Args(RolloutArgs):
     cliprange_value: float = setting(0.2, "largest change of a value since the rollout; needs --num_iterations 2", gt=0)
     early_stop_kl: float = setting(0.25, "KL divergence per token that ends a rollout's updates; 0: no limit", ge=0)
 
-    clips: ClassVar[tuple[str, ...]] = ("epsilon", "cliprange_value", "early_stop_kl")
-    num_generations: ClassVar[int] = 1  # completions are compared with the critic's values, not with each other
+    clips = ("epsilon", "cliprange_value", "early_stop_kl")
+    num_generations = 1  # completions are compared with the critic's values, not with each other
 
     @property
     def lr_scales(self) -> dict[str, float]:
@@ -97,7 +96,7 @@ def extend_model(model, args):
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
-    add_rollouts(state, ppo.ValuedRollouts, tokenizer, train_set)
+    add_rollouts(state, tokenizer, train_set, kind=ppo.ValuedRollouts)
     state.save_fn = ppo.save_actor
 
 
@@ -154,10 +153,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

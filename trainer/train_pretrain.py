@@ -8,14 +8,13 @@
 Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len becomes several
 samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which train_full_sft.py starts.
 
-To change this stage, change it here: defaults and flags in `Args`; `loss_fn`, `schedule` and `frozen`; anything else in
-`main`. The engine's task `pretrain` uses the same Args, loss_fn, schedule and frozen.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`. The
+engine's task `pretrain` is made of the same parts; what stands in `main` alone is the script's.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -34,7 +33,6 @@ from trainer.trainer_utils import (
     identify_run,
     init_distributed_mode,
     init_model,
-    leave_process_group,
     lm_checkpoint,
     load_tokenizer,
     next_token_loss,
@@ -62,7 +60,7 @@ class Args(StageArgs):
     accumulation_steps: int = 8
     learning_rate: float = 5e-4
     max_seq_len: int = 340
-    compiling_pays: ClassVar[bool] = True
+    compiling_pays = True
 
 
 loss_fn = next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
@@ -125,10 +123,6 @@ def main() -> None:
             start_step = state.step if epoch == state.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
-
-    # 9. Clean up: DDP is freed before the process group.
-    del model, state
-    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def add_adapters(model: "MiniMindForCausalLM", rank: int, alpha: float, dropout:
     cast(Any, model).adapter = config
     cast(nn.Module, model).register_state_dict_post_hook(_leave_out_frozen)
     cast(nn.Module, model).register_load_state_dict_post_hook(_expect_no_frozen)
+    Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")
 
 
 def _leave_out_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict) -> None:

@@ -16,7 +16,6 @@ from trainer.components.resume import files_fingerprint
 from trainer.components.reward_model import reward_model
 from trainer.components.rewards import load_rewards, reward_parts
 from trainer.components.rollouts import Rollouts
-from trainer.components.run_files import start_path
 from trainer.components.state import TrainState
 from trainer.components.trajectories import TrajectoryWriter
 
@@ -53,11 +52,11 @@ class RolloutArgs(StageArgs):
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
 
-    def frozen_weights(self) -> dict[str, Path]:
-        return {"from_weight": start_path(self.save_dir, self.from_weight, self)} if self.beta else {}
+    def compares_with_start_weights(self) -> bool:
+        return self.beta > 0  # they are the reference
 
     def builds_on_start_weights(self) -> bool:
-        return self.beta > 0  # they are the reference
+        return self.beta > 0
 
     def code_files(self) -> list[Path]:
         """The code of rollouts, and the modules of the rewards and of the environment that the settings name."""
@@ -108,10 +107,10 @@ class ReinforcementArgs(RolloutArgs):
 
 def add_rollouts(
     state: TrainState,
-    kind: type[Rollouts],
     tokenizer: "PreTrainedTokenizerBase",
     prompts: PromptDataset,
     environment: type[Environment] | None = None,
+    kind: type[Rollouts] = Rollouts,
 ) -> None:
     """Have the loop train what the model writes to the prompts: in an environment, over several turns. With --beta the
     policy as it is now, which are the start weights, is kept as the reference.

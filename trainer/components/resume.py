@@ -110,15 +110,21 @@ def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
         )
 
 
+def frozen_weights(args: StageArgs) -> dict[str, Path]:
+    """Flag -> path of the weights that a resumed run reads again."""
+    start = {"from_weight": start_path(args.save_dir, args.from_weight, args)}
+    return (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
+
+
 def check_not_overwritten(args: StageArgs) -> None:
-    """Refuse a new run that would write over weights which it reads again when it is resumed (`args.frozen_weights`),
+    """Refuse a new run that would write over weights which it reads again when it is resumed (`frozen_weights`),
     or that starts from a checkpoint of its own name, which it sets aside.
 
     Raises:
         UserError: with the flag and the path.
     """
     start = {"from_weight": start_path(args.save_dir, args.from_weight, args)}
-    frozen = args.frozen_weights()
+    frozen = frozen_weights(args)
     for flag, path in (start | frozen).items():
         if _is_own_state(args, path):
             raise UserError(

@@ -38,7 +38,6 @@ from trainer.components.resume import (
     warn_of_other_kernels,
     weights_fingerprint,
 )
-from trainer.components.rollouts import Rollouts
 from trainer.components.run_files import start_path
 from trainer.components.state import TrainState
 from trainer.trainer_utils import init_model, load_tokenizer, model_config, start_weights
@@ -356,7 +355,7 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
     state: Any = SimpleNamespace(args=args, lm_config=config, model=model, device=cpu, hooks=[])
     prompts: Any = SimpleNamespace(source=str)
-    add_rollouts(state, Rollouts, load_tokenizer(ROOT / "model"), prompts)
+    add_rollouts(state, load_tokenizer(ROOT / "model"), prompts)
     reference = state.hooks[0].reference
     assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
     assert reference is not model and not any(p.requires_grad for p in reference.parameters())

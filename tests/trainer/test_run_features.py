@@ -1,0 +1,106 @@
+"""What belongs to every run, here in a stage script: settings from a file and the environment, early stopping, numbered
+states, TensorBoard, a log file, hooks of a reader's own."""
+
+import signal
+
+import pytest
+import torch
+
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from trainer.components.metrics import read_metrics
+
+RUN = """
+training: {epochs: 9, batch_size: 5, patience: 2, min_delta: 0.2, seed: 3}
+checkpoint:
+  keep_every: 4
+  keep_last: 2
+logging: {use_tensorboard: true}
+"""
+
+
+def test_file_environment_and_command_line_in_a_stage_script(corpus, tmp_path):
+    """Each overrides the one before; early stopping ends a killed run where it ends the whole one."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "run.yaml").write_text(RUN)
+    env = "os.environ |= {'MINIMIND_SEED': '4', 'MINIMIND_BATCH_SIZE': '6'}"
+    argvs = {}
+    for name in ("whole", "killed"):
+        argv = flags(corpus, tmp_path / name, "pretrain", batch_size=8, log_file=tmp_path / name / "run.log")
+        at = argv.index("--epochs")
+        argvs[name] = [*argv[:at], *argv[at + 2 :], "--config", str(tmp_path / "run.yaml"), "--from_resume", "1"]
+    done = run("pretrain", argvs["whole"], Faults(script=env))
+    state = saved_state(tmp_path / "whole")
+    assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 4, 8)
+    assert "stopping: EarlyStopping: eval_loss got no better than" in done.out and state["epoch"] < 8
+    assert state["hooks"]["early_stopping"]["waited"] <= 2
+    run("pretrain", argvs["killed"], Faults(script=env, signals={9: signal.SIGKILL}), status=-9)
+    assert "stopping: EarlyStopping" in run("pretrain", argvs["killed"], Faults(script=env)).out
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    metrics = read_metrics(tmp_path / "killed/out/pretrain_32_metrics.jsonl")
+    curves = EventAccumulator(str(tmp_path / "killed/out/tensorboard/pretrain_32")).Reload()
+    assert [point.step for point in curves.Scalars("loss")] == [record["update"] for record in metrics]
+    folder, last = tmp_path / "killed/checkpoints", len(metrics)
+    best = min((r["eval_loss"], r["update"]) for r in metrics if "eval_loss" in r)[1]
+    assert torch.load(folder / "pretrain_32_best_resume.pth", weights_only=True)["update"] == best
+    numbered = {int(path.stem[-8:]) for path in folder.glob("pretrain_32_update_*.pth")}
+    assert numbered - {best} >= set(range(4, last + 1, 4)[-2:]) - {best} and len(numbered) <= 3
+    log = (tmp_path / "whole/run.log").read_text()
+    assert "model: " in log and "Epoch:[1/9]" in log and "stopping: EarlyStopping" in log
+    again = [*argvs["killed"][:-2], "--resume_from", str(folder / f"pretrain_32_update_{max(numbered):08d}.pth")]
+    assert f"update {max(numbered)} of" in run("pretrain", again, Faults(script=env)).out
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("training: {batch_siez: 8}", "run.yaml:1: training.batch_siez is unknown; did you mean batch_size"),
+        ("training:\n  epochs: 0", "run.yaml:2: training.epochs must be 1 or more, not 0"),
+        ("stage: {beta: -1}", "run.yaml:1: stage.beta must be above 0, not -1"),
+        ("training: {task: dpo}", "run.yaml:1: training.task is unknown"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_with_its_place(corpus, tmp_path, text, line):
+    (tmp_path / "run.yaml").write_text(text)
+    argv = [*flags(corpus, tmp_path, "dpo"), "--config", str(tmp_path / "run.yaml")]
+    assert run("dpo", argv, status=2).error_lines == [f"error: {tmp_path}/{line}"]
+
+
+def test_patience_without_held_out_data_is_refused(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", patience=2, eval_data_path="none")
+    assert "early stopping needs held-out data" in run("pretrain", argv, status=2).error_lines[-1]
+
+
+COPY = """
+import torch
+from trainer import train_pretrain as stage
+from trainer.components.parallel import unwrap
+from trainer.components.state import Hooks
+begin = stage.begin_run
+class Copy(Hooks):
+    def after_step(self, state):
+        self.copy = [p.detach().clone() for p in unwrap(state.model).parameters()]
+    def checkpoint_saved(self, state, path):
+        self.tell(state, "saved")
+    def validate(self, state, evaluate):
+        self.tell(state, "evaluated")
+        return evaluate()
+    def tell(self, state, what):
+        same = all(map(torch.equal, self.copy, unwrap(state.model).parameters()))
+        print(what, state.update, "as after its step" if same else "late")
+def begin_run(state, *args, **kwargs):
+    state.hooks.append(Copy())
+    begin(state, *args, **kwargs)
+stage.begin_run = begin_run
+"""
+
+
+def test_a_hook_after_the_step_sees_the_weights_that_are_saved_and_evaluated(corpus, tmp_path):
+    """So that a moving average of the weights is the one of the update that is evaluated."""
+    out = run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1), Faults(script=COPY)).out
+    told = [line for line in out.splitlines() if line.startswith(("saved", "evaluated"))]
+    assert "evaluated 4 as after its step" in told and "saved 3 as after its step" in told
+    assert all(line.endswith("as after its step") for line in told)
