@@ -33,6 +33,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C]."""
         x = x.to(product_dtype(x))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 

@@ -36,7 +36,7 @@ METRICS = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected", "log
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The log-probability of each answer [2 P], summed over its tokens, and the load-balancing loss."""
+    """The log-probability of each answer [2 P], summed over its tokens, and the load-balancing loss []."""
     log_probs, aux_loss = target_log_probs(model, batch)
     answers = [part.sum(dtype=batch["reference"].dtype) for part in log_probs.split(batch["target_counts"])]
     return torch.stack(answers) if answers else log_probs, aux_loss
@@ -98,8 +98,7 @@ def add_reference(data: DPODataset, state: TrainState, build: Callable[[], "Mini
             check_start_weights(args, state.run)
         except UserError as error:
             raise UserError(
-                f"{error}; or put back reference_*.npz in {args.cache_dir}, where the reference log-probabilities were "
-                "stored; or, if an earlier version began the run, finish it with that version"
+                f"{error}; or put back reference_*.npz in {args.cache_dir}, which holds the reference log-probabilities"
             ) from error
         return build()
 

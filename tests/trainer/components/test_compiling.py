@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import PretrainDataset, TokenDataset
 from dataset.token_cache import TokenCache
+from trainer import train_pretrain
 from trainer.components import compiling
 from trainer.components.compiling import compiles, has_compiler, operations
 from trainer.components.data import open_datasets
@@ -19,7 +20,7 @@ from trainer.components.parallel import wrap_model
 from trainer.train_grpo import Args as GRPOArgs
 from trainer.trainer_utils import load_tokenizer
 
-LONG = StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu")
+LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 
 
 def data_of(tokens: int) -> TokenDataset:
@@ -64,6 +65,12 @@ def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
     tokens = sum(len(sample["input_ids"]) for item in train_set for sample in item)
     expected = 6 * 12 * args.num_hidden_layers * args.hidden_size**2 * tokens * 2 / torch.get_num_threads()
     assert operations(args, train_set) == pytest.approx(expected)
+
+
+def test_other_stages_are_not(monkeypatch):
+    """Nothing was measured there."""
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN)
 
 
 def test_other_data_than_tokens_are_not(monkeypatch):
