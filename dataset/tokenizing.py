@@ -102,8 +102,12 @@ class BlockTokenizer(ABC):
     def __init__(self, spec: TokenizerSpec, max_length: int):
         self.spec, self.max_length = spec, max_length
         self.backend = Tokenizer.from_str(spec.backend)
-        size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=0)
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        size = 1 + max(vocabulary.values(), default=0)
         self.dtype = np.min_scalar_type(size - 1)  # the smallest unsigned type that holds every id
+        self.is_byte_level = '"ByteLevel"' in json.dumps(json.loads(spec.backend)["decoder"])
+        self.entry_lengths = np.zeros(size, dtype=np.int64)  # in a byte-level vocabulary, a character for each byte
+        self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
 
     @abstractmethod
     def add(self, record: dict, line: int) -> Iterable[str]:
@@ -158,6 +162,26 @@ class BlockTokenizer(ABC):
             begin += len(text)
         return np.concatenate(token_ids), np.concatenate(offsets)
 
+    def bytes_reached(self, text: str, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """int64 [T]: UTF-8 bytes of the text up to the end of each token.
+
+        The entries of a byte-level vocabulary say how many bytes they spell; if the sum is that of the text, no
+        normaliser has changed it. Otherwise the offsets say it, in characters: a character that several tokens share
+        counts for the first one, and text after the last token is part of it.
+
+        Example: "a河b" is 1 + 3 + 1 bytes, so `edges` is [0, 1, 4, 5]. The tokens are "a", two bytes of "河", its third
+        byte, and "b". A byte-level vocabulary reaches [1, 3, 4, 5]. By the offsets their characters end at 1, 2, 2 and
+        3, which is at the bytes [1, 4, 4, 5].
+        """
+        if len(token_ids) == 0:
+            return np.zeros(0, dtype=np.int64)
+        edges = bytes_before(text)
+        reached = np.cumsum(self.entry_lengths[token_ids])
+        if not (self.is_byte_level and reached[-1] == edges[-1]):
+            reached = edges[np.maximum.accumulate(offsets[:, 1])]
+            reached[-1] = edges[-1]
+        return reached
+
     def add_sample(self, tokens: np.ndarray, mask: np.ndarray, spelled: np.ndarray, line: int) -> None:
         """Add a sample, unless it has no target. tokens: [T]. mask: bool [T]. spelled: bytes of each token [T]."""
         mask[:1] = False  # the first token has no context to be predicted from
@@ -182,7 +206,7 @@ class DocumentTokenizer(BlockTokenizer):
             if not part.begins:
                 before = self.backend.encode(part.context, add_special_tokens=False).ids[-1:]
             after = after if part.ends else []
-            spelled = np.diff(bytes_reached(text, offsets), prepend=0)
+            spelled = np.diff(self.bytes_reached(text, token_ids, offsets), prepend=0)
             spelled = np.concatenate([[0] * len(before), spelled, [0] * len(after)]).astype(np.int64)
             token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
             self.counts["documents_split"] += part.begins and (len(token_ids) > self.max_length or not part.ends)
@@ -243,7 +267,7 @@ class ChatTokenizer(BlockTokenizer):
         token_ids, offsets = self.encode(pieces)
         starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
         turns = token_ranges(starts, ends, spans)
-        reached = bytes_reached(text, offsets)
+        reached = self.bytes_reached(text, token_ids, offsets)
         loss_mask = np.zeros(len(token_ids), dtype=bool)
         spelled = np.zeros(len(token_ids), dtype=np.int64)
         for (start, end), (first, last) in zip(spans, turns, strict=True):
@@ -316,21 +340,6 @@ def _encode(backend: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
 def _clean_starts(offsets: np.ndarray) -> np.ndarray:
     """Where a token begins after the previous one has ended; tokens that share a character are not separable."""
     return offsets[1:, 0][offsets[1:, 0] >= offsets[:-1, 1]]
-
-
-def bytes_reached(text: str, offsets: np.ndarray) -> np.ndarray:
-    """int64 [T]: UTF-8 bytes of a text up to the end of each token, given their [start, end) characters [T, 2]. A
-    character that several tokens share counts for the first one; text after the last token is part of it.
-
-    Example: "a河b" is 1 + 3 + 1 bytes, so `edges` is [0, 1, 4, 5]. Four tokens "a", two bytes of "河", its third byte
-    and "b" have the characters [0, 1), [1, 2), [1, 2) and [2, 3), which end at 1, 2, 2 and 3: they reach [1, 4, 4, 5].
-    """
-    if len(offsets) == 0:
-        return np.zeros(0, dtype=np.int64)
-    edges = bytes_before(text)
-    reached = edges[np.maximum.accumulate(offsets[:, 1])]
-    reached[-1] = edges[-1]
-    return reached
 
 
 def bytes_before(text: str) -> np.ndarray:

@@ -9,15 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.tokenizing import (
-    TOKENIZERS,
-    ChatTokenizer,
-    DocumentTokenizer,
-    TokenizerSpec,
-    bytes_before,
-    bytes_reached,
-    encode_long,
-)
+from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, TokenizerSpec, bytes_before, encode_long
 from tests.conftest import without_first_line_breaks
 from tests.dataset.conftest import block_of
 
@@ -71,22 +63,37 @@ def test_every_token_of_a_document_is_a_target_once(tokenizer, other_tokenizer, 
 CHARACTERS = st.text(st.sampled_from("🙂𠮷龘é北a "), min_size=1, max_size=40)
 
 
+def spelled(tok, token_ids):
+    """The bytes of tokens of a byte-level vocabulary, by the vocabulary's own definition."""
+    return sum(map(len, tok.convert_ids_to_tokens(token_ids)))
+
+
 @RELAXED
 @given(CHARACTERS, st.integers(2, 9), st.booleans())
-def test_samples_cut_inside_a_character_add_up_to_the_bytes_of_the_text(tokenizer, other_tokenizer, text, length, mine):
+def test_a_sample_cut_inside_a_character_counts_the_bytes_that_it_spells(
+    tokenizer, other_tokenizer, text, length, mine
+):
     tok = tokenizer if mine else other_tokenizer
     samples = samples_of(tok, "pretrain", [{"text": text}], length)
-    assert samples.target_bytes.sum() == len(text.encode()) and samples.target_bytes.min() >= 0
+    for tokens, mask, counted in zip(
+        split(samples, samples.tokens), split(samples, samples.loss_mask), samples.target_bytes, strict=True
+    ):
+        ids = [i for i in tokens[mask].tolist() if i != tok.eos_token_id]
+        assert counted == spelled(tok, ids)
+    assert samples.target_bytes.sum() == len(text.encode())
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
-    counted = [int(samples_of(tok, "sft", [record], cut).target_bytes.sum()) for cut in range(8, 8 + length * 3)]
-    assert counted == sorted(counted) and counted[-1] <= len(text.encode())
-    assert samples_of(tok, "sft", [record], 1000).target_bytes.tolist() == [len(text.encode())]
+    for cut in range(8, 8 + length * 3):
+        chat = samples_of(tok, "sft", [record], cut)
+        ids = chat.tokens[chat.loss_mask].tolist()
+        assert chat.target_bytes.sum() == spelled(tok, [i for i in ids if i != tok.eos_token_id])
 
 
-def test_bytes_reached():
+@pytest.mark.parametrize(("is_byte_level", "reached"), [(True, [1, 3, 4, 5]), (False, [1, 4, 4, 5])])
+def test_bytes_reached(tokenizer, is_byte_level, reached):
+    make = DocumentTokenizer(TokenizerSpec.of(tokenizer), 64)
+    make.is_byte_level, make.entry_lengths = is_byte_level, np.array([1, 2])
     offsets = np.array([[0, 1], [1, 2], [1, 2], [2, 3]])
-    assert bytes_reached("a河b", offsets).tolist() == [1, 4, 4, 5]
-    assert bytes_reached("", offsets[:0]).tolist() == []
+    assert make.bytes_reached("a河b", np.array([0, 1, 0, 0]), offsets).tolist() == reached
 
 
 @pytest.mark.parametrize("normalizer", [None, "NFC", "prefix"])
