@@ -110,7 +110,7 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
     assert losses["1e-3"][0] > losses["0"][0] + 0.05
     assert found["1e-3"][-1]["eval_loss"] == pytest.approx(found["0"][-1]["eval_loss"], abs=0.05)
     shutil.copytree(ROOT / "llm", clone / "llm", ignore=shutil.ignore_patterns("__pycache__"))
-    typed(clone, f"../llm/training/train.py --task full_sft {small} --set z_loss=1e-3")
+    typed(clone, f"../llm/training/train.py --task full_sft {small} --z_loss 1e-3")
     engine = [record["loss"] for record in read_metrics(clone / "out/full_sft_32_metrics.jsonl")]
     assert engine == losses["1e-3"]
     refused = typed(clone, f"train_full_sft.py {small} --from_resume 1 --z_loss 0.5", status=2)
@@ -124,7 +124,7 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
         "    max_seq_len: int = 768\n",
         '    max_seq_len: int = 768\n    floor: float = setting(0.0, "lowest rate", ge=0)\n',
     )
-    edited(clone, "import ROOT, StageArgs, parse_args", "import ROOT, StageArgs, parse_args, setting")
+    edited(clone, "import ROOT, StageArgs\n", "import ROOT, StageArgs, setting\n")
     edited(
         clone,
         "schedule = warmup_cosine",
