@@ -231,7 +231,8 @@ def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | No
             source.option(name, where, f"--set {name}", value)
         else:
             source.wrong.append(f"--set {pair} must be NAME=VALUE")
-    return options, source.finish("; see --help")
+    unknown = any(" is unknown" in text for text in source.wrong)
+    return options, source.finish("; see --help" * unknown)
 
 
 def read_yaml(args_class: type, path: str) -> Given:

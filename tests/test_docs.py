@@ -21,9 +21,9 @@ import yaml
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
-from common.config_sources import ALIASES, parse_args
+from common.config_sources import parse_args
 from common.errors import UserError
-from common.settings import Setting, settings_of
+from common.settings import Setting, aliases_of, settings_of
 from dataset.formats import to_chat, to_text
 from dataset.token_cache import load_tokenizer
 from llm.training.core.callbacks import HOOKS
@@ -256,7 +256,8 @@ def test_the_flag_table_is_that_of_the_stages(folder):
     table = {row[0].strip("`-"): row[1:] for row in rows(section(folder, "flags"))}
     for column, args in enumerate(STAGES):
         parser = parser_of(f"trainer/{args.__module__.split('.')[1]}.py")[0]
-        flags = {action.option_strings[-1] for action in parser._actions if action.dest != "help"}
+        others = {"help", "config", "print_config", *aliases_of(args)}  # the engine's table has them
+        flags = {action.option_strings[-1] for action in parser._actions if action.dest not in others}
         told = {f"--{name}" for name, row in table.items() if row[1 + column]}
         assert told == flags
         for name, setting in settings_of(args).items():
@@ -287,7 +288,7 @@ def test_the_engines_flag_table_is_its_settings(folder):
     table = {row[0].strip("`-"): row[1:] for row in rows(section(folder, "engine flags"))}
     pretrain = settings_of(STAGES[0])
     again = {name for name, setting in pretrain.items() if SETTINGS[name].default != setting.default} - {"save_weight"}
-    options = ["config", "print_config", "set", *ALIASES]
+    options = ["config", "print_config", "top_k", "set"]
     assert list(table)[: len(options)] == options
     assert list(table)[len(options) :] == [name for name in SETTINGS if name not in pretrain or name in again]
     for name, (in_section, values, default, unit, meaning) in list(table.items())[len(options) :]:
@@ -304,7 +305,8 @@ def test_the_chinese_help_texts_are_complete_and_those_of_the_tables():
     scripts = [script for script in (*ARGS, ENGINE) if script.startswith(("trainer/", "llm/"))]
     parsers = [parser_of(script)[0] for script in scripts if script not in REWARDED]
     flags = {action.option_strings[-1] for parser in parsers for action in parser._actions} - {"--help"}
-    assert {f"--{name}" for name in texts} == flags
+    others = {f"--{alias}" for args in STAGES for alias in aliases_of(args)} - {"--top_k"}
+    assert {f"--{name}" for name in texts} == flags - others
     assert all(re.search("[一-鿿]", text) and "\n" not in text for text in texts.values())
     for name in ("flags", "engine flags"):
         for row in rows(section("docs/zh", name)):
@@ -350,7 +352,8 @@ def test_help_tells_the_meaning_and_default_of_every_flag(script):
         assert name in flat and told.strip(), f"{script} {name} says nothing of its meaning"
         default = parser.get_default(action.dest)
         if default is argparse.SUPPRESS:  # the settings' own default is told instead
-            default = (settings_of(ARGS[script]) if script in ARGS else SETTINGS)[action.dest].default
+            rows = settings_of(ARGS[script]) if script in ARGS else SETTINGS
+            default = rows[action.dest].default if action.dest in rows else None  # another name of a setting
         if default not in (None, "") and not action.required:
             by_formatter = isinstance(parser._get_formatter(), argparse.ArgumentDefaultsHelpFormatter)
             assert by_formatter or "default" in told, f"{script} {name} does not tell its default"
@@ -520,7 +523,7 @@ def test_the_mistake_on_the_front_page_is_told_as_it_says():
 @pytest.mark.parametrize("folder", LANGUAGES)
 def test_the_metrics_fields_are_those_of_the_loop(folder):
     code = read("trainer/loop.py") + "".join(
-        read(f"trainer/components/{name}.py") for name in ("meter", "state", "expert_load")
+        read(f"trainer/components/{name}.py") for name in ("meter", "run_hooks", "expert_load")
     )
     fields = [name for row in rows(section(folder, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
@@ -615,6 +618,6 @@ def test_the_contract_on_the_page_is_that_of_the_code():
     methods = [name for row in by_heading["Hooks"] for name in re.findall(r"`(\w+)\(", row[0])]
     assert sorted(methods) == sorted(name for name, found in vars(Hooks).items() if callable(found) and name[0] != "_")
     called = [name for row in by_heading["Hooks"] for name in re.findall(r"`(on_\w+)`", row[2])]
-    assert set(called) <= set(HOOKS) and len(called) == 5
+    assert set(called) <= set(HOOKS) and len(called) == 6
     fields = [name for row in by_heading["TrainState"] for name in re.findall(r"`(\w+)[`(]", row[0])]
     assert len(fields) >= 15 and set(fields) <= {field.name for field in dataclasses.fields(TrainState)}
