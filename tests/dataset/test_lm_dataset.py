@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from tests.conftest import ROOT
-from trainer.components.sampler import epoch_loader
+from trainer.components.loaders import epoch_loader
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
 CHATS = [
