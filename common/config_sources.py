@@ -125,7 +125,8 @@ def parse_args(
     options, given = read_sources(args_class, settings_parser(args_class, description), argv, environ)
     args = args_class(**defaults | {name: value for name, (value, _) in given.items()})
     if options.print_config:
-        print_once(described(settings_of(args_class), vars(args), {name: where for name, (_, where) in given.items()}))
+        places = {name: where for name, (_, where) in given.items()}
+        print_once(described(settings_of(args_class), vars(args), places), environ)
     if wrong := args.contradictions():
         raise UserError("; ".join(wrong))
     return args
@@ -145,13 +146,13 @@ def read_sources(
     return options, (first or {}) | from_file | read_environment(args_class, environ) | from_flags
 
 
-def print_once(text: str) -> None:
-    """Print on rank 0 and end the process.
+def print_once(text: str, environ: Mapping[str, str]) -> None:
+    """Print on rank 0 and end the process. environ: says which rank this is.
 
     Raises:
         SystemExit: always.
     """
-    if launch().rank == 0:
+    if launch(environ).rank == 0:
         print(text, end="", flush=True)
     raise SystemExit(0)
 

@@ -169,7 +169,7 @@ class Config:
         options, given = read_sources(args_class, engine_parser(args_class), argv, environ, own)
         config = cls._of(stage, given)
         if options.print_config:
-            print_once(config.describe())
+            print_once(config.describe(), environ)
         return config
 
     @classmethod
