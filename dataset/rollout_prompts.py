@@ -37,6 +37,7 @@ class RolloutPrompt(NamedTuple):
     tools: list[dict] | None
     record: dict  # of the data file, with the reference answer as `answer`, if there is one
     sample_id: int
+    source: str = ""  # FILE:LINE, for errors
 
 
 class PromptDataset(Dataset):
@@ -76,7 +77,6 @@ class PromptDataset(Dataset):
         self.fingerprint = {"data": hashlib.sha256(described.encode()).hexdigest()[:16]}
         self.fingerprint |= {"tokenizer": spec.fingerprint()[:16]}
         self.prompts: list[RolloutPrompt] = []
-        self.sources: list[str] = []  # FILE:LINE of each
         self.too_long = self.special_texts = 0
         self._read(on_bad_data, max_bad_share)
         self.fingerprint["data"] += SPECIAL_TEXTS * bool(self.special_texts)
@@ -116,12 +116,11 @@ class PromptDataset(Dataset):
             self.too_long += 1
             return
         kept = record if answer is None else record | {"answer": answer}
-        self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts)))
-        self.sources.append(source)
+        self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts), source))
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a prompt."""
-        return self.sources[sample_id]
+        return self.prompts[sample_id].source
 
     def __len__(self) -> int:
         return len(self.prompts)

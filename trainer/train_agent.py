@@ -80,7 +80,7 @@ def open_data(args, tokenizer):
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become trajectories, which model and environment write, with rewards."""
-    add_rollouts(state, tokenizer, train_set, load_environment(state.args.environment))
+    add_rollouts(state, tokenizer, load_environment(state.args.environment))
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None)
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
-    add_rollouts(state, tokenizer, train_set)
+    add_rollouts(state, tokenizer)
 
 
 def main() -> None:

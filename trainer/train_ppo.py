@@ -96,7 +96,7 @@ def extend_model(model, args):
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
-    add_rollouts(state, tokenizer, train_set, kind=ppo.ValuedRollouts)
+    add_rollouts(state, tokenizer, kind=ppo.ValuedRollouts)
     state.save_fn = ppo.save_actor
 
 

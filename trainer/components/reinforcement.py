@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from common.plugins import source_files
 from common.settings import ROOT, StageArgs, setting
-from dataset.rollout_prompts import PromptDataset
 from model.sampling import COLDEST
 from trainer.components.environments import Environment
 from trainer.components.language_model import frozen_model
@@ -108,7 +107,6 @@ class ReinforcementArgs(RolloutArgs):
 def add_rollouts(
     state: TrainState,
     tokenizer: "PreTrainedTokenizerBase",
-    prompts: PromptDataset,
     environment: type[Environment] | None = None,
     kind: type[Rollouts] = Rollouts,
 ) -> None:
@@ -125,7 +123,7 @@ def add_rollouts(
     limits = {"max_gen_len": args.max_gen_len, "reply_timeout": args.reward_timeout}
     if environment is not None:
         limits |= {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
-    writer = TrajectoryWriter(tokenizer, source=prompts.source, environment=environment, **sampling, **limits)
+    writer = TrajectoryWriter(tokenizer, environment=environment, **sampling, **limits)
     rollouts = kind(args, lm_config, writer, rewards)
     if args.beta:
         policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))

@@ -209,7 +209,7 @@ class Rollouts(Hooks):
 
     def _judge(self, each: Trajectory) -> dict[str, float]:
         """Each reward of a trajectory, by name."""
-        prompt, where = each.prompt.messages + each.messages[:-1], self.writer.source(each.prompt.sample_id)
+        prompt, where = each.prompt.messages + each.messages[:-1], each.prompt.source
         return compute(self.rewards, prompt, each.text, each.prompt.record, where, self.args.reward_timeout)
 
     def _weighted(self, parts: dict[str, float]) -> float:

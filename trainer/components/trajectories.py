@@ -64,7 +64,6 @@ class TrajectoryWriter:
         temperature: of the sampling; 0 takes the likeliest token, always.
         max_gen_len: tokens of one turn at most.
         seed: of the run.
-        source: FILE:LINE of a prompt, for errors.
         between: called between two tokens; may raise.
         environment: made anew for each trajectory; replies to its calls.
         max_turns, max_total_len: turns and tokens of a trajectory at most, with prompt and replies.
@@ -76,7 +75,6 @@ class TrajectoryWriter:
     temperature: float
     max_gen_len: int
     seed: int
-    source: Callable[[int], str] = str
     between: Callable[[], None] = lambda: None
     environment: type[Environment] | None = None
     max_turns: int = 1
@@ -107,7 +105,7 @@ class TrajectoryWriter:
 
     def _user_code(self, prompt: RolloutPrompt) -> AbstractContextManager[None]:
         """Around code of the environment: its errors become a UserError that names the prompt's record."""
-        return user_code("the environment", self.source(prompt.sample_id), self.reply_timeout)
+        return user_code("the environment", prompt.source, self.reply_timeout)
 
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
         """Write one turn of each; those whose tokens are still equal share one prefill."""
@@ -158,7 +156,7 @@ class TrajectoryWriter:
         try:
             first, *others = prompt_pieces(self.tokenizer, [*start, *replies])
         except ValueError as error:
-            raise UserError(f"{self.source(each.prompt.sample_id)}: {error}") from error
+            raise UserError(f"{each.prompt.source}: {error}") from error
         if not first.text.startswith(before):
             raise UserError("the chat template rewrites earlier turns when tools reply, so an agent cannot go on")
         return encode_pieces(self.tokenizer, [Piece(first.text[len(before) :], False), *others])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import UserError
 from dataset.rollout_prompts import RolloutPrompt
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_policy_loss import log_probs_one_by_one
@@ -25,7 +26,9 @@ WEIGHTED = [0.0, 1.25, 0.5, 1.75]  # their sum with weights 1 and 0.5
 
 
 def prompt(number: int) -> RolloutPrompt:
-    return RolloutPrompt([number + 3, 4, 5, 6], [{"role": "user", "content": f"{number}?"}], None, {}, number)
+    return RolloutPrompt(
+        [number + 3, 4, 5, 6], [{"role": "user", "content": f"{number}?"}], None, {}, number, f"p:{number}"
+    )
 
 
 def numbers(text: str) -> tuple[int, int]:
@@ -152,6 +155,18 @@ def test_held_out_prompts_are_judged_by_their_likeliest_completions():
     assert sums == {"loss": -1.5, "reward": 1.5, "reward_odd": 1.0, "reward_size": 1.0}
     assert rollouts.writer.asked[0][:2] == (0.0, 1)
     assert float(rollouts.held_out(state.model, *window(()))["loss"]) == 0.0
+
+
+def test_a_reward_that_fails_names_the_prompt_it_was_given():
+    """Also a held-out one, whose number may be that of another training prompt, or of none."""
+
+    def fails(prompt, text, record):
+        raise ValueError(prompt[0]["content"])
+
+    rollouts, state = rollouts_of()
+    rollouts.rewards = [Reward("fails", fails, 1.0)]
+    with pytest.raises(UserError, match=r"p:7: .*7\?"):
+        rollouts.held_out(state.model, *window((7,)))
 
 
 @pytest.mark.parametrize("several", [1, 3])

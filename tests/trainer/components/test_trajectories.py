@@ -65,7 +65,7 @@ class Head:
 
 def agent(tokenizer, prompts, **options) -> TrajectoryWriter:
     defaults = {"group": 1, "environment": Calculator, "max_turns": 3, "max_total_len": 600, "reply_timeout": 0.2}
-    defaults |= {"temperature": 1.0, "max_gen_len": 64, "seed": 1, "source": prompts.source}
+    defaults |= {"temperature": 1.0, "max_gen_len": 64, "seed": 1}
     return TrajectoryWriter(tokenizer, **defaults | options)
 
 
