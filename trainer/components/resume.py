@@ -192,7 +192,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
-    if "computing" not in checkpoint:
+    if not {*COMPARED, "global_batch", "from_weight", "from_weight_sha256"} <= saved.keys():
         raise UserError(
             "--from_resume 1: the checkpoint was written by an early version, which did not save all that is compared "
             "today; finish the run with that version, or start anew with --from_resume 0"
