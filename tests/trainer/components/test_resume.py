@@ -23,6 +23,7 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
+from trainer.components.checkpoint import FORMAT
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
 from trainer.components.reinforcement import add_rollouts
