@@ -75,7 +75,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
         return broken, aux_loss, {"twice": 2 * loss, "ids": batch["sample_ids"].sum() * len(batch["targets"])}
 
     state = make_state(loss_fn=loss_fn)
-    state.shown = ("ids", "twice")
+    state.metric_names = ("ids", "twice")
     state.__post_init__()
     state.iters = 3
     losses = []

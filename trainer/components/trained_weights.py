@@ -104,7 +104,8 @@ def load_path(
     weights, config = read_model(path, **asked)
     tokenizer_path = tokenizer_path or tokenizer_folder(path)
     tokenizer = load_tokenizer(tokenizer_path)
-    check_tokenizer(tokenizer, tokenizer_path, config, exactly=not is_hugging_face(path))
+    from_elsewhere = not is_hugging_face(path) and config.tokenizer_sha256 is None
+    check_tokenizer(tokenizer, tokenizer_path, config, exactly=from_elsewhere)
     for name, value in tokenizer_fields(tokenizer).items():
         setattr(config, name, value)
     model = MiniMindForCausalLM(config)

@@ -88,7 +88,7 @@ def test_a_killed_run_resumes_bit_for_bit(corpus, whole, killed, tmp_path):
     assert all(torch.equal(value, other[key]) for key, value in one.items())
     assert records(whole) == records(tmp_path)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
-    assert left == ["pretrain_32_resume", "pretrain_32_resume_previous"]
+    assert left == ["pretrain_32_best_resume", "pretrain_32_resume", "pretrain_32_resume_previous"]
 
 
 def test_from_shards_to_a_plain_run_and_back(corpus, whole, killed, tmp_path):
