@@ -88,5 +88,5 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     record = make_record(state, means, norm, False)
     assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
     assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5
-    assert "ids: 3.5000, twice: " in describe(record, state.shown)
+    assert "ids: 3.5000, twice: " in describe(record, state.metric_names)
     assert not state.losses.any()
