@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # transformers imports torch
 FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
 LAYOUT_VERSION = 6  # raise it when the same samples are stored in other files, or counted in another way
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
+CODE = ("formats.py", "messages.py", "json_records.py", "text_files.py", "tokenizing.py", "chat_labels.py")
+CODE += ("packing.py",)  # what makes samples of records: another cache after a change
 KEY_LENGTH = 32  # hexadecimal digits in a cache's name
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 
@@ -125,6 +127,8 @@ def build_token_cache(
         stamps = [_stamp(path) for path in paths]
         hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
+        code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)
+        settings |= {"code": hashlib.sha256(code).hexdigest()}
         settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:KEY_LENGTH]

@@ -23,6 +23,9 @@ def has_varlen_kernel(values: Tensor) -> bool:
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """Causal attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
+    Which tokens see which is said in three places, one for each form of input: here for training, in
+    `MiniMindForCausalLM.forward` for padded batches, and in `MiniMindModel.visible` for the answers that are decoded.
+
     One variable-length FlashAttention kernel (torch.nn.attention.varlen) where there is one; else one call per sample,
     which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for every new length)."""
     if not len(q):

@@ -128,3 +128,8 @@ def test_the_imports_of_a_stage_are_shallow():
 
     assert len(STAGES) >= 2
     assert max(map(floor, STAGES)) <= 7, sorted(floors.items(), key=lambda item: item[1])
+
+
+def test_every_stage_hands_its_learning_rates_on():
+    """`Args.lr_scales` of a reader's own must not be without effect."""
+    assert all("args.optimizer, args.lr_scales)" in (ROOT / path).read_text() for path in STAGES)

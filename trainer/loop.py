@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -111,6 +111,9 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         with gradient_sync(model, enabled=i == len(window) - 1):
             with state.autocast:
                 loss, aux_loss, *metrics = state.loss_fn(model, to_device(batch, state.device), args)
+            if metrics and metrics[0].keys() != set(state.metric_names):
+                names = ", ".join(metrics[0])
+                raise UserError(f"loss_fn gives {names} beside the loss; TrainState's metric_names must be just these")
             # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
             scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
         values = [loss, aux_loss, *(metrics[0][name] for name in state.metric_names)]
@@ -333,6 +336,11 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
             sums[name] = sums.get(name, 0.0) + float(value)
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
+    for module in (
+        model.modules() if is_sharded(model) else ()
+    ):  # what the forward pass gathered may be of other weights
+        if is_sharded(module):
+            cast(Any, module).reshard()
     names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
     host = torch.tensor([*(sums.get(name, 0.0) for name in names), targets, text_bytes, stop], dtype=torch.float64)
     *totals, all_targets, all_bytes, any_stop = reduce_sum(host).tolist()

@@ -109,7 +109,7 @@ def main() -> None:
     # 6. Model, wrapped in DDP, and optimizer.
     model, _ = init_model(lm_config, start_weights(args, run, checkpoint), args.tokenizer_path, args.save_dir)
     model = compile_and_wrap(model, args, device, autocast, train_set)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(

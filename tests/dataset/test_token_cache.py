@@ -649,3 +649,13 @@ def test_memory_stays_flat_whatever_the_size_of_the_file(write, other_tokenizer,
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 2e6, peaks
+
+
+def test_other_code_makes_another_cache(write, cache_dir, tokenizer, monkeypatch):
+    """Whoever changes how a form is read would else train on the tokens of before."""
+    path = write("a.jsonl", TEXTS)
+    before = build_token_cache("pretrain", path, tokenizer, 64, cache_dir).path
+    assert build_token_cache("pretrain", path, tokenizer, 64, cache_dir).path == before
+    assert "formats.py" in token_cache.CODE
+    monkeypatch.setattr(token_cache, "CODE", (*token_cache.CODE, "blocks.py"))
+    assert build_token_cache("pretrain", path, tokenizer, 64, cache_dir).path != before

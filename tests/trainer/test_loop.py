@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.stage_process import run
 
 
@@ -60,6 +61,20 @@ def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
         total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
         count += int((labels[1:] != -100).sum())
     assert abs(got[0]["records"][0]["loss"] - total / count) <= 1e-5
+
+
+def test_a_metric_that_is_not_named_is_one_line():
+    """It would be in no record, and nothing would say so."""
+    from tests.trainer.components.test_bad_updates import batch, make_state
+    from trainer.loop import train_update
+    from trainer.trainer_utils import next_token_loss
+
+    def loss_fn(model, batch, args):
+        loss, aux_loss = next_token_loss(model, batch)
+        return loss, aux_loss, {"twice": 2 * loss}
+
+    with pytest.raises(UserError, match="loss_fn gives twice beside the loss; TrainState's metric_names must be just"):
+        train_update(make_state(loss_fn=loss_fn), [batch(1)], 1.0, 1.0)
 
 
 def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():

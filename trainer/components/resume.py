@@ -296,11 +296,15 @@ SHARED_CODE += (
     "model/attention.py",
     "model/flat_batch.py",
     "model/feed_forward.py",
+    "dataset/formats.py",
+    "dataset/tokenizing.py",
+    "dataset/chat_labels.py",
 )
 
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
-    """SHA-256 of the stage's own files, the loop and the model, by file name, relative to the repository if in it."""
+    """SHA-256 of the stage's own files, the loop, the model and what makes tokens of records, by file name, relative to
+    the repository if in it."""
     paths = [Path(path).resolve() for path in stage_files] + [ROOT / path for path in SHARED_CODE]
     contents: dict[str, bytes] = {}
     for path in dict.fromkeys(paths):

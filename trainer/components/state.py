@@ -73,7 +73,7 @@ class Hooks:
 
     def validate(self, state: "TrainState", evaluate: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """What `evaluate()` gives on the held-out data, None if a signal interrupted it; a hook may do something before
-        and after, such as putting other weights in place."""
+        and after, such as putting other weights in place. `<name>_best` holds the weights that are there afterwards."""
         return evaluate()
 
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
@@ -216,7 +216,11 @@ class TrainState:
         warn_of_other_kernels(checkpoint, self.args.deterministic, computing(self.device, self.autocast))
         saved = with_tensors(checkpoint, unwrap(self.model))
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
+        scales = [group.get("lr_scale") for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(saved["optimizer"])
+        for group, scale in zip(self.optimizer.param_groups, scales, strict=True):
+            if scale is not None:  # code, like the schedule: what the present code says counts
+                group["lr_scale"] = scale
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])

@@ -25,6 +25,7 @@ CASES = {
     "dense": {},
     "moe": {"use_moe": True, "activation_checkpointing": 1, "dropout": 0.2},
     "bad": {"bad_update": 1},
+    "other_weights": {"evaluated": 3.0},  # as a hook puts them in place, to evaluate their moving average
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
@@ -72,6 +73,12 @@ class Held:
         return loss
 
 
+@torch.no_grad()
+def scale_weights(model: torch.nn.Module, scale: float) -> None:
+    for parameter in model.parameters() if scale != 1 else ():
+        parameter.mul_(scale)
+
+
 def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     """Three updates of two micro-batches, the last of them empty on rank 1, and an evaluation before the last."""
     torch.manual_seed(0)
@@ -100,7 +107,10 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
         if case.get("bad_update") == update and rank == 1:  # NaN on one rank only
             targets = float("nan")
         if update == 2:
+            scale = case.get("evaluated", 1.0)
+            scale_weights(unwrap(state.model), scale)
             held_out = evaluate(state, [flat_batch(77 + rank, [] if rank else [8, 9])])
+            scale_weights(unwrap(state.model), 1 / scale)
             found += [held_out["eval_loss"], held_out["eval_bpb"]]
         means, norm = train_update(state, window, targets, tokens)
         found += [*means.tolist(), float(norm)]
