@@ -56,7 +56,8 @@ def check_tokenizer(
         raise UserError(
             f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary {vocabulary}; {advice}"
         )
-    if lm_config.tokenizer_sha256 not in (None, vocabulary_hash(tokenizer)):
+    known = lm_config.tokenizer_sha256
+    if known is not None and known != vocabulary_hash(tokenizer):
         raise UserError(
             f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which every text "
             f"would be gibberish; {advice}"

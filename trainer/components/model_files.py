@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from common.durable_files import atomic_write
 from common.errors import UserError, reason
-from trainer.components.checkpoint import STATE_KEYS, UNREADABLE, Writer, comment_of, read_file, read_state, write_file
+from trainer.components.checkpoint import (
+    REST,
+    STATE_KEYS,
+    UNREADABLE,
+    Writer,
+    comment_of,
+    read_file,
+    read_state,
+    with_tensors,
+    write_file,
+)
 from trainer.components.distributed import is_main_process
 from trainer.components.model_import import flags_of, imported_config, read_folder
 from trainer.components.parallel import half_precision, is_sharded, unwrap
@@ -157,8 +167,6 @@ def read_model(
 
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    from trainer.components.checkpoint import REST, with_tensors
-
     if path.is_dir() and not (path / REST).is_file():
         raise UserError(f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({REST})")
     if not path.exists():

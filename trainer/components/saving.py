@@ -12,7 +12,7 @@ from typing import Any
 from common.durable_files import link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
-from trainer.components.checkpoint import lm_checkpoint, state_paths
+from trainer.components.checkpoint import lm_checkpoint, saving_group, state_paths
 from trainer.components.distributed import Logger, is_main_process, meet, stop_watching
 from trainer.components.metrics import MetricsLog
 from trainer.components.model_files import Description, save_weights
@@ -168,8 +168,6 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     checkpoint in the background, the metrics file, the tracker's curves; at its normal end the weights are written."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     if is_sharded(state.model):
-        from trainer.components.checkpoint import saving_group
-
         saving_group()
     if state.resumed_update is None and is_main_process():
         set_earlier_run_aside(state.args, state.lm_config)

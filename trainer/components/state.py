@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from common.settings import StageArgs
 from trainer.components.bad_updates import BadUpdates
-from trainer.components.checkpoint import Writer
+from trainer.components.checkpoint import Writer, with_tensors
 from trainer.components.distributed import Logger, world_size
 from trainer.components.expert_load import ExpertLoad
 from trainer.components.language_model import Batch, flat_size, held_out_loss
@@ -98,9 +98,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     autocast: AbstractContextManager
     device: torch.device
-    loss_fn: (
-        LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses of tokens[, metrics by name]
-    )
+    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name]
     schedule: Schedule  # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     run: Fingerprint  # what must not differ on resume
     stop: StopRequest = field(default_factory=StopRequest)
@@ -205,8 +203,6 @@ class TrainState:
         Raises:
             UserError: it is of another kind of model, such as that of another stage.
         """
-        from trainer.components.checkpoint import with_tensors
-
         if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
             raise UserError(
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "

@@ -174,10 +174,8 @@ class Config:
 
     @classmethod
     def _of(cls, stage: type[StageArgs] | None, given: Given) -> "Config":
-        config, rows = (
-            cls(stage_args=stage, sources=dict.fromkeys(SETTINGS, "default")),
-            settings_of(engine_args(stage)),
-        )
+        config = cls(stage_args=stage, sources=dict.fromkeys(SETTINGS, "default"))
+        rows = settings_of(engine_args(stage))
         for name, (value, where) in given.items():
             config.sources[name] = where
             if name in SETTINGS:
