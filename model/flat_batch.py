@@ -7,7 +7,7 @@ from torch import Tensor
 
 def pad_rows(rows: Tensor) -> int:
     """Rows to pad a flat batch with, up to a multiple of 64 on a CPU: oneDNN compiles and caches a kernel for each new
-    number of rows (docs/LOG.md, "Few kernel shapes on the CPU")."""
+    number of rows (docs/dev/LOG.md, "Few kernel shapes on the CPU")."""
     return -len(rows) % 64 if rows.device.type == "cpu" else 0
 
 

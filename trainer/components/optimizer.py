@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from common.errors import UserError
 from trainer.components.device import native_bfloat16
 
-MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/LOG.md, "Muon's learning rate"
+MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/dev/LOG.md, "Muon's learning rate"
 
 
 def build_optimizer(

@@ -1,4 +1,4 @@
-"""The engine under the names and call forms of its description (docs/DESCRIBED.md)."""
+"""The engine under the names and call forms of its description (docs/dev/DESCRIBED.md)."""
 
 import random
 import re
@@ -535,7 +535,7 @@ def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
 
 
 def test_the_page_names_tests_that_there_are():
-    page = (ROOT / "docs/DESCRIBED.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/dev/DESCRIBED.md").read_text(encoding="utf-8")
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/llm").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", page))
     assert len(named) > 20 and [name for name in named if f"def {name}(" not in sources] == []
