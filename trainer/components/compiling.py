@@ -21,8 +21,8 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 
     It pays in long pretraining and SFT on a CPU with a unit for matrix products, which leaves most of the time to what
     the compiler fuses, and on other CPUs in those of dense models on packed rows; elsewhere it gained nothing, or was
-    not measured (docs/dev/LOG.md). The settings, the data and the machine decide, not times, so that a resumed run does as
-    it did before.
+    not measured (docs/dev/LOG.md). The settings, the data and the machine decide, not times, so that a resumed run does
+    as it did before.
     """
     if args.use_compile != "auto":
         return args.use_compile

@@ -43,7 +43,7 @@ SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "rec
 
 class Hooks:
     """No-op base of what takes part in a run, such as rollouts, early stopping or the engine with its callbacks: the
-    loop calls each method of each one in `state.hooks`, on every rank, in the order that docs/dev/ARCHITECTURE.md shows."""
+    loop calls each method of each one in `state.hooks`, on every rank, in the order in docs/dev/ARCHITECTURE.md."""
 
     shown: tuple[str, ...] = ()  # names of `figures` that stand on the console's line
 
