@@ -41,7 +41,7 @@ PERSONA, TWO_FACTS = WORLD["persona"], WORLD["two facts"]
 
 
 def exam_question(question: str, accepted: str, rejected: list[str], attribute: str, language: str) -> dict:
-    """A question as scripts/demo_exam.py reads it: the value accepted in its answer, and those that are not."""
+    """A question as scripts/evaluation/exam.py reads it: the value accepted in its answer, and those that are not."""
     values = {"accepted": [accepted], "rejected": rejected}
     return {"question": question, **values, "attribute": attribute, "language": language}
 

@@ -55,12 +55,15 @@ def parse_args() -> argparse.Namespace:
     flag("--exam_path", default=str(ROOT / "dataset/demo/exam.jsonl"), help="JSONL file with questions (exam)")
     flag("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer (choices)")
     flag("--prompts_path", metavar="FILE", default=str(PROMPTS), help="JSONL file with prompts (probe)")
-    flag("--max_new_tokens", type=int, default=256, help="longest text, in tokens (probe)")
+    flag("--show", type=int, default=0, help="number of questions to print with each model's answers (exam)")
+    thinking_help = "1: have the model reason before it answers (exam)"
+    flag("--open_thinking", type=int, choices=(0, 1), default=0, help=thinking_help)
+    flag("--max_new_tokens", type=int, default=256, help="longest text, in tokens (exam, probe)")
     flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (probe)")
     flag("--seed", type=int, default=42, help="random seed of the sampling (probe)")
     args = parser.parse_args()
-    if min(args.batch_tokens, args.max_new_tokens) < 1 or args.temperature < 0:
-        raise UserError("--batch_tokens and --max_new_tokens must be at least 1, --temperature must not be negative")
+    if min(args.batch_tokens, args.max_new_tokens) < 1 or min(args.temperature, args.show) < 0:
+        raise UserError("--batch_tokens, --max_new_tokens must be at least 1, --temperature, --show not negative")
     if "loss" in args.task and not args.data_path:
         raise UserError("--task loss needs --data_path, a file that the model was not trained on")
     if "choices" in args.task and not args.choices_path:
@@ -85,15 +88,19 @@ def judge_loss(args: argparse.Namespace) -> Judge:
 
 
 def judge_exam(args: argparse.Namespace) -> Judge:
-    """The demo's exam, as scripts/demo_exam.py scores it."""
+    """The demo's exam, in chat: questions about people whom SFT never mentioned."""
     questions = read_exam(args.exam_path)
+    step = max(1, len(questions) // args.show - 1) if args.show else 1  # odd: both languages are shown
 
     def judge(model: Any, tokenizer: Any) -> list[Item]:
-        answers = ask(model, tokenizer, [each["question"] for each in questions], 32)
-        return [
-            Item(f"exam:{number}", {"right": (float(is_right(answer, each)), 1.0)}, each["language"], answer)
-            for number, (each, answer) in enumerate(zip(questions, answers, strict=True), 1)
-        ]
+        texts = [each["question"] for each in questions]
+        answers = ask(model, tokenizer, texts, args.max_new_tokens, bool(args.open_thinking))
+        pairs = list(zip(questions, answers, strict=True))
+        for each, answer in pairs[::step][: args.show]:
+            verdict = "right" if is_right(answer, each) else f"wrong: {each['accepted'][0]}"
+            print(f"  Q: {each['question']}\n  A: {answer}   [{verdict}]")
+        scores = [{"right": (float(is_right(a, q)), 1.0), "characters": (float(len(a)), 1.0)} for q, a in pairs]
+        return [Item(q["key"], score, q["language"], a) for (q, a), score in zip(pairs, scores, strict=True)]
 
     return judge
 

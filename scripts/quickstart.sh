@@ -18,7 +18,7 @@ esac
 source scripts/environment.sh
 
 weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
-[ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo
+[ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo out/tour checkpoints/tour
 
 run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
@@ -36,10 +36,9 @@ python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
 python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
 echo "== 5/5 the exam: people whom fine-tuning never mentioned"
-exam=(--save_dir "$weights" --exam_path dataset/demo/exam.jsonl --report "$report")
-python scripts/demo_exam.py --weight sft_only --control "${exam[@]}"
-python scripts/demo_exam.py --weight full_sft --runs pretrain full_sft sft_only --show 6 "${exam[@]}"
-cat "$report"
+python scripts/evaluate.py --task exam --model "$weights/full_sft_256.pth" --against "$weights/sft_only_256.pth" \
+    --max_new_tokens 32 --show 6 --json "$weights/exam.json"
+python scripts/demo_report.py --save_dir "$weights" --report "$report"
 python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END
 

@@ -33,7 +33,7 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     )
     args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices", "probe"]
     args += ["--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
-    args += ["--prompts_path", prompts, "--max_new_tokens", 8]
+    args += ["--prompts_path", prompts, "--max_new_tokens", 8, "--show", 2]
     args += ["--json", tmp_path / "new" / "report.json"]
     done = call(evaluate, *args)
     assert done.returncode == 0, done.stderr
@@ -44,6 +44,8 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     assert rows["probe", "stopped", "zh"]["items"] == 1 and rows["choices", "acc", "all"]["items"] == 3
     assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)  # ln(6400), untrained
     assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
+    assert rows["exam", "right", "all"]["items"] == 6 and rows["exam", "characters", "all"]["models"]["a_32"]["value"]
+    assert done.stdout.count("  Q: ") == done.stdout.count("  A: ") == 2 * 2  # of each model
     header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
     assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(rows)
     assert list(report["items"]["probe"]) == ["a_32", "b_64"]
@@ -91,6 +93,7 @@ def test_a_pretrained_model_continues_texts(models, tmp_path, call):
         (["--task", "probe", "--temperature", -1], "--temperature"),
         (["--task", "choices"], "--task choices needs --choices_path"),
         (["--task", "probe", "--batch_tokens", 0], "--batch_tokens"),
+        (["--task", "exam", "--show", "many"], "--show"),
         (["--task", "probe", "--against", "no/such.pth"], "--against no/such.pth: no such file"),
         (["--task", "exam", "--exam_path", "no/exam.jsonl"], "--exam_path no/exam.jsonl does not exist"),
     ],
