@@ -44,7 +44,7 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     assert rows["probe", "stopped", "zh"]["items"] == 1 and rows["choices", "acc", "all"]["items"] == 3
     assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)  # ln(6400), untrained
     assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
-    assert rows["exam", "right", "all"]["items"] == 6 and rows["exam", "characters", "all"]["models"]["a_32"]["value"]
+    assert rows["exam", "right", "all"]["items"] == rows["exam", "characters", "all"]["items"] == 6
     assert done.stdout.count("  Q: ") == done.stdout.count("  A: ") == 2 * 2  # of each model
     header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
     assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(rows)
