@@ -6,11 +6,13 @@ Flags, values, defaults and English meanings are those of the code; docs/zh/flag
 around the tables stays as it is in the pages. A test fails while a page is not what this script writes.
 """
 
+import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import yaml
 
@@ -19,7 +21,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import METAVARS, ROOT, Setting, settings_of
+from dataset import show_samples
 from llm.training.core.config import SETTINGS, engine_parser
+from scripts import (
+    benchmark,
+    chat,
+    convert_model,
+    evaluate,
+    plot_metrics,
+    serve_openai_api,
+    train_tokenizer,
+    verify_resume,
+)
 from trainer import (
     train_agent,
     train_distillation,
@@ -35,9 +48,16 @@ SCRIPTS = (train_pretrain, train_full_sft, train_lora, train_dpo, train_distilla
 STAGES = [settings_of(script.Args) for script in SCRIPTS]
 OWN = {name: each for stage in STAGES for name, each in stage.items() if name not in STAGES[0]}
 FLAGS = {**STAGES[0], **OWN}
-# Of reinforcement learning in a table of their own: some have the names of others.
+# Of reinforcement learning in a table of their own: some have the names of others, some another default.
 REWARDED = [settings_of(script.Args) for script in (train_grpo, train_agent, train_ppo)]
-REWARDED_FLAGS = {name: each for stage in REWARDED for name, each in stage.items() if name not in STAGES[0]}
+REWARDED_FLAGS = {
+    name: each
+    for stage in REWARDED
+    for name, each in stage.items()
+    if name not in STAGES[0] or each.default != STAGES[0][name].default
+}
+REWARDED_OWN = REWARDED_FLAGS.keys() - STAGES[0].keys()
+TOOLS = (chat, evaluate, convert_model, serve_openai_api, train_tokenizer, show_samples, plot_metrics, verify_resume)
 OPTIONS = {a.dest: a.help or "" for a in engine_parser()._actions if a.dest not in ("help", *SETTINGS)}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
 PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
@@ -61,6 +81,57 @@ def default(setting: Setting | None) -> str:
     return "-" if text in ("None", "") else text.replace("e-0", "e-")
 
 
+class _Reached(Exception):
+    """Carries the parser of a tool out of its `main`."""
+
+
+def tool_flags() -> Iterator[tuple[str, str, str, str, str]]:
+    """Tool, flag, value, default and help of each flag of the tools; of the benchmark those that no stage has."""
+
+    def leave(parser: Parser, *_: Any) -> None:
+        raise _Reached(parser)
+
+    for tool in TOOLS:
+        actions: list[argparse.Action] = []
+        try:
+            with patch.object(Parser, "parse_args", leave):
+                tool.main()
+        except _Reached as reached:
+            actions = reached.args[0]._actions
+        for action in actions[1:]:  # without --help
+            metavar, stated = str(action.metavar), action.default
+            kind = metavar if metavar in METAVARS.values() else METAVARS.get(cast("type", action.type), "TEXT")
+            choices = action.choices or (metavar[1:-1].split(",") if metavar[0] == "{" else ())
+            stated = " ".join(stated) if isinstance(stated, list) else stated
+            told = f"{action.help} (default: {'-' if stated in (None, '') else stated})".replace(f"{ROOT}/", "")
+            meaning, stated = re.findall(r"(.*?) \(default: (.*?)\)(?= |$)", told)[0]  # the help's own comes first
+            taken = ", ".join(f"`{choice}`" for choice in choices) or kind
+            yield tool.__name__.rpartition(".")[2], action.dest, taken, stated, meaning
+    for name, each in settings_of(benchmark.BenchmarkArgs).items():
+        if name not in FLAGS:
+            yield "benchmark", name, value(each), f"{default(each)} {each.unit}".strip(), each.help
+
+
+def tool_table(words: dict[str, Any]) -> str:
+    """The table of the tools' flags; one row for tools whose flag of a name is the same.
+
+    Raises:
+        UserError: a flag has no meaning, or there is one of no flag.
+    """
+    rows: dict[tuple[str, ...], list[str]] = {}
+    texts, used = words["tools"], set()
+    for tool, name, taken, stated, told in tool_flags():
+        key = f"{tool}.{name}" if f"{tool}.{name}" in texts else name
+        is_setting = name in FLAGS and told == FLAGS[name].help
+        used |= set() if is_setting else {key}
+        meaning = words["meanings"][name] if is_setting else texts.get(key, "")
+        flag = name if name == "metrics" else f"--{name}"
+        rows.setdefault((f"`{flag}`", taken, words["defaults"].get(stated, stated), meaning), []).append(f"`{tool}`")
+    if wrong := sorted(used ^ texts.keys()):
+        raise UserError(f"docs/zh/flags.yaml: tools, missing or of no flag: {', '.join(wrong)}")
+    return table(words["tool columns"], [[flag, ", ".join(tools), *rest] for (flag, *rest), tools in rows.items()])
+
+
 def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     """A Markdown table."""
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *rows))
@@ -75,7 +146,7 @@ def tables(words: dict[str, Any]) -> dict[str, str]:
     meanings, units = words["meanings"], {"": "", **words["units"]}
     if wrong := sorted(meanings.keys() ^ {*FLAGS, *SETTINGS, *OPTIONS}):
         raise UserError(f"docs/zh/flags.yaml: meanings that are missing, or of no setting: {', '.join(wrong)}")
-    if wrong := sorted(words["reinforcement"].keys() ^ REWARDED_FLAGS.keys()):
+    if wrong := sorted(words["reinforcement"].keys() ^ REWARDED_OWN):
         raise UserError(f"docs/zh/flags.yaml: reinforcement, missing or of no setting: {', '.join(wrong)}")
     stages = []
     for section in dict.fromkeys(each.section for each in FLAGS.values()):
@@ -93,30 +164,37 @@ def tables(words: dict[str, Any]) -> dict[str, str]:
     rewarded = []
     for name, each in REWARDED_FLAGS.items():
         defaults = [default(stage.get(name)) for stage in REWARDED]
-        rewarded.append([f"`--{name}`", value(each), *defaults, units[each.unit], words["reinforcement"][name]])
+        meaning = words["reinforcement"].get(name) or meanings[name]
+        rewarded.append([f"`--{name}`", value(each), *defaults, units[each.unit], meaning])
     return {
         "stages": "\n".join(stages),
         "reinforcement": table(words["reinforcement columns"], rewarded),
         "engine": table(words["engine columns"], own),
+        "tools": tool_table(words),
     }
 
 
 def english() -> dict[str, Any]:
     """The words of the English page: those of the settings."""
     settings = {**FLAGS, **SETTINGS}
-    rewarded = {name: each.help for name, each in REWARDED_FLAGS.items()}
-    helps, rewarded = (
+    rewarded = {name: REWARDED_FLAGS[name].help for name in REWARDED_OWN}
+    own = [each for each in tool_flags() if each[1] not in FLAGS or each[-1] != FLAGS[each[1]].help]
+    told = {f"{tool}.{name}": text for tool, name, *_, text in own}
+    helps, rewarded, told = (
         {name: re.sub(r"--\w+( \d)?|<\w+>\w*", r"`\g<0>`", text) for name, text in texts.items()}
-        for texts in ({name: each.help for name, each in settings.items()} | OPTIONS, rewarded)
+        for texts in ({name: each.help for name, each in settings.items()} | OPTIONS, rewarded, told)
     )
     return {
         "stage columns": ["flag", "value", "pretrain", "SFT", "LoRA", "DPO", "distillation", "unit", "meaning"],
         "reinforcement columns": ["flag", "value", "GRPO", "agent", "PPO", "unit", "meaning"],
         "engine columns": ["flag", "section", "value", "default", "unit", "meaning"],
+        "tool columns": ["flag", "tool", "value", "default", "meaning"],
         "sections": {each.section: each.section.capitalize() for each in settings.values()},
         "units": {each.unit: each.unit for each in (*settings.values(), *REWARDED_FLAGS.values())},
         "meanings": helps,
         "reinforcement": rewarded,
+        "tools": told,
+        "defaults": {},
     }
 
 

@@ -60,6 +60,7 @@ SECTIONS = {  # headings that the tests below look for: page, English, Chinese
     "flags": ("flags.md", "The stage scripts", "阶段脚本"),
     "engine flags": ("flags.md", "The engine", "引擎"),
     "rewarded flags": ("flags.md", "Reinforcement learning", "强化学习"),
+    "tool flags": ("flags.md", "The tools", "工具"),
     "time": ("files.md", "Time and memory", "时间与内存"),
     "metrics": ("files.md", "Metrics", "指标"),
 }
@@ -276,13 +277,35 @@ def test_the_flag_table_of_reinforcement_learning_is_its_settings(folder):
     texts = yaml.safe_load(read("docs/zh/flags.yaml"))["reinforcement"]
     pretrain = settings_of(STAGES[0])
     for column, args in enumerate(REWARDED.values()):
-        own = {name: setting for name, setting in settings_of(args).items() if name not in pretrain}
+        own = {name: each for name, each in settings_of(args).items() if name in table or name not in pretrain}
         assert {name for name, row in table.items() if row[1 + column]} == own.keys()
+        unlisted = settings_of(args).keys() - own.keys()
+        assert [name for name in unlisted if settings_of(args)[name].default != pretrain[name].default] == []
         for name, setting in own.items():
             values, *defaults, unit, meaning = table[name]
             assert written_default(defaults[column], setting) == setting.default, f"{folder}: {name}"
             check_row(f"{folder}: {name}", [values, unit, meaning], setting)
-            assert meaning == texts[name] if folder != "docs" else meaning.replace("`", "") == setting.help
+            english = folder == "docs"
+            assert meaning.replace("`", "") == setting.help if english else name in pretrain or meaning == texts[name]
+
+
+@pytest.mark.parametrize("folder", LANGUAGES)
+def test_the_tools_flag_table_is_that_of_their_parsers(folder):
+    table = [[cell.replace("`", "") for cell in row] for row in rows(section(folder, "tool flags"))]
+    tools = {tool for row in table for tool in row[1].split(", ")}
+    assert len(tools) == 9
+    for tool in tools:
+        script = f"dataset/{tool}.py" if tool == "show_samples" else f"scripts/{tool}.py"
+        listed = {name: (default, meaning) for name, named, _, default, meaning in table if tool in named.split(", ")}
+        actions = {(action.option_strings or [action.dest])[-1]: action for action in parser_of(script)[0]._actions}
+        if tool == "benchmark":
+            assert listed.keys() == {f"--{name}" for name in settings_of(BenchmarkArgs).keys() - settings_of(STAGES[0])}
+            continue
+        assert listed.keys() == actions.keys() - {"--help"}
+        for name, (default, meaning) in listed.items():
+            action = actions[name]
+            assert not isinstance(action.default, int | float) or default == str(action.default), f"{tool} {name}"
+            assert bool(re.search("[一-鿿]", meaning)) == (folder != "docs"), f"{tool} {name}"
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)
