@@ -37,7 +37,7 @@ class MiniMindConfig(PretrainedConfig):
 
     For contexts beyond the training length pass transformers' `rope_scaling`, such as `{"rope_type": "yarn",
     "factor": 4.0, "original_max_position_embeddings": 2048}`, of a type in ROPE_TYPES; `inference_rope_scaling` is
-    MiniMind's setting of it.
+    MiniMind's setting of it; `top_k` is another name of `num_experts_per_tok`.
 
     Raises:
         UserError: of `rope_scaling`, or of more experts per token than there are."""
@@ -70,6 +70,7 @@ class MiniMindConfig(PretrainedConfig):
     tokenizer_sha256: str | None = None  # `vocabulary_hash` of the tokenizer that the token ids belong to
 
     def __post_init__(self, **kwargs):
+        self.num_experts_per_tok = kwargs.pop("top_k", self.num_experts_per_tok)
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or math.ceil(self.hidden_size * math.pi / 64) * 64
         self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
@@ -295,8 +296,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]; without `head`, only the
         `hidden_states` [M, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without them it may
         wait for the device.
-        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means. Without labels there
-        is an aux_loss, too, unless the call has a cache: generation does not compute it.
+        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be added. The
+        aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute it.
         """
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
@@ -312,7 +313,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
         hidden, routings = self.model(embeds, position_ids, mask, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
-        loss = aux_loss = None
+        loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):
             ones = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
             real = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else ones  # [B, T]
@@ -320,7 +321,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-            loss = loss if aux_loss is None else loss + aux_loss
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
     def _forward_flat(self, embeds, position_ids, spans, target_index, targets, reduction, head):

@@ -21,8 +21,22 @@ from dataset.token_cache import load_tokenizer
 from trainer.components.bad_updates import BadUpdates
 from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.compiling import compiles
-from trainer.components.data import StageData, data_identity, epoch_samples, held_out_loader, source_of, train_loader
-from trainer.components.device import mixed_precision, prepare_device, select_device, use_deterministic_kernels
+from trainer.components.data import (
+    StageData,
+    check_data_paths,
+    data_identity,
+    epoch_samples,
+    held_out_loader,
+    source_of,
+    train_loader,
+)
+from trainer.components.device import (
+    describe_device,
+    mixed_precision,
+    prepare_device,
+    select_device,
+    use_deterministic_kernels,
+)
 from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group
 from trainer.components.flops import peak_rate
 from trainer.components.language_model import (
@@ -35,7 +49,7 @@ from trainer.components.language_model import (
     target_logits,
 )
 from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
-from trainer.components.model_files import described_config, load_weights, read_model
+from trainer.components.model_files import described_config, load_weights, missing_weights, read_model
 from trainer.components.parallel import freeze, wrap_model
 from trainer.components.resume import (
     Fingerprint,
@@ -135,12 +149,16 @@ def start_config(args: StageArgs) -> "MiniMindConfig | None":
     a file from elsewhere: then the flags say the shape.
 
     Raises:
-        UserError: --from_weight is a path, and there is no model.
+        UserError: there are no such weights, and no checkpoint to resume from replaces them.
     """
     path = start_path(args.save_dir, args.from_weight, args)
     config = described_config(path) if args.from_weight != "none" else None
-    if config is not None or not is_path(args.from_weight):
+    if config is not None or args.from_weight == "none":
         return config
+    if not is_path(args.from_weight):
+        if not (path.exists() or args.from_resume):
+            raise missing_weights(path)
+        return None
     if not path.exists():
         raise UserError(f"--from_weight {path}: no such file or folder")
     return read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
@@ -192,6 +210,7 @@ def init_model(
 def read_settings(args_class: type[A], description: str | None) -> A:
     """The settings of a stage, from its class, --config, environment and command line."""
     args = parse_args(args_class, description)
+    check_data_paths(args)
     return start_shape(replace(args, from_resume=args.from_resume or args.resume_from is not None))
 
 
@@ -255,6 +274,7 @@ def compile_and_wrap(
     """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where there are
     several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
     prepare_device(device)
+    Logger(describe_device(device, autocast))
     if frozen:
         freeze(model, frozen)
     compiled = compiles(args, train_set)

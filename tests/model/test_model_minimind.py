@@ -145,7 +145,10 @@ def test_a_padded_call_has_an_aux_loss_with_and_without_labels(shape, monkeypatc
     model = build(shape)
     ids, mask = padded_batch(ragged([5, 12]))
     with_labels, without = model(ids, attention_mask=mask, labels=ids), model(ids, attention_mask=mask)
-    assert without.loss is None and (without.aux_loss is None) == (shape == "dense")
+    assert without.loss is None
+    assert (without.aux_loss == 0) == (shape == "dense")
+    wanted = torch.nn.functional.cross_entropy(with_labels.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert torch.allclose(with_labels.loss, wanted, rtol=1e-6)
     if shape != "dense":
         assert torch.equal(without.aux_loss, with_labels.aux_loss) and without.aux_loss > 0
         whole = model(ids, attention_mask=padded_batch(ragged([12, 12]))[1]).aux_loss
@@ -154,6 +157,11 @@ def test_a_padded_call_has_an_aux_loss_with_and_without_labels(shape, monkeypatc
         assert torch.equal(model(ids, attention_mask=four_dimensional).aux_loss, whole)
     monkeypatch.setattr(MiniMindForCausalLM, "_aux_loss", lambda *_: pytest.fail("generation pays for the aux_loss"))
     model.generate(ids[1:], max_new_tokens=2, do_sample=False)
+
+
+def test_top_k_is_another_name_of_the_experts_per_token():
+    config = MiniMindConfig(use_moe=True, top_k=2)
+    assert config.num_experts_per_tok == 2 and "top_k" not in config.to_dict()
 
 
 def test_with_one_expert_per_token_the_cross_entropy_has_no_gradient_for_the_router():
@@ -226,13 +234,13 @@ def test_flat_padded_and_one_at_a_time_have_the_same_loss_and_gradients(shape):
 
     ids, mask = padded_batch(samples)
     padded = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-    padded.loss.backward()
+    (padded.loss + padded.aux_loss).backward()
     pad = gradients(model)
 
     assert abs(losses - out.loss.item()) <= 1e-5 * losses
     assert abs(aux - out.aux_loss.item()) <= 1e-5 * max(aux, 1e-8)
     mean = out.loss.item() / (total - 5) + out.aux_loss.item() / total
-    assert abs(padded.loss.item() - mean) <= 1e-5
+    assert abs((padded.loss + padded.aux_loss).item() - mean) <= 1e-5
     for name, gradient in flat.items():
         scale = max(1.0, gradient.abs().max().item())
         assert (single[name] - gradient).abs().max() <= 1e-5 * scale, name

@@ -70,5 +70,8 @@ def test_what_cannot_be_is_one_line(folder, tmp_path):
     with_epsilon = start_shape(train_full_sft.Args(from_weight=str(folder)))
     tokenizer = load_tokenizer(with_epsilon.tokenizer_path)
     assert start_model_config(tokenizer, with_epsilon).rms_norm_eps == 1e-5
-    args = train_full_sft.Args(from_weight="pretrain")
+    args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"pretrain_512\.pth do not exist"):  # before the data are tokenised
+        start_shape(args)
+    torch.save({}, tmp_path / "pretrain_512.pth")  # from elsewhere: the flags say the shape
     assert start_shape(args) is args

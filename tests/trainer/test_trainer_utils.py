@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,27 @@ def test_skipping_leaves_out_exactly_the_batches_done(count, batch_size, skip):
     sampler = utils.SkipBatchSampler(order, batch_size, skip)
     assert list(sampler) == everything[skip:] and len(sampler) == len(everything[skip:])
     assert list(utils.SkipBatchSampler(iter(order.tolist()), batch_size, skip)) == everything[skip:]
+
+
+def test_an_epoch_set_after_the_batches_were_made_counts():
+    data = list(range(40))
+    order = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0, seed=1)
+    batches = utils.SkipBatchSampler(order, 4, 1)
+    assert batches.sampler is order
+    epochs = []
+    for epoch in (0, 1):
+        order.set_epoch(epoch)
+        epochs.append(list(batches))
+        assert sum(epochs[-1], []) == list(order)[4:]
+    assert epochs[0] != epochs[1]
+
+
+def test_a_checkpoint_holds_the_id_of_the_tracker_given_as_a_run_or_as_its_module(tmp_path):
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
+    run = SimpleNamespace(id="abc")
+    for wandb in (run, SimpleNamespace(get_run=lambda: run)):
+        utils.lm_checkpoint(config, "x", torch.nn.Linear(2, 2), wandb=wandb, save_dir=tmp_path)
+        assert utils.lm_checkpoint(config, "x", save_dir=tmp_path)["wandb_id"] == "abc"
 
 
 @given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 5), st.integers(0, 5))

@@ -243,11 +243,11 @@ def lm_checkpoint(
     """Save the resume state when given a model, else return the saved one (None if there is none).
 
     Saved: fp32 weights, the config of the model, optimizer, epoch, step (micro-batches of this epoch done), world size,
-    tracker id, and whatever `kwargs` holds (of objects with a `state_dict` that). With a `writer` the call only copies
-    the state, which is then written in the background. Rank 0 writes; of a sharded model all ranks do, and must all
-    call. Loading falls back to the previous state, with a warning, when the newest is damaged, and never runs code from
-    a file (`weights_only=True`). A sharded run's state is returned without its tensors; `with_tensors` reads
-    them. `resume_from` is a path to load instead of the newest state.
+    id of the tracker (`wandb`: its run, or its module), and whatever `kwargs` holds (of objects with a `state_dict`
+    that). With a `writer` the call only copies the state, which is then written in the background. Rank 0 writes; of a
+    sharded model all ranks do, and must all call. Loading falls back to the previous state, with a warning, when the
+    newest is damaged, and never runs code from a file (`weights_only=True`). A sharded run's state is returned without
+    its tensors; `with_tensors` reads them. `resume_from` is a path to load instead of the newest state.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
@@ -262,7 +262,7 @@ def lm_checkpoint(
         "epoch": epoch,
         "step": step,
         "world_size": world_size(),
-        "wandb_id": getattr(wandb, "id", None),
+        "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
     }
     state |= {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()}
     if is_sharded(model):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
+from dataset.data_files import expand_paths
 from dataset.lm_dataset import DPODataset, StageDataset, collate_flat, collate_pairs
 from dataset.rollout_prompts import PromptDataset, collate_prompts
 from trainer.components.distributed import world_size
@@ -23,6 +24,17 @@ D = TypeVar("D", bound=StageDataset)
 StageData = StageDataset | PromptDataset
 
 
+def check_data_paths(args: StageArgs) -> None:
+    """Raise UserError where the data are missing: called before anything that takes time."""
+    if not args.data_path:
+        raise UserError("--data_path is missing: give a file, a folder or a pattern")
+    if args.data_path == type(args).data_path and not Path(args.data_path).exists():
+        demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
+        raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
+    for data_path in filter(None, (args.data_path, args.eval_data_path)):
+        expand_paths(data_path)
+
+
 def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTrainedTokenizerBase") -> tuple[D, D | None]:
     """The training and held-out (or None) data of a stage, tokenised first where no cache is there.
 
@@ -31,13 +43,9 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTraine
     Raises:
         UserError: data are missing or bad, or there are fewer samples than ranks.
     """
-    if not args.data_path:
-        raise UserError("--data_path is missing: give a file, a folder or a pattern")
-    if args.data_path == type(args).data_path and not Path(args.data_path).exists():
-        demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
-        raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
+    check_data_paths(args)
     options = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")}
-    train = dataset_class(args.data_path, tokenizer, args.max_seq_len, args.packing, **options)
+    train = dataset_class(cast(str, args.data_path), tokenizer, args.max_seq_len, args.packing, **options)
     ranks = launch().world_size
     if ranks > len(train):
         raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
@@ -91,8 +99,7 @@ def open_prompts(
     args: Any, tokenizer: "PreTrainedTokenizerBase", tools: list[dict] | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """The training and held-out (or None) prompts. Raises UserError."""
-    if not args.data_path:
-        raise UserError("--data_path is missing: give a file, a folder or a pattern")
+    check_data_paths(args)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")}
     options |= {"tools": tools, "enable_thinking": args.open_thinking}
     paths = (args.data_path, args.eval_data_path)

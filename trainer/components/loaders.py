@@ -61,7 +61,8 @@ class SkipBatchSampler(Sampler):
     """Batches of `sampler`'s indices without the first `skip_batches` (those trained before a resume).
 
     Args:
-        sampler: the indices in order; of an array or list the skipped ones are not even read.
+        sampler: the indices in order, asked again for each pass, so that a later `set_epoch` counts; of an array or
+            list the skipped ones are not even read.
         batch_size: samples per micro-batch of this rank.
         skip_batches: how many micro-batches to leave out, exactly.
         num_batches: micro-batches of the epoch before skipping, the same on every rank; a rank that runs out of samples
@@ -69,14 +70,15 @@ class SkipBatchSampler(Sampler):
     """
 
     def __init__(self, sampler: Any, batch_size: int, skip_batches: int = 0, num_batches: int | None = None):
-        self.indices = sampler if hasattr(sampler, "__getitem__") else list(sampler)
+        self.sampler = list(sampler) if isinstance(sampler, Iterator) else sampler
         self.batch_size = batch_size
         self.skip_batches = skip_batches
-        self.num_batches = math.ceil(len(self.indices) / batch_size) if num_batches is None else num_batches
+        self.num_batches = math.ceil(len(self.sampler) / batch_size) if num_batches is None else num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        indices = self.sampler if hasattr(self.sampler, "__getitem__") else list(self.sampler)
         for batch in range(self.skip_batches, self.num_batches):
-            yield [int(i) for i in self.indices[batch * self.batch_size : (batch + 1) * self.batch_size]]
+            yield [int(i) for i in indices[batch * self.batch_size : (batch + 1) * self.batch_size]]
 
     def __len__(self) -> int:
         return max(0, self.num_batches - self.skip_batches)
