@@ -34,9 +34,6 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
     top: int | None = None  # how many of the likeliest tokens `details` names beside each; None: it stays empty
     details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
-    prompt_details: list[TokenLogprob] = field(
-        default_factory=list
-    )  # with `echo`: of the prompt's tokens from the second
     finish: str | None = None
     slot: int = -1  # row of the cache; -1: the prompt is not read yet, or the answer has left
     cached: int = 0  # tokens whose keys and values are in the cache
@@ -48,8 +45,6 @@ class PromptRow:
 
     tokens: list[int]
     answers: list[Answer]
-    echo: int | None = None  # as `Answer.top`, of the prompt's own tokens
-    details: list[TokenLogprob] = field(default_factory=list)
     slot: int = -1
     cached: int = 0
 
@@ -137,16 +132,11 @@ class Decoder:
         return self.slots - len(self.rows) - waiting
 
     def add(
-        self,
-        prompt: Sequence[int],
-        samplings: Sequence[Sampling],
-        max_new_tokens: int,
-        top: int | None = None,
-        echo: bool = False,
+        self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int, top: int | None = None
     ) -> list[Answer]:
         """Begin one answer for each sampling; the prompt is read once.
 
-        top: keep the log-probabilities of the tokens and of so many of the likeliest; echo: of the prompt's as well.
+        top: keep the log-probabilities of the tokens and of so many of the likeliest.
 
         Raises:
             ValueError: there is no room for so many answers, or prompt and answer are longer than the cache.
@@ -155,10 +145,8 @@ class Decoder:
             raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
             raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
-        row = PromptRow(list(prompt), [], top if echo else None, slot=len(self.rows))
-        answers = [Answer(one, max_new_tokens, top=top, prompt_details=row.details) for one in samplings]
-        row.answers = list(answers)
-        self.rows.append(row)
+        answers = [Answer(one, max_new_tokens, top=top) for one in samplings]
+        self.rows.append(PromptRow(list(prompt), list(answers), slot=len(self.rows)))
         return answers
 
     def remove(self, answer: Answer) -> None:
@@ -234,25 +222,16 @@ class Decoder:
         positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
         end = min(self.length, max(row.cached for row in chosen) + width)
         hidden = self._hidden(tokens, positions, slots, slots, end)
-        details = [self._of_prompt(row, hidden[i]) for i, row in enumerate(chosen)]
         read = [i for i, (row, chunk) in enumerate(zip(chosen, chunks, strict=True)) if _left(row) == len(chunk)]
         answers = [answer for i in read for answer in chosen[i].answers]
         of_prompt = [i for i in read for _ in chosen[i].answers]
         last = torch.tensor([len(chunks[i]) - 1 for i in of_prompt], dtype=torch.int64, device=self.device)
         drawn = self._draw(answers, self.model.lm_head(hidden[of_prompt, last]).float()) if answers else []
-        for row, chunk, logprobs in zip(chosen, chunks, details, strict=True):
+        for row, chunk in zip(chosen, chunks, strict=True):
             row.cached += len(chunk)
-            row.details += logprobs
         for i in read:
             self._begin(chosen[i])
         return self._write(answers, drawn)
-
-    def _of_prompt(self, row: PromptRow, hidden: Tensor) -> list[TokenLogprob]:
-        """Log-probabilities of the prompt's tokens that follow those of a chunk with hidden states [T, C]."""
-        following = row.tokens[row.cached + 1 : row.cached + 1 + len(hidden)]
-        if row.echo is None or not following:
-            return []
-        return top_logprobs(self.model.lm_head(hidden[: len(following)]), following, row.echo)
 
     def _begin(self, prompt: PromptRow) -> None:
         """Let the answers of a prompt take its place, and further places with a copy of its keys and values."""

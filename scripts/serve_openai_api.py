@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
 UNREAD = 60  # seconds that an answer may wait for its client to read on
 IDLE = 60  # seconds that a connection may last without a request; clients use theirs again within some seconds
+OWN_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
@@ -161,8 +162,9 @@ def main() -> None:
         longest = model.config.max_position_embeddings
         raise UserError(f"--context {args.context} is more than this model's {longest} positions; give a smaller one")
     limits = {name: getattr(args, name) for name in FLAGS}
-    limits |= {"api_key": args.api_key, "local_only": is_local(host) and not args.api_key}
-    limits |= {"origins": tuple(args.allow_origin)}
+    limits |= {"api_key": args.api_key, "origins": tuple(args.allow_origin)}
+    if is_local(host) and not args.api_key:  # a page whose name is made to point here would be taken for the own one
+        limits["hosts"] = (*OWN_NAMES, host)
 
     def load(other: Path) -> tuple[Any, Any]:
         return load_path(other, args.tokenizer_path, model.device)

@@ -12,11 +12,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
 from model.answers import CALL
+from scripts.serve.bodies import SMALL_BODY, Bodies
 from scripts.serve.curves import curves_router
-from scripts.serve.gate import SMALL_BODY, Bodies, Gate
 from scripts.serve.models import Models, ServedModel, Settings
 from scripts.serve.pending import PendingAnswers
 from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
@@ -112,7 +113,7 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
         await asyncio.to_thread(models.close)
 
     app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, local_only=settings.local_only, origins=settings.origins)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]

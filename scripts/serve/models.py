@@ -31,7 +31,7 @@ class Settings:
     max_new_tokens: int = 1024  # the longest answer, and that of a chat that sets no limit
     max_queue: int = 256  # requests that may wait
     api_key: str | None = None
-    local_only: bool = False  # answer only requests to this machine's own names
+    hosts: tuple[str, ...] = ("*",)  # names by which requests may call the server; "*": any
     origins: tuple[str, ...] = ()  # other web pages that may use the API; "*": all
     save_dir: str | Path = ROOT / "out"  # whose training curves are shown, and whose models can be asked for
     path: Path | None = None  # of the model that is loaded from the start

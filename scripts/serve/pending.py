@@ -41,12 +41,10 @@ class PendingAnswers:
             raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
         self.scheduler, self.queue = served.scheduler, asyncio.Queue[Progress]()
         self.open = len(prompts) * asked.n
-        longest = max(1, min(most if asked.limit is None else asked.limit, most))
-        if asked.top is not None:
-            tokens = longest * self.open + sum(map(len, prompts)) * asked.n * asked.echo
-            if tokens * (1 + asked.top) > MAX_LOGPROBS:
-                message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
-                raise ApiError(message, param="logprobs", code="invalid_value")
+        longest = min(asked.limit or most, most)
+        if asked.top is not None and longest * self.open * (1 + asked.top) > MAX_LOGPROBS:
+            message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
+            raise ApiError(message, param="logprobs", code="invalid_value")
         self.jobs = [
             Job(
                 prompt,
@@ -56,7 +54,6 @@ class PendingAnswers:
                 stops=asked.stop,
                 streams=asked.stream,
                 top=asked.top,
-                echo=asked.echo,
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -54,11 +54,8 @@ class PromptWriter:
         """The tokens of a text, with the token in front that documents begin with, unless it begins with a special
         one."""
         self._check_size(len(text), "prompt")
-        return self._checked(self.start_of(text) + self.backend.encode(text, add_special_tokens=False).ids, "prompt")
-
-    def start_of(self, text: str) -> list[int]:
-        """The token that is put in front of a text."""
-        return [] if self.special.match(text) else self.start
+        start = [] if self.special.match(text) else self.start
+        return self._checked(start + self.backend.encode(text, add_special_tokens=False).ids, "prompt")
 
     def tokens(self, tokens: list[int]) -> list[int]:
         """A prompt that is given as tokens."""

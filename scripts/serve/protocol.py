@@ -104,7 +104,6 @@ class Request(Lenient):
 class ChatRequest(Request):
     """The body of /v1/chat/completions."""
 
-    echo: ClassVar[bool] = False
     messages: list[Any] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -160,12 +159,11 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """The body of /v1/completions. max_tokens 0, with `echo`, is for the log-probabilities of the prompt alone."""
+    """The body of /v1/completions."""
 
+    top: ClassVar[int | None] = None  # log-probabilities are for chats
     prompt: Any
-    max_tokens: int | None = Field(16, ge=0, lt=2**31)
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: Count | None = 16
 
     @field_validator("prompt")
     @classmethod
@@ -179,12 +177,6 @@ class CompletionRequest(Request):
             raise ValueError("must be a text, a list of token numbers, or a list of either")
         return prompt
 
-    @model_validator(mode="after")
-    def _something_is_asked_for(self) -> "CompletionRequest":
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens 0 asks for nothing without 'echo'")
-        return self
-
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as tokens."""
@@ -194,11 +186,6 @@ class CompletionRequest(Request):
     def limit(self) -> int | None:
         """The longest answer, if the client sets one."""
         return self.max_tokens
-
-    @property
-    def top(self) -> int | None:
-        """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
-        return self.logprobs
 
 
 def _several(prompt: Any) -> list[Any]:

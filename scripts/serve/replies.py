@@ -6,7 +6,6 @@ from typing import Any
 
 from model.sampling import TokenLogprob
 from scripts.serve.answer_stream import AnswerParser, merge
-from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.models import ServedModel
 from scripts.serve.protocol import ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Progress
@@ -41,49 +40,21 @@ class BaseReply:
 
 
 class TextReply(BaseReply):
-    """A reply of /v1/completions.
-
-    prompts: the tokens of each prompt; an answer with `echo` begins with their text.
-    """
+    """A reply of /v1/completions."""
 
     kind, streamed, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, served: ServedModel, asked: CompletionRequest, prompts: list[list[int]]):
         super().__init__(served.name, len(prompts) * asked.n, sum(map(len, prompts)))
-        self.served, self.asked, self.prompts = served, asked, prompts
         self.choices = [_text_choice(index) for index in range(len(self.tokens))]
-        self.details = [TextLogprobs(served.texts) for _ in self.tokens]
-        self.begun = [False] * len(self.tokens)
 
     def take(self, progress: Progress) -> list[dict[str, Any]]:
         """Add news of an answer; returns the choices of the chunks that tell a client of it."""
         self.tokens[progress.number] = progress.tokens
-        text, entries, finish = progress.text, [*progress.logprobs], progress.finish
-        if self.asked.max_tokens == 0:  # one token was drawn all the same
-            text, entries, self.tokens[progress.number] = "", [], 0
-            finish = finish and "length"
-        if self.asked.echo and not self.begun[progress.number]:
-            prompt, prompt_logprobs = self._prompt(progress)
-            text, entries = prompt + text, [*prompt_logprobs, *entries]
-        self.begun[progress.number] = True
-        logprobs = None if self.asked.top is None else self.details[progress.number].add(entries)
         choice = self.choices[progress.number]
-        choice["text"] += text
-        choice["finish_reason"] = finish
-        if logprobs is not None:
-            choice["logprobs"] = choice["logprobs"] or {name: [] for name in logprobs}
-            for name, values in logprobs.items():
-                choice["logprobs"][name] += values
-        return [_text_choice(progress.number, text, finish) | {"logprobs": logprobs}]
-
-    def _prompt(self, progress: Progress) -> tuple[str, list[TokenLogprob | int]]:
-        """The text of the prompt, and what is known of its tokens; nothing of the first."""
-        number = progress.number // self.asked.n
-        tokens, given = self.prompts[number], self.asked.prompts[number]
-        entries = [tokens[0], *progress.prompt]
-        if isinstance(given, str):
-            return given, entries[len(self.served.prompts.start_of(given)) :]  # without the token put in front
-        return self.served.texts.whole(tokens), entries
+        choice["text"] += progress.text
+        choice["finish_reason"] = progress.finish
+        return [_text_choice(progress.number, progress.text, progress.finish)]
 
 
 def _text_choice(index: int, text: str = "", finish: str | None = None) -> dict[str, Any]:
@@ -133,11 +104,11 @@ class ChatReply(BaseReply):
         return chunks
 
     def _add_logprobs(self, progress: Progress, chunks: list[dict[str, Any]]) -> None:
-        """Log-probabilities of all tokens but the end token; they go with the last delta of their progress, or wait."""
+        """Log-probabilities go with the last delta of their progress, or wait."""
         waiting, choice = self.details[progress.number], self.choices[progress.number]
-        waiting += [entry for entry in progress.logprobs if entry.token not in self.served.decoder.end_ids]
+        waiting += progress.logprobs
         if chunks:
-            content = self.served.texts.chat(waiting)
+            content = self.served.texts.content(waiting)
             waiting.clear()
             chunks[-1]["logprobs"] = {"content": content, "refusal": None}
             choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}

@@ -30,7 +30,6 @@ class Progress(NamedTuple):
     tokens: int  # of the answer so far
     finish: str | None
     logprobs: Sequence[TokenLogprob] = ()  # of the tokens that this text consists of
-    prompt: Sequence[TokenLogprob] = ()  # of the prompt's tokens but the first, with the first news of the answer
 
 
 @dataclass(eq=False)
@@ -43,8 +42,7 @@ class Job:
     notify: Callable[[Progress], None]
     stops: tuple[str, ...] = ()
     streams: bool = True  # whether it wants the text as it is written, or each answer as a whole
-    top: int | None = None  # as that of `Decoder.add`, and so is echo
-    echo: bool = False
+    top: int | None = None  # as that of `Decoder.add`
     cancelled: bool = False
 
 
@@ -56,9 +54,8 @@ class Writing:
     number: int
     text: TextStream
     unsent: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # where the text of each token with log-probabilities begins
+    starts: list[int] = field(default_factory=list)  # where the text of each token begins
     sent: int = 0  # how many of these were sent
-    is_new: bool = True
 
 
 class Scheduler:
@@ -165,7 +162,7 @@ class Scheduler:
         if job.cancelled:
             return
         try:
-            answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top, job.echo)
+            answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top)
         except Exception as error:  # the request was not checked before
             warn(f"a request was not answered: {reason(error)}")
             for number in range(len(job.samplings)):
@@ -178,9 +175,8 @@ class Scheduler:
         """Send the text of the answer's last token, if it is time to."""
         writing = self.writing[answer]
         job, text = writing.job, writing.text
-        if answer.details:
-            writing.starts.append(text.decoded)
         if answer.finish != "stop":  # then the last token is an end token
+            writing.starts.append(text.decoded)
             writing.unsent.append(text.push(answer.tokens[-1]))
         finish = "stop" if text.stopped else answer.finish
         if finish and not text.stopped:
@@ -192,10 +188,9 @@ class Scheduler:
             begun = bisect_left(writing.starts, text.shown)  # tokens whose text has begun to be sent
             known = len(writing.starts) if finish and not text.stopped else begun
             details, writing.sent = answer.details[writing.sent : known], known
-            prompt, writing.is_new = answer.prompt_details if writing.is_new else (), False
             if finish:
                 self._leave(answer)
-            self._notify(job, Progress(writing.number, new, len(answer.tokens), finish, details, prompt))
+            self._notify(job, Progress(writing.number, new, len(answer.tokens), finish, details))
 
     def _leave(self, answer: Answer) -> None:
         self.decoder.remove(answer)

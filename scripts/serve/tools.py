@@ -9,7 +9,7 @@ from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError
 
 from model.answers import parse_call
-from scripts.serve.gate import Bodies
+from scripts.serve.bodies import Bodies
 from scripts.toolbox import Toolbox
 from trainer.components.environments import SHIPPED
 

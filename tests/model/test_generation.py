@@ -49,24 +49,24 @@ def test_greedy_answers_are_those_of_transformers(shape):
     assert finishes <= {"stop", "length"} and decoder.free == 4
 
 
-def test_log_probabilities_of_prompts_and_answers_are_those_of_one_forward():
+def test_log_probabilities_of_answers_are_those_of_one_forward():
     """In chunks and beside rows that want others or none."""
     model = build("dense")
     prompts, wanted = prompts_of(30, 5, 9), (4, 0, None)
     decoder = Decoder(model, 6, 64, [END], prefill_tokens=8)
-    groups = [decoder.add(each, [GREEDY] * 2, 6, top, echo=True) for each, top in zip(prompts, wanted, strict=True)]
+    groups = [decoder.add(each, [GREEDY] * 2, 6, top) for each, top in zip(prompts, wanted, strict=True)]
     while decoder.rows:
         decoder.step()
     for prompt, top, group in zip(prompts, wanted, groups, strict=True):
         for answer in group:
             tokens = [*prompt, *answer.tokens]
-            expected = stock(model)(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-            details = [*answer.prompt_details, *answer.details]
+            expected = stock(model)(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            details = answer.details
             if top is None:
                 assert details == []
                 continue
-            assert [one.token for one in details] == tokens[1:]
-            own = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            assert [one.token for one in details] == answer.tokens
+            own = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist()
             assert [one.logprob for one in details] == pytest.approx(own, abs=1e-4)
             values = expected.topk(top).values.tolist()
             assert [[value for _, value in one.top] for one in details] == [

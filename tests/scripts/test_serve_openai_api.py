@@ -121,7 +121,7 @@ def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch):
     for value, flags, key in (("secret", [], "secret"), ("secret", ["--api_key", "other"], "other"), ("", [], None)):
         monkeypatch.setenv("MINIMIND_API_KEY", value)
         assert call(serve_openai_api, *weights, "--port", "0", *flags).returncode == 0
-        assert served[-1].api_key == key and served[-1].local_only == (key is None)
+        assert served[-1].api_key == key and ("*" not in served[-1].hosts) == (key is None)
 
 
 def test_a_port_that_is_taken(weights, call):

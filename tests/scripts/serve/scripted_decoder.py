@@ -25,12 +25,7 @@ class ScriptedDecoder:
         return self.slots - len(self.rows)
 
     def add(
-        self,
-        prompt: list[int],
-        samplings: list[Sampling],
-        max_new_tokens: int,
-        top: int | None = None,
-        echo: bool = False,
+        self, prompt: list[int], samplings: list[Sampling], max_new_tokens: int, top: int | None = None
     ) -> list[Answer]:
         text = self.tokenizer.decode(prompt)
         self.prompts.append(text)

@@ -14,8 +14,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from scripts.serve.bodies import Bodies
 from scripts.serve.curves import curves_router
-from scripts.serve.gate import Bodies
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import page_router
 

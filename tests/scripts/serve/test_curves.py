@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from scripts.serve.curves import POINTS, MetricsFile
+from scripts.serve.curves import POINTS, curves
 from tests.scripts.serve.scripted_server import ScriptedServer
 
 
@@ -41,12 +41,6 @@ def get(folder):
                 return json.loads(answer.read())
 
         yield ask
-
-
-def read(path: Path, points: int = POINTS) -> dict:
-    metrics = MetricsFile()
-    metrics.read(path)
-    return metrics.curves(points)
 
 
 def test_runs_of_the_folder_and_the_folders_in_it_newest_first(folder, get):
@@ -105,24 +99,6 @@ def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
     assert "new" not in answer["columns"]
 
 
-def test_the_rest_of_a_line_that_arrives_while_it_is_read_is_left_for_the_next_time(tmp_path):
-    path, metrics = tmp_path / "run_metrics.jsonl", MetricsFile()
-    append(path, record(1))
-    with open(path, "a") as file:
-        file.write('{"update": 2, "mean')
-
-    rest = iter(['_loss": 0.25}\n'])
-
-    def go_on() -> None:
-        with open(path, "a") as file:
-            file.writelines(rest)
-
-    metrics.read(path, go_on)
-    assert metrics.curves(POINTS)["records"] == 1
-    metrics.read(path)
-    assert metrics.curves(POINTS)["records"] == 2 and metrics.damaged == 0
-
-
 @pytest.mark.parametrize("points", ["0", "-1", "513", "x", "1e3"])
 def test_numbers_of_points_out_of_range_are_refused(folder, get, points):
     append(folder / "points_64_metrics.jsonl", record(1))
@@ -137,7 +113,7 @@ def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
     losses = [rng.uniform(0, 9) for _ in range(count)]
     path = tmp_path / "long_metrics.jsonl"
     append(path, *(record(i + 1, mean_loss=loss, expert_load=[0.25, 0.75]) for i, loss in enumerate(losses)))
-    answer = read(path)
+    answer = curves(path, POINTS)
     stride, columns = answer["stride"], answer["columns"]
     assert len(columns["update"]) <= POINTS < 2 * math.ceil(count / stride) + 2
     groups = [losses[at : at + stride] for at in range(0, count, stride)]
@@ -149,21 +125,11 @@ def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
         assert columns["mean_loss_low"] == pytest.approx([min(group) for group in groups], rel=1e-5)
 
 
-def test_following_a_run_gives_what_reading_it_whole_gives(tmp_path):
-    path, rng, metrics, update = tmp_path / "run_metrics.jsonl", random.Random(3), MetricsFile(), 0
-    while update < 2 * POINTS + 300:
-        more = rng.randint(1, 700)
-        append(path, *(record(update + i + 1, **({"eval_loss": 2.0} if i % 50 == 0 else {})) for i in range(more)))
-        update += more
-        metrics.read(path)
-        assert metrics.curves(POINTS) == read(path)
-
-
 def test_skipped_updates_and_lost_losses_are_counted_in_their_points(tmp_path):
     path, count = tmp_path / "run_metrics.jsonl", 2 * POINTS
     bad = {"loss": None, "mean_loss": None, "skipped": [{"update": 4}, {"update": 5}]}
     append(path, *(record(i, **(bad if i in (4, 5, count) else {})) for i in range(1, count + 1)))
-    columns = read(path)["columns"]
+    columns = curves(path, POINTS)["columns"]
     assert columns["skipped"][1:4] == [2, 2, None] and columns["not_finite"][-1] == 1
     assert columns["mean_loss"][1] == pytest.approx(1 / 3, rel=1e-5) and columns["update"][-1] == count
 

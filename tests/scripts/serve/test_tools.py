@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 
 from common.errors import UserError
 from scripts.serve.api import error_response
-from scripts.serve.gate import Bodies
+from scripts.serve.bodies import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
 from scripts.toolbox import Toolbox
@@ -50,7 +50,7 @@ def test_the_shipped_environments_are_listed_and_run(client):
     ],
 )
 def test_what_is_no_call_is_refused(client, body, status):
-    assert client.post("/api/tools", content=body).status_code == status
+    assert client.post("/api/tools", content=body, headers={"Content-Type": "application/json"}).status_code == status
 
 
 def test_an_environment_of_ones_own_that_fails_answers_with_its_error(monkeypatch):

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from dataset.formats import to_chat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.serve import curves as curves_of_runs
 from scripts.serve.api import create_app
-from scripts.serve.curves import MetricsFile
 from scripts.serve.models import Settings
 from scripts.serve.web_page import PAGE
 from tests.conftest import ROOT
@@ -685,8 +685,8 @@ def test_axis_log_scale_smoothing_and_values(curves):
 
 def test_runs_are_listed_while_their_curves_are_still_read(page, folder, monkeypatch):
     may_read = threading.Event()
-    read = MetricsFile.read
-    monkeypatch.setattr(MetricsFile, "read", lambda *args: may_read.wait(30) and read(*args))
+    read = curves_of_runs.curves
+    monkeypatch.setattr(curves_of_runs, "curves", lambda *args: may_read.wait(30) and read(*args))
     append(folder / "slow_64_metrics.jsonl", record(1), record(2))
     with ScriptedServer(folder) as server:
         page.open(server.address)
