@@ -208,8 +208,11 @@ def test_the_workflow_runs_the_second_command():
 def slugs(path: str) -> set[str]:
     """The anchors that GitHub makes of the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", read(path), flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, flags=re.M)}
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", DOCS)
@@ -587,6 +590,67 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
     tokens = torch.arange(3, 43).view(2, 20)
     with torch.no_grad():
         assert (stock.float()(tokens).logits - model(tokens).logits).abs().max() <= 1e-4
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+NUMBER = r"(?<![\w.,/#+-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e-?\d+)?(?![\w-]|[.,]\d)"
+UNIT = r" ?(?:%|times\b|tokens/s|GFLOP/s|seconds?\b|s\b|ms\b|minutes?\b|min\b|hours?\b|GB\b|MB\b|of \d+\b)"
+FIGURE = rf"{NUMBER}(?=(?:(?: to| and| or) {NUMBER})?{UNIT})|(?=\d+\.\d+){NUMBER}"  # a number with a unit, or a decimal
+VERSION = r"\b(?:TRL|transformers|version|torch|Python|PEFT) [\d.]+"
+UNMEASURED = {  # figures that are no measurements
+    "docs/after_sft.md": "0.6931",  # ln 2
+    "docs/data.md": "30",  # the share of an example
+    "docs/evaluating.md": "95",  # confidence level
+    "docs/gpu.md": "15 0.01 2 1",  # an expectation, called one, and tolerances
+    "docs/resume.md": "30",  # torchrun's limit
+    "docs/serving.md": "30 2 3 0.7 0.9 2.1",  # limits, defaults, arithmetic that is shown
+    "docs/training.md": "30",  # limit
+    "docs/troubleshooting.md": "10 30",  # thresholds of advice
+    "docs/using_weights.md": "0.7 0.9 0.001",  # defaults, limit
+}
+
+
+def paragraphs(page: str) -> list[str]:
+    """Paragraphs, list items and table rows, without code and version numbers."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", read(page), flags=re.M | re.S)
+    return re.split(r"\n\s*\n|\n(?=- |\|)", re.sub(VERSION, "", text))
+
+
+def linked_sections(page: str, text: str) -> list[str]:
+    """The sections of the log and of the benchmarks that a text links to."""
+    found = []
+    for name, anchor in re.findall(r"\]\(([^)#]*(?:LOG|BENCHMARKS)\.md)#([^)]+)\)", text):
+        path = str(((ROOT / page).parent / name).resolve().relative_to(ROOT))
+        sections = re.split(r"^## ", read(path), flags=re.M)[1:]
+        found += [each for each in sections if slug(each.splitlines()[0]) == anchor]
+    return found
+
+
+def holds(section: str, figure: str) -> bool:
+    """Whether a section has a number that the figure is, or is rounded from."""
+    places = len(figure.partition(".")[2]) if "e" not in figure else 12
+    values = [float(text.replace(",", "")) for text in re.findall(NUMBER, section)]
+    return any(abs(value - float(figure.replace(",", ""))) <= 0.5 * 10**-places * (1 + 1e-9) for value in values)
+
+
+@pytest.mark.parametrize(
+    "page", [name for name in MANUALS[0] if Path(name).stem not in ("BENCHMARKS", "flags", "CONTRIBUTING")]
+)
+def test_a_figure_stands_in_the_section_that_its_paragraph_links_to(page):
+    """And that section has the command or script that gave it. The Chinese page has the same figures."""
+    chinese = re.findall(NUMBER, re.sub("[一-鿿]", " ", "\n".join(paragraphs(dict(PAIRS)[page]))))
+    for text in paragraphs(page):
+        sections = linked_sections(page, text)
+        for figure in re.findall(FIGURE, text):
+            assert figure in chinese, f"the Chinese {page} lacks {figure}"
+            if figure in UNMEASURED.get(page, "").split() or re.search(rf"{re.escape(figure)} M\b", text):
+                continue  # parameter counts have a test of their own
+            having = [each for each in sections if holds(each, figure)]
+            where = f"{page}: {figure} in '{text.strip()[:60]}'"
+            assert having, f"{where}: link to the section of LOG.md or BENCHMARKS.md that has it"
+            command = re.compile(r"`[^`]*(?:--\w|\.py|\.sh|python -m)|^```bash", flags=re.M)
+            assert any(map(command.search, having)), f"{where}: the section has no command"
 
 
 # --- imports -------------------------------------------------------------------------------------------------------
