@@ -159,6 +159,7 @@ class StageArgs(
 
     section: ClassVar[str] = "stage"
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}  # other names of settings, in every source
+    removed: ClassVar[dict[str, Any]] = {}  # flags of earlier versions -> the value that is now the only one
     compiling_pays: ClassVar[bool] = False  # whether --use_compile auto may compile: it was measured for this stage
 
     @property

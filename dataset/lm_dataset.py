@@ -14,8 +14,6 @@ from torch.utils.data import Dataset
 
 from dataset.token_cache import STAGE_LENGTH, TokenCache, build_token_cache
 
-EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64  # sums of hundreds of log-probabilities
-
 
 class TokenDataset(Dataset):
     """Items of a token cache. Worker processes receive only its path and open the memory maps again.
@@ -108,11 +106,9 @@ class SFTDataset(StageDataset):
 
 
 class DPODataset(StageDataset):
-    """Preferences: an item is the pair of a chosen and a rejected answer. Once `reference` is set, each of its samples
-    has the log-probability that the reference model gives the answer."""
+    """Preferences: an item is the pair of a chosen and a rejected answer."""
 
     kind = "dpo"
-    reference: np.ndarray | None = None  # float64 [samples]
 
     @property
     def num_items(self) -> int:
@@ -123,19 +119,12 @@ class DPODataset(StageDataset):
         """The ids of the chosen and the rejected answer of a pair."""
         return [2 * item, 2 * item + 1]
 
-    def _sample(self, sample_id: int) -> dict:
-        reference = 0.0 if self.reference is None else float(self.reference[sample_id])
-        return super()._sample(sample_id) | {"reference": reference}
-
 
 def collate_pairs(rows: list[list[dict]]) -> dict:
     """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_flat`'s
-    fields: target_counts, the number of targets of each sample, and reference float64 [2 P] (float32 where there is
-    MPS), its log-probability under the reference model."""
-    samples = [sample for row in rows for sample in row]
-    reference = torch.tensor([sample["reference"] for sample in samples], dtype=EXACT)
-    counts = [int(sample["loss_mask"].sum()) for sample in samples]
-    return collate_flat(rows) | {"target_counts": counts, "reference": reference}
+    fields: target_counts, the number of targets of each sample."""
+    counts = [int(sample["loss_mask"].sum()) for row in rows for sample in row]
+    return collate_flat(rows) | {"target_counts": counts}
 
 
 def collate_flat(rows: list[list[dict]]) -> dict:

@@ -6,7 +6,7 @@
     python train_distillation.py --data_path ... --from_resume 1                                        resume
 
 Reads the conversations of SFT (docs/data.md). The loss is alpha x cross entropy + (1 - alpha) x temperature^2 x
-divergence of student and teacher, over the tokens that the assistant says. The teacher may have any shape, and the
+KL divergence of teacher and student, over the tokens that the assistant says. The teacher may have any shape, and the
 student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and writes full_dist_... beside.
 
 To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
@@ -18,7 +18,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -56,6 +55,8 @@ class Args(distillation.TeacherArgs):
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`; the flags
     of the teacher are in components/distillation.py."""
 
+    removed = {"divergence": "forward_kl", "jsd_beta": 0.5}  # noqa: RUF012 (a constant)
+
     data_path: str | None = str(ROOT / "dataset" / "sft_mini_512.jsonl")
     save_weight: str = "full_dist"
     from_weight: str = "full_sft"
@@ -65,8 +66,6 @@ class Args(distillation.TeacherArgs):
     max_seq_len: int = 340
     alpha: float = setting(0.5, "share of the cross entropy in the loss", ge=0, le=1)
     temperature: float = setting(1.5, "divides the logits of both models before they are compared", gt=0)
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = setting("forward_kl", "divergence of student and teacher")
-    jsd_beta: float = setting(0.5, "with --divergence jsd: share of the teacher in the mixture", gt=0, lt=1)
 
 
 METRICS = ("cross_entropy", "divergence")  # names of the sums that loss_fn returns beside the loss
@@ -75,8 +74,7 @@ METRICS = ("cross_entropy", "divergence")  # names of the sums that loss_fn retu
 def loss_fn(teacher, model, batch, args):
     """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and by name of METRICS
     over the targets."""
-    how = (args.temperature, args.divergence, args.jsd_beta)
-    cross_entropy, divergence, aux_loss = distillation.distillation_sums(model, teacher, batch, *how)
+    cross_entropy, divergence, aux_loss = distillation.distillation_sums(model, teacher, batch, args.temperature)
     loss = args.alpha * cross_entropy + (1 - args.alpha) * args.temperature**2 * divergence
     return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
 

@@ -6,8 +6,8 @@
     python train_dpo.py --data_path ... --from_resume 1                                        resume
 
 Reads pairs ({"conversations": [...], "chosen": ..., "rejected": ...} and the forms in docs/data.md). The loss is a mean
-over pairs. The reference is the model that the run starts from, out/full_sft_<hidden_size>[_moe].pth: what it says of
-the answers is computed once and kept beside the tokens. Writes out/dpo_<hidden_size>[_moe].pth.
+over pairs. The reference is the model that the run starts from, out/full_sft_<hidden_size>[_moe].pth, kept as a second,
+frozen model. Writes out/dpo_<hidden_size>[_moe].pth.
 
 To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
 `open_data`, `extend_run`. The engine's task `dpo` is made of the same parts; what stands in `main` alone is the
@@ -16,8 +16,10 @@ script's.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -26,6 +28,7 @@ from dataset.lm_dataset import DPODataset
 from trainer.components import preference
 from trainer.components.data import open_datasets
 from trainer.components.failures import training_errors
+from trainer.components.language_model import frozen_model
 from trainer.components.optimizer import build_optimizer
 from trainer.components.saving import training_files
 from trainer.components.state import TrainState
@@ -54,6 +57,8 @@ class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 4e-8 changes nothing).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
 
+    removed = {"loss_type": "sigmoid"}  # noqa: RUF012 (a constant)
+
     data_path: str | None = str(ROOT / "dataset" / "dpo.jsonl")
     save_weight: str = "dpo"
     from_weight: str = "full_sft"
@@ -61,12 +66,14 @@ class Args(StageArgs):
     batch_size: int = 4
     learning_rate: float = 5e-6
     max_seq_len: int = 1024
-    beta: float = setting(0.15, "strength of the pull towards the reference model (for ipo: tau)", gt=0)
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "loss of a pair: DPO's, IPO's or SLiC's")
+    beta: float = setting(0.15, "strength of the pull towards the reference model", gt=0)
     rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0)
 
     def compares_with_start_weights(self) -> bool:
         return True  # they are the reference
+
+    def builds_on_start_weights(self) -> bool:
+        return True
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
@@ -80,19 +87,21 @@ class Args(StageArgs):
 METRICS = preference.METRICS  # names of the sums that loss_fn returns beside the loss
 
 
-def loss_fn(model, batch, args):
+def loss_fn(reference, model, batch, args):
     """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by name of METRICS
     over the pairs."""
     log_probs, aux_loss = preference.answer_log_probs(model, batch)  # [2 P]: chosen, rejected, chosen, rejected ...
-    losses = preference.preference_loss(log_probs, batch, args.beta, args.loss_type)  # [P]
+    with torch.no_grad():
+        before, _ = preference.answer_log_probs(reference, batch)
+    losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
     if args.rpo_alpha:
         losses = losses + args.rpo_alpha * preference.chosen_loss(log_probs, batch)
-    return losses.sum(), aux_loss, preference.preference_figures(log_probs, batch, args.beta)
+    return losses.sum(), aux_loss, preference.preference_figures(log_probs, before, args.beta)
 
 
-def held_out(model, batch, args):
+def held_out(reference, model, batch, args):
     """The same sums, each [], of held-out pairs, by name."""
-    loss, _, figures = loss_fn(model, batch, args)
+    loss, _, figures = loss_fn(reference, model, batch, args)
     return {"loss": loss, **figures}
 
 
@@ -106,15 +115,12 @@ def open_data(args, tokenizer):
 
 
 def extend_run(state, tokenizer, train_set, eval_set):
-    """Attach the log-probabilities of the reference, which is the model that the run starts from, to the datasets."""
+    """Give the losses their reference, the model that the run starts from, frozen."""
     args = state.args
-
-    def build():
-        return init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir)[0]
-
-    for data in filter(None, (train_set, eval_set)):
-        preference.add_reference(data, state, build)
-    state.size_fn, state.eval_fn = preference.pair_size, held_out
+    reference = init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device)[0]
+    reference = frozen_model(reference, state.device)
+    state.loss_fn, state.eval_fn = partial(loss_fn, reference), partial(held_out, reference)
+    state.size_fn = preference.pair_size
 
 
 def main() -> None:
@@ -154,7 +160,7 @@ def main() -> None:
         scaler=scaler,
         autocast=autocast,
         device=device,
-        loss_fn=loss_fn,
+        loss_fn=partial(loss_fn, None),  # extend_run sets the reference
         schedule=schedule,
         run=run,
         stop=stop,

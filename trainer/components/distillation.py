@@ -110,28 +110,14 @@ def load_teacher(
     return frozen_model(teacher, device)
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float, kind: str, beta: float = 0.5) -> Tensor:
-    """Sum over the rows of logits [m, V] of the divergence of the predictions at this temperature, in nats.
-
-    forward_kl is KL(teacher, student), reverse_kl KL(student, teacher), and jsd the generalised Jensen-Shannon
-    divergence (arXiv:2306.13649, eq. 1): beta KL(teacher, mixture) + (1 - beta) KL(student, mixture), where the mixture
-    is beta teacher + (1 - beta) student.
-    """
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Sum over the rows of logits [m, V] of KL(teacher, student), the predictions at this temperature, in nats."""
     q, p = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
-    if kind == "jsd":
-        shares = q.new_tensor([beta, 1 - beta]).log()
-        mixture = torch.logaddexp(p + shares[0], q + shares[1])
-        return beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
-    return _kl(q, p) if kind == "reverse_kl" else _kl(p, q)
-
-
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p, q), summed, of log-probabilities."""
     return F.kl_div(q, p, reduction="sum", log_target=True)
 
 
 def distillation_sums(
-    model: nn.Module, teacher: "MiniMindForCausalLM", batch: Batch, temperature: float, kind: str, beta: float
+    model: nn.Module, teacher: "MiniMindForCausalLM", batch: Batch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the targets of the student's cross entropy and of its divergence from the teacher, and its
     load-balancing loss. The predictions are compared piece by piece and not kept for the backward pass: beside the
@@ -141,7 +127,7 @@ def distillation_sums(
         with torch.no_grad():
             wanted = teacher.lm_head(states)
         cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
-        return torch.stack((cross_entropy, divergence(logits, wanted, temperature, kind, beta)))
+        return torch.stack((cross_entropy, divergence(logits, wanted, temperature)))
 
     logits, aux_loss = target_logits(model, batch)
     pieces = zip(

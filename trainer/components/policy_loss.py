@@ -1,12 +1,11 @@
 """Losses of reinforcement learning on sampled completions, and the advantages that they use.
 
 Every loss is a SUM over the tokens of a flat batch. What it is divided by, over the whole update, is one of two counts:
-the tokens that were sampled (dapo, cispo) or the completions (grpo, dr_grpo), see `TOKEN_LEVEL`.
+the tokens that were sampled (dapo, cispo) or the completions (grpo), see `TOKEN_LEVEL`.
 
-    grpo     arXiv:2402.03300: clipped ratio, mean over the tokens of a completion, then over completions
-    dapo     arXiv:2503.14476: the same, mean over all tokens of the update
-    dr_grpo  arXiv:2503.20783: the same, sum over the tokens of a completion / --max_gen_len, mean over completions
-    cispo    arXiv:2506.13585: log-probability times the clipped ratio, which is a constant; mean over all tokens
+    grpo   arXiv:2402.03300: clipped ratio, mean over the tokens of a completion, then over completions
+    dapo   arXiv:2503.14476: the same, mean over all tokens of the update
+    cispo  arXiv:2506.13585: log-probability times the clipped ratio, which is a constant; mean over all tokens
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +15,13 @@ from torch import Tensor, nn
 
 from trainer.components.language_model import Batch, target_log_probs
 
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 TOKEN_LEVEL = ("dapo", "cispo")
 METRICS = ("kl", "clip_ratio")  # names of the sums beside the loss
 
 
 class PolicyLoss(NamedTuple):
     """Sums over the tokens of a batch, each []. Metrics use the loss's denominator: per token for dapo and cispo, per
-    completion for grpo and dr_grpo."""
+    completion for grpo."""
 
     loss: Tensor
     kl: Tensor  # from the reference
@@ -46,7 +44,6 @@ def policy_loss(
     loss_type: str,
     epsilon: float = 0.2,
     epsilon_high: float = 0.2,
-    max_gen_len: int = 1,
     ref_logp: Tensor | None = None,
     beta: float = 0.0,
 ) -> PolicyLoss:
@@ -57,9 +54,8 @@ def policy_loss(
         old_logp: the same under the weights that sampled them; `logp.detach()` right after the rollout.
         advantages: [M], of the completion that each token belongs to.
         lengths: [M], tokens of that completion.
-        loss_type: one of LOSS_TYPES.
+        loss_type: grpo, dapo or cispo.
         epsilon, epsilon_high: the ratio is clipped to 1 - epsilon .. 1 + epsilon_high; cispo only from above.
-        max_gen_len: longest completion, for dr_grpo.
         ref_logp: log-probabilities [M] under the reference, if `beta` is not 0.
         beta: weight of the KL divergence from the reference, by the k3 estimator (http://joschu.net/blog/kl-approx.html)
             times the ratio, which makes its gradient unbiased (arXiv:2512.02556).
@@ -78,13 +74,9 @@ def policy_loss(
         difference = ref_logp - logp
         kl = ratio * (difference.exp() - difference - 1)
         per_token = per_token + beta * kl
-    if loss_type == "grpo":
-        per_token = per_token / lengths
-    elif loss_type == "dr_grpo":
-        per_token = per_token / max_gen_len
     weight = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
-    kl, is_clipped = ((weight * value.detach()).sum() for value in (kl, clipped.to(logp.dtype)))
-    return PolicyLoss(per_token.sum(), kl, is_clipped)
+    loss, kl, is_clipped = ((weight * value).sum() for value in (per_token, kl, clipped.to(logp.dtype)))
+    return PolicyLoss(loss, kl.detach(), is_clipped)
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -92,14 +84,7 @@ def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tens
     tokens, that of the auxiliary losses over all tokens, and METRICS, each []. args: the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
-    options = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "max_gen_len", "beta")}
-    policy = policy_loss(
-        log_probs,
-        old,
-        batch["advantages"],
-        batch["lengths"],
-        args.loss_type,
-        ref_logp=batch.get("ref_log_probs"),
-        **options,
-    )
+    options = {name: getattr(args, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta")}
+    of_token = (batch["advantages"], batch["lengths"])
+    policy = policy_loss(log_probs, old, *of_token, ref_logp=batch.get("ref_log_probs"), **options)
     return policy.loss, aux_loss, {"kl": policy.kl, "clip_ratio": policy.clipped}

@@ -91,7 +91,7 @@ class ReinforcementArgs(RolloutArgs):
 
     num_generations: int = setting(8, "completions per prompt: the group that they are compared in", ge=2)
     scale_rewards: bool = setting(True, "1: divide an advantage by the group's standard deviation")
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = setting("dapo", "loss and its normalisation")
+    loss_type: Literal["grpo", "dapo", "cispo"] = setting("dapo", "loss and its normalisation")
     epsilon_high: float = setting(EPSILON, "upper clip: the ratio is at most 1 + epsilon_high", gt=0)
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")

@@ -200,6 +200,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
     aliases = aliases_of(type(args))
     saved = {aliases.get(name, name): value for name, value in saved.items()}  # a flag may have had another name
+    saved = {name: value for name, value in saved.items() if args.removed.get(name, ...) != value}
     saved = defaults | saved  # a flag added to the stage since: the run did what its default does
     saved = fields_before(saved, run) | saved
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
