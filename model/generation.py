@@ -320,12 +320,10 @@ def generate(
     end_ids: Collection[int],
     slots: int = 64,
     with_logprobs: bool = False,
-    between: Callable[[], None] = lambda: None,
 ) -> list[list[Answer]]:
     """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a time.
 
     max_new_tokens: of every answer, or of those of each prompt.
-    between: called before each step; what it raises ends the call.
 
     Raises:
         ValueError: a prompt is empty, or has more answers than there are slots.
@@ -337,6 +335,5 @@ def generate(
     while len(groups) < len(prompts) or decoder.rows:
         while len(groups) < len(prompts) and (not decoder.rows or len(samplings[len(groups)]) <= decoder.free):
             groups.append(decoder.add(prompts[len(groups)], samplings[len(groups)], new[len(groups)]))
-        between()
         decoder.step()
     return groups

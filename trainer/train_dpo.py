@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.settings import ROOT, StageArgs, setting
@@ -28,7 +26,6 @@ from dataset.lm_dataset import DPODataset
 from trainer.components import preference
 from trainer.components.data import open_datasets
 from trainer.components.failures import training_errors
-from trainer.components.language_model import frozen_model
 from trainer.components.optimizer import build_optimizer
 from trainer.components.saving import training_files
 from trainer.components.state import TrainState
@@ -91,8 +88,7 @@ def loss_fn(reference, model, batch, args):
     """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by name of METRICS
     over the pairs."""
     log_probs, aux_loss = preference.answer_log_probs(model, batch)  # [2 P]: chosen, rejected, chosen, rejected ...
-    with torch.no_grad():
-        before, _ = preference.answer_log_probs(reference, batch)
+    before, _ = preference.answer_log_probs(reference, batch)  # without a gradient: it is frozen
     losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
     if args.rpo_alpha:
         losses = losses + args.rpo_alpha * preference.chosen_loss(log_probs, batch)
@@ -117,8 +113,8 @@ def open_data(args, tokenizer):
 def extend_run(state, tokenizer, train_set, eval_set):
     """Give the losses their reference, the model that the run starts from, frozen."""
     args = state.args
-    reference = init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device)[0]
-    reference = frozen_model(reference, state.device)
+    reference, _ = init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device)
+    reference.requires_grad_(False).eval()
     state.loss_fn, state.eval_fn = partial(loss_fn, reference), partial(held_out, reference)
     state.size_fn = preference.pair_size
 

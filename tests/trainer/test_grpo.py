@@ -10,7 +10,7 @@ from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import (
     IN_A_ROLLOUT,
     assert_close_figures,
-    assert_grouping_changes_nothing,
+    assert_goes_on_with_another_grouping,
     assert_same_run,
     figures,
     rollout_flags,
@@ -63,19 +63,14 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path, loss_type):
 
 
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
-    """Completions without an advantage are left out of the batches; a record spans the stop."""
-    settings = {"num_generations": 4, "log_interval": 4}
-    assert_grouping_changes_nothing("grpo", prompts, tmp_path, "grpo_32", (2, 1, 2), (4, 1, 1), **settings)
+    """The rest of that rollout's updates are made of new completions."""
+    assert_goes_on_with_another_grouping("grpo", prompts, tmp_path, "grpo_32", (2, 1, 2), (4, 1, 1), num_generations=4)
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({"epsilon": 0.1}, "error: --epsilon has no effect with one update per rollout"),
-        (
-            {"loss_type": "cispo", "num_iterations": 2, "epsilon": 0.1},
-            "error: --epsilon has no effect with --loss_type cispo",
-        ),
         ({"packing": 1}, "error: --packing 1 has no effect"),
         ({"parallel": "fsdp"}, "error: --parallel fsdp: completions are sampled from whole weights"),
         ({"batch_size": 40}, "error: --data_path holds 24 prompts, and an update takes 40"),

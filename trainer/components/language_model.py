@@ -96,10 +96,10 @@ def target_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return out.logits, out.aux_loss
 
 
-def scalar_head(model: "MiniMindForCausalLM", bias: bool = True) -> "MiniMindForCausalLM":
-    """Replace a model's head, in place, by one of one number per position (a value, a reward), which begins at 0."""
+def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
+    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
     model.config.tie_word_embeddings = False
-    model.lm_head = nn.Linear(model.config.hidden_size, 1, bias=bias)
+    model.lm_head = nn.Linear(model.config.hidden_size, 1)
     for parameter in model.lm_head.parameters():
         nn.init.zeros_(parameter)
     return model

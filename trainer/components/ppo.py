@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.components.checkpoint import Writer
-from trainer.components.distributed import gather, reduce_sum
+from trainer.components.distributed import reduce_sum
 from trainer.components.flops import training_flops
 from trainer.components.language_model import Batch, scalar_head, target_log_probs, target_logits
 from trainer.components.meter import Size
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import policy_loss
-from trainer.components.rollouts import Rollouts, moved_to
+from trainer.components.rollouts import Rollouts
 from trainer.components.state import TrainState
 from trainer.components.trajectories import Trajectory
 
@@ -132,7 +132,6 @@ class ValuedRollouts(Rollouts):
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            batch = moved_to(state.device, batch)
             with state.autocast:
                 log_probs, _ = target_log_probs(model.actor, batch, self.args.temperature)
             sums += torch.tensor([float(policy_divergence(log_probs, batch["old_log_probs"])), len(log_probs)])
@@ -158,14 +157,10 @@ class ValuedRollouts(Rollouts):
             batch["old_values"] = values
         return batch | self._log_probs(self.policy(model), batch)
 
-    def _complete(self, batches: list[Batch] | None) -> list[Batch] | None:
+    def _complete(self, batches: list[Batch]) -> list[Batch]:
         """With advantages that have mean 0 and deviation 1 over the tokens of the update, on all ranks."""
-        own = torch.cat([batch["advantages"] for batch in batches]).double() if batches is not None else None
-        sums = None if own is None else (len(own), float(own.sum()), float(own.square().sum()))
-        everyone = gather(sums)
-        if batches is None or None in everyone:
-            return batches
-        count, total, squares = (sum(each) for each in zip(*everyone, strict=True))
+        own = torch.cat([batch["advantages"] for batch in batches]).cpu().double()
+        count, total, squares = reduce_sum(torch.stack((torch.ones_like(own), own, own.square())).sum(dim=1)).tolist()
         mean = total / count
         scale = 1 / sqrt(max(0.0, squares - count * mean**2) / max(count - 1, 1) + 1e-8)  # as in TRL
         return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]

@@ -12,8 +12,7 @@ from trainer.components.environments import Environment
 from trainer.components.language_model import frozen_model
 from trainer.components.parallel import unwrap
 from trainer.components.resume import files_fingerprint
-from trainer.components.reward_model import reward_model
-from trainer.components.rewards import load_rewards, reward_parts
+from trainer.components.rewards import load_rewards, reward_model, reward_parts
 from trainer.components.rollouts import Rollouts
 from trainer.components.state import TrainState
 from trainer.components.trajectories import TrajectoryWriter
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-EPSILON = 0.2
 CODE = tuple(
     f"trainer/components/{name}.py"
-    for name in ("rollouts", "trajectories", "rewards", "reward_model", "environments", "policy_loss", "ppo")
+    for name in ("rollouts", "trajectories", "rewards", "environments", "policy_loss", "ppo")
 )
 CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/prompts.py")
 
@@ -40,13 +38,11 @@ class RolloutArgs(StageArgs):
     max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
     temperature: float = setting(1.0, "sampling temperature; also applied in the loss", ge=COLDEST)
     reward: str = setting("exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT")
-    reward_model: str | None = setting(None, "adds a model's score: sequence classifier, or weights with a scalar head")
+    reward_model: str | None = setting(None, "adds the score of a sequence classifier: a Hugging Face folder")
     reward_timeout: float = setting(10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0)
     beta: float = setting(0.0, "weight of the KL divergence from the start weights", ge=0)
     num_iterations: int = setting(1, "updates per rollout", ge=1)
-    epsilon: float = setting(
-        EPSILON, "lower clip: the ratio is at least 1 - epsilon; needs --num_iterations 2", gt=0, lt=1
-    )
+    epsilon: float = setting(0.2, "lower clip: the ratio is at least 1 - epsilon; needs --num_iterations 2", gt=0, lt=1)
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
@@ -65,8 +61,7 @@ class RolloutArgs(StageArgs):
     def frozen_hashes(self) -> dict[str, str]:
         if self.reward_model is None:
             return {}
-        path = Path(self.reward_model)
-        files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())  # its template
+        files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())  # also its template
         return files_fingerprint("reward_model", files, self.cache_dir)
 
     def contradictions(self) -> list[str]:
@@ -92,16 +87,9 @@ class ReinforcementArgs(RolloutArgs):
     num_generations: int = setting(8, "completions per prompt: the group that they are compared in", ge=2)
     scale_rewards: bool = setting(True, "1: divide an advantage by the group's standard deviation")
     loss_type: Literal["grpo", "dapo", "cispo"] = setting("dapo", "loss and its normalisation")
-    epsilon_high: float = setting(EPSILON, "upper clip: the ratio is at most 1 + epsilon_high", gt=0)
+    epsilon_high: float = setting(0.2, "upper clip: the ratio is at most 1 + epsilon_high", gt=0)
 
     clips: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
-
-    def contradictions(self) -> list[str]:
-        """Flags that have no effect, or do not go together."""
-        wrong = super().contradictions()
-        if self.loss_type == "cispo" and self.epsilon != EPSILON:
-            wrong.append("--epsilon has no effect with --loss_type cispo, which clips from above only; leave it out")
-        return wrong
 
 
 def add_rollouts(

@@ -16,7 +16,9 @@ from decimal import Decimal, InvalidOperation
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from common.errors import UserError
+import torch
+
+from common.errors import UserError, reason
 from common.plugins import import_named, user_code
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
@@ -109,18 +111,15 @@ def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
         UserError: an unknown name, one given twice, a module that cannot be imported, a weight that is no number.
     """
     rewards = [_reward_named(part) for part in reward_parts(spec)]
-    if score is not None:
-        rewards.append(Reward("model", score, 1.0))
+    rewards += [Reward("model", score, 1.0)] if score is not None else []
     if not rewards:
         raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
-    if twice := [name for name, count in Counter(each.name for each in rewards).items() if count > 1]:
-        raise UserError(f"--reward names {twice[0]} twice; name it once, with the sum of the weights")
-    short = [each.name.rpartition(":")[2] for each in rewards]
-    taken = Counter([*short, *OTHER_FIGURES])
-    return [
-        each._replace(name=name if taken[name] == 1 else each.name.replace(":", "."))
-        for each, name in zip(rewards, short, strict=True)
-    ]
+    taken = Counter([*(each.name for each in rewards), *OTHER_FIGURES])
+    if twice := [name for name, count in taken.items() if count > 1]:
+        raise UserError(
+            f"--reward: {twice[0]} is named twice, or the name of another figure; name it once, or rename the function"
+        )
+    return rewards
 
 
 def reward_parts(spec: str) -> list[str]:
@@ -143,7 +142,7 @@ def _reward_named(part: str) -> Reward:
     function = import_named("--reward", name)
     if not callable(function):
         raise UserError(f"--reward {name} is not a function")
-    return Reward(name, function, factor)
+    return Reward(name.rpartition(":")[2], function, factor)
 
 
 def compute(
@@ -167,3 +166,38 @@ def compute(
             )
         values[name] = value
     return values
+
+
+# --- reward models ---------------------------------------------------------------------------------------------------
+
+
+def reward_model(folder: str, device: torch.device) -> RewardFn:
+    """The score that the sequence classifier of one output in a Hugging Face folder gives to a conversation; code in
+    the folder is not run.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        options = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+        options |= {"num_labels": 1, "output_loading_info": True}
+        model, loading = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    except Exception as error:  # transformers raises errors of any type for untrusted files
+        raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"--reward_model {folder} holds no sequence classifier: its weights lack {', '.join(missing[:3])}, which "
+            "would be random numbers; give a model that was trained to score answers"
+        )
+    model = model.eval().to(device)
+
+    def score(prompt: list[dict], completion: str, record: dict) -> float:
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True).to(device)
+        with torch.inference_mode():
+            return float(model(**inputs).logits)
+
+    return score

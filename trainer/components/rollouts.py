@@ -2,7 +2,7 @@
 
 A completion is a function of (weights, seed, update, prompt, number in the group): its noise is keyed by these, so a
 run that was killed writes the same texts again, and a checkpoint holds nothing of them. Only where a rollout is used
-for several updates (--num_iterations) a checkpoint between them holds it.
+for several updates (--num_iterations) a checkpoint between them holds it, for as many ranks and micro-batches.
 
 Token ids are trained as they were sampled, with the end token; nothing is decoded and tokenised again. Sampled is
 softmax(logits / temperature), which is also what is trained.
@@ -10,7 +10,6 @@ softmax(logits / temperature), which is also what is trained.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
 from dataset.rollout_prompts import RolloutPrompt
-from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, world_size
+from trainer.components.distributed import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.components.language_model import flat_size, target_log_probs
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 SHOWN_CHARACTERS = 300  # of a sample in the log
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
 COUNTS += ("seconds", "reward_seconds", "rollouts")  # sums from which the figures of a record are computed
-
-
-class Stopped(Exception):
-    """A signal came during a rollout; the loop saves and ends before the update."""
 
 
 class Rollouts(Hooks):
@@ -69,7 +64,7 @@ class Rollouts(Hooks):
         self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of all ranks
         self.fresh: defaultdict[str, float] = defaultdict(float)  # of this rank's rollout whose update is still to come
         self.samples: list[dict] = []  # of the last rollout
-        self.kept: list[list[Batch]] = []  # for --num_iterations: the last rollout's batches of all ranks, on the CPU
+        self.kept: list[Batch] = []  # for --num_iterations: this rank's last rollout
 
     # ---- the loop's hooks
 
@@ -77,27 +72,20 @@ class Rollouts(Hooks):
         """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first update."""
         if not any(batch["prompts"] for batch in window):
             return self._nothing(window)
-        several = self.args.num_iterations > 1
-        if several and state.update % self.args.num_iterations:
-            return self._cut_again(window)
-        self.writer.between = lambda: _stop_if_asked(state)
+        if state.update % self.args.num_iterations and len(self.kept) == len(window):
+            return self.kept
         model = unwrap(state.model)
         model.eval()
         self.samples = []
         self.fresh.clear()
-        try:
-            batches = [self._roll_out(state, batch["prompts"]) for batch in window]
-        except Stopped:
-            batches = None
+        batches = self._complete([self._roll_out(state, batch["prompts"]) for batch in window])
         model.train()
-        batches = self._complete(batches)
-        if several:
-            everyone = gather(batches and [_to_keep(batch) for batch in batches])
-            self.kept = [] if None in everyone else everyone
-        return batches if batches is not None else self._nothing(window)
+        if self.args.num_iterations > 1:
+            self.kept = batches
+        return batches
 
     def batch_start(self, state: TrainState) -> None:
-        """The update will be made: its rollout counts, on all ranks. Of one that a signal stops nothing is kept."""
+        """The update will be made: its rollout counts, on all ranks."""
         host = torch.tensor([self.fresh[name] for name in self.sums], dtype=torch.float64)
         for name, value in zip(self.sums, reduce_sum(host).tolist(), strict=True):
             self.totals[name] += value
@@ -128,32 +116,19 @@ class Rollouts(Hooks):
         return figures if total["rollouts"] else dict.fromkeys(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """Reward statistics since the last record, and the rollout that further updates use."""
-        return {"totals": dict(self.totals), "kept": self.kept, "samples": self.samples}
+        """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
+        collective."""
+        own = [{name: value for name, value in batch.items() if name != "host_cu_seqlens"} for batch in self.kept]
+        kept = gather([moved_to(torch.device("cpu"), batch) for batch in own])
+        return {"totals": dict(self.totals), "kept": kept, "samples": self.samples}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
         self.totals, self.samples = defaultdict(float, saved["totals"]), saved["samples"]
-        self.kept = saved["kept"] or []
+        own = saved["kept"][this_rank()] if len(saved["kept"]) == world_size() else []
+        self.kept = [batch | {"host_cu_seqlens": batch["cu_seqlens"].numpy()} for batch in own]
 
     # ---- a rollout
-
-    def _cut_again(self, window: list[Batch]) -> list[Batch]:
-        """The kept completions to the prompts of these micro-batches: those of the rollout, or, after a resume with
-        another --batch_size or number of ranks, others of the same prompts."""
-        kept = [batch for batches in self.kept for batch in batches]
-        samples: defaultdict[int, list[dict]] = defaultdict(list)  # by prompt
-        for batch in kept:
-            for sample in _samples_of(batch):
-                samples[sample["sample_id"]].append(sample)
-        counted = sum(batch["counted"] for batch in kept) if is_main_process() else 0
-        cut = []
-        for batch in window:
-            own = [sample for prompt in batch["prompts"] for sample in samples[prompt.sample_id]]
-            of_target = {name: [kept[0][name][:0], *(sample[name] for sample in own)] for name in _of_target(kept[0])}
-            flat = collate_flat([[sample] for sample in own]) | {name: torch.cat(of_target[name]) for name in of_target}
-            cut.append(flat | {"counted": 0 if cut else counted})  # only its sum over the update matters
-        return cut
 
     def _roll_out(self, state: TrainState, prompts: list[RolloutPrompt]) -> Batch:
         """The flat batch of the trajectories of these prompts."""
@@ -193,14 +168,13 @@ class Rollouts(Hooks):
             log_probs["old_log_probs"], _ = target_log_probs(policy, batch, temperature)
         return log_probs
 
-    def _complete(self, batches: list[Batch] | None) -> list[Batch] | None:
-        """This rank's rollout, when all ranks have theirs; None: a signal stopped it."""
+    def _complete(self, batches: list[Batch]) -> list[Batch]:
+        """This rank's rollout, when all ranks have theirs."""
         return batches
 
     def _rewards(self, written: list[Trajectory]) -> Tensor:
         values = []
         for each in written:
-            self.writer.between()
             parts = self._judge(each)
             for name, value in parts.items():
                 self.fresh[f"reward_{name}"] += value
@@ -265,7 +239,7 @@ class Rollouts(Hooks):
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
         weighted one."""
-        writer, prompts = replace(self.writer, group=1, temperature=0.0, between=lambda: None), batch["prompts"]
+        writer, prompts = replace(self.writer, group=1, temperature=0.0), batch["prompts"]
         parts = [self._judge(each) for each in writer.write(self.policy(model), prompts, 0)] if prompts else []
         sums = {f"reward_{reward.name}": sum(part[reward.name] for part in parts) for reward in self.rewards}
         total = sum(self._weighted(part) for part in parts)
@@ -276,36 +250,6 @@ class Rollouts(Hooks):
 def moved_to(device: torch.device | None, batch: Batch) -> Batch:
     """The batch with its tensors on a device (None: where they are)."""
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-
-
-def _of_target(batch: Batch) -> list[str]:
-    """The fields of a rollout's flat batch that hold one value for each target."""
-    of_flat = collate_flat([]).keys()
-    return [name for name, value in batch.items() if isinstance(value, Tensor) and name not in of_flat]
-
-
-def _samples_of(batch: Batch) -> Iterator[dict[str, Any]]:
-    """The samples of a rollout's flat batch on the CPU, as `collate_flat` takes them, each with the values of its
-    targets."""
-    is_target = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
-    is_target[batch["target_index"] + 1] = True
-    names, at, edges = _of_target(batch), 0, batch["cu_seqlens"].tolist()
-    for sample_id, begin, end in zip(batch["sample_ids"].tolist(), edges, edges[1:], strict=False):
-        loss_mask = is_target[begin:end].numpy()
-        sample = {"input_ids": batch["input_ids"][begin:end].numpy(), "loss_mask": loss_mask, "sample_id": sample_id}
-        following = at + int(loss_mask.sum())
-        yield sample | {"target_bytes": 0} | {name: batch[name][at:following] for name in names}
-        at = following
-
-
-def _to_keep(batch: Batch) -> Batch:
-    """A batch as it is kept and saved: on the CPU, and without the array, which a checkpoint cannot hold."""
-    return moved_to(torch.device("cpu"), {name: batch[name] for name in batch if name != "host_cu_seqlens"})
-
-
-def _stop_if_asked(state: TrainState) -> None:
-    if state.stop.signal:
-        raise Stopped
 
 
 def _shown(text: str) -> str:

@@ -4,7 +4,7 @@ After each turn of an agent its calls are answered by the environment, and the r
 they are in the context and never targets. The tokens of a turn stay as they were sampled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -64,7 +64,6 @@ class TrajectoryWriter:
         temperature: of the sampling; 0 takes the likeliest token, always.
         max_gen_len: tokens of one turn at most.
         seed: of the run.
-        between: called between two tokens; may raise.
         environment: made anew for each trajectory; replies to its calls.
         max_turns, max_total_len: turns and tokens of a trajectory at most, with prompt and replies.
         reply_timeout: seconds that a reply may take.
@@ -75,7 +74,6 @@ class TrajectoryWriter:
     temperature: float
     max_gen_len: int
     seed: int
-    between: Callable[[], None] = lambda: None
     environment: type[Environment] | None = None
     max_turns: int = 1
     max_total_len: int = 1 << 20
@@ -120,7 +118,7 @@ class TrajectoryWriter:
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
         slots = max(SLOTS, *map(len, groups.values()))
         with torch.autocast(model.lm_head.weight.device.type, enabled=False):  # the cache holds the weights' own dtype
-            answers = generate(model, list(groups), samplings, room, [self.end_id], slots, True, self.between)
+            answers = generate(model, list(groups), samplings, room, [self.end_id], slots, True)
         for group, written in zip(groups.values(), answers, strict=True):
             for each, answer in zip(group, written, strict=True):
                 each.tokens += answer.tokens

@@ -109,4 +109,3 @@ def test_advantages_of_an_update_have_mean_zero_and_deviation_one():
     whole = torch.cat(pieces)
     wanted = (whole - whole.mean()) / whole.std()
     torch.testing.assert_close(torch.cat([batch["advantages"] for batch in found]), wanted)
-    assert rollouts._complete(None) is None

@@ -1,4 +1,4 @@
-"""Reward models: classifiers in Hugging Face folders, and what a stage of one's own writes."""
+"""Reward models: classifiers in Hugging Face folders."""
 
 import pytest
 import torch
@@ -6,11 +6,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassifi
 
 from common.errors import UserError
 from dataset.token_cache import load_tokenizer
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
-from trainer.components.language_model import scalar_head, target_logits
-from trainer.components.model_files import save_weights
-from trainer.components.reward_model import reward_model
+from trainer.components.rewards import reward_model
 
 CPU = torch.device("cpu")
 
@@ -31,26 +28,3 @@ def test_a_causal_language_model_is_no_reward_model(tmp_path):
         reward_model(str(tmp_path / "lm"), CPU)
     score = reward_model(str(tmp_path / "classifier"), CPU)
     assert isinstance(score([{"role": "user", "content": "1+1?"}], "2", {}), float)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_stage_that_trains_a_reward_model_writes_what_is_read_here(tmp_path, bias):
-    """Its model has one number per position for a head; its weights file is written like any other."""
-    torch.manual_seed(0)
-    tokenizer = load_tokenizer(ROOT / "model")
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    save_weights(MiniMindForCausalLM(config), tmp_path / "sft_32.pth")
-    model = scalar_head(MiniMindForCausalLM(config), bias).eval()
-    assert not any(parameter.any() for parameter in model.lm_head.parameters())
-    torch.nn.init.normal_(model.lm_head.weight)
-    save_weights(model, tmp_path / "judge_32.pth")
-    prompt = [{"role": "user", "content": "1+1?"}]
-    score = reward_model(str(tmp_path / "judge_32.pth"), CPU)(prompt, "2", {})
-    text = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": "2"}], tokenize=False)
-    tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    batch = {"input_ids": tokens, "position_ids": torch.arange(len(tokens)), "max_seqlen": len(tokens)}
-    batch |= {"cu_seqlens": torch.tensor([0, len(tokens)], dtype=torch.int32), "targets": tokens[:1]}
-    values, _ = target_logits(model, batch | {"target_index": torch.tensor([len(tokens) - 1])})
-    assert score == pytest.approx(values.item(), rel=1e-2) and score != 0
-    with pytest.raises(UserError, match="its head has 6400 outputs instead of one"):
-        reward_model(str(tmp_path / "sft_32.pth"), CPU)

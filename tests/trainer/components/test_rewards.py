@@ -56,17 +56,15 @@ def test_several_rewards_with_weights(tmp_path, monkeypatch):
     assert compute(rewards, [], "42 please", {"answer": 42}, "a:1", 1) == {"exact_answer": 0.0, "politeness": 1.0}
 
 
-def test_rewards_of_the_same_name_count_each_for_itself(tmp_path, monkeypatch):
-    """Also one that is called like a figure of all rewards, or like the reward model's."""
-    for module, value in (("ra", 1), ("rb", 2)):
-        function = f"def NAME(prompt, completion, record): return {value}\n"
-        source = "".join(function.replace("NAME", name) for name in ("score", "std", "model"))
+@pytest.mark.parametrize("spec", ["ra:score=10,rb:score", "ra:score,ra:std", "ra:model"])
+def test_rewards_have_names_of_their_own(tmp_path, monkeypatch, spec):
+    """Not that of a figure of all rewards either, or of the reward model."""
+    for module in ("ra", "rb"):
+        source = "".join(f"def {name}(prompt, completion, record): return 1\n" for name in ("score", "std", "model"))
         (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    rewards = load_rewards("ra:score=10,rb:score,rb:std,ra:model", lambda *_: 7.0)
-    values = compute(rewards, [], "", {}, "a:1", 1)
-    assert values == {"ra.score": 1.0, "rb.score": 2.0, "rb.std": 2.0, "ra.model": 1.0, "model": 7.0}
-    assert [reward.name for reward in load_rewards("ra:score=10,length")] == ["score", "length"]
+    with pytest.raises(UserError, match=r"(score|std|model) is named twice, or the name of another figure"):
+        load_rewards(spec, lambda *_: 7.0)
 
 
 def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
@@ -93,7 +91,7 @@ def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
         ("math:pi", "--reward math:pi is not a function"),
         ("exact_answer=heavy", "the weight 'heavy' must be a finite number"),
         ("exact_answer=nan", "the weight 'nan' must be a finite number"),
-        ("length, length=2", "--reward names length twice; name it once, with the sum of the weights"),
+        ("length, length=2", "--reward: length is named twice, or the name of another figure; name it once"),
     ],
 )
 def test_a_mistake_is_one_line(spec, line):
