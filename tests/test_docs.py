@@ -193,6 +193,14 @@ def test_a_page_has_the_same_form_in_both_languages(english, chinese):
     assert forms[0] == forms[1]
 
 
+def test_the_chinese_pages_use_the_words_of_the_glossary():
+    avoided = [word for row in rows(read("CONTRIBUTING_zh.md")) for word in row[2].split("、") if word]
+    assert len(avoided) >= 12
+    for page in (*MANUALS[1], "docs/zh/flags.yaml"):
+        found = [word for word in avoided if word in read(page)] if page != "CONTRIBUTING_zh.md" else []
+        assert not found, f"{page} says {found}; the table of CONTRIBUTING_zh.md has the words to use"
+
+
 def test_every_entry_of_the_log_has_a_date_and_a_commit():
     entries = re.split(r"^## ", read("docs/dev/LOG.md"), flags=re.M)[1:]
     dated = re.compile(r".*\n\n\*\d{4}-\d\d-\d\d, commit [0-9a-f]{7}\*\n")
