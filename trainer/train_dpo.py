@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import DPODataset
+from trainer import trainer_utils as utils
 from trainer.components import preference
 from trainer.components.data import open_datasets
 from trainer.components.failures import training_errors
@@ -31,22 +32,6 @@ from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
 from trainer.loop import train_epoch
-from trainer.trainer_utils import (
-    begin_run,
-    compile_and_wrap,
-    identify_run,
-    init_distributed_mode,
-    init_model,
-    lm_checkpoint,
-    load_tokenizer,
-    read_settings,
-    setup_seed,
-    start_model_config,
-    start_weights,
-    take_over,
-    train_loader,
-    warmup_cosine,
-)
 
 
 @dataclass(kw_only=True)
@@ -101,7 +86,7 @@ def held_out(reference, model, batch, args):
     return {"loss": loss, **figures}
 
 
-schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
+schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 
 
@@ -113,7 +98,7 @@ def open_data(args, tokenizer):
 def extend_run(state, tokenizer, train_set, eval_set):
     """Give the losses their reference, the model that the run starts from, frozen."""
     args = state.args
-    reference, _ = init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device)
+    reference, _ = utils.init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device)
     reference.requires_grad_(False).eval()
     state.loss_fn, state.eval_fn = partial(loss_fn, reference), partial(held_out, reference)
     state.size_fn = preference.pair_size
@@ -122,29 +107,30 @@ def extend_run(state, tokenizer, train_set, eval_set):
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings; the console, device, precision, signals and files of this run.
-    args = read_settings(Args, __doc__)
-    device, autocast, scaler, stop = take_over(args)
+    args = utils.read_settings(Args, __doc__)
+    device, autocast, scaler, stop = utils.take_over(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
-    tokenizer = load_tokenizer(args.tokenizer_path)
+    tokenizer = utils.load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
-    init_distributed_mode(args.rank_timeout, device)
-    setup_seed(args.seed)
+    utils.init_distributed_mode(args.rank_timeout, device)
+    utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = start_model_config(tokenizer, args)
+    lm_config = utils.start_model_config(tokenizer, args)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
-    checkpoint = lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = identify_run(args, checkpoint, lm_config, train_set)
+    checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
+    args, run = utils.identify_run(args, checkpoint, lm_config, train_set)
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
-    model, _ = init_model(lm_config, start_weights(args, run, checkpoint), args.tokenizer_path, args.save_dir)
-    model = compile_and_wrap(model, args, device, autocast, train_set, frozen)
+    weight = utils.start_weights(args, run, checkpoint)
+    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
+    model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     # 7. The state of the run, with the reference, restored from the checkpoint.
@@ -163,13 +149,13 @@ def main() -> None:
         metric_names=METRICS,
     )
     extend_run(state, tokenizer, train_set, eval_set)
-    begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 
     # 8. Train.
     with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = train_loader(train_set, args, epoch, start_step)
+            loader = utils.train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
 

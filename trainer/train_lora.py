@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import SFTDataset
+from trainer import trainer_utils as utils
 from trainer.components import adapters
 from trainer.components.data import open_datasets
 from trainer.components.failures import training_errors
@@ -28,23 +29,6 @@ from trainer.components.saving import training_files
 from trainer.components.state import TrainState
 from trainer.components.tracker import start_tracker
 from trainer.loop import train_epoch
-from trainer.trainer_utils import (
-    begin_run,
-    compile_and_wrap,
-    identify_run,
-    init_distributed_mode,
-    init_model,
-    lm_checkpoint,
-    load_tokenizer,
-    next_token_loss,
-    read_settings,
-    setup_seed,
-    start_model_config,
-    start_weights,
-    take_over,
-    train_loader,
-    warmup_cosine,
-)
 
 
 @dataclass(kw_only=True)
@@ -78,8 +62,8 @@ class Args(StageArgs):
         return wrong
 
 
-loss_fn = next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
-schedule = warmup_cosine  # (update from 1, total updates, args) -> learning rate
+loss_fn = utils.next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
+schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 
 
 def open_data(args, tokenizer):
@@ -101,30 +85,31 @@ def extend_run(state, tokenizer, train_set, eval_set):
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings; the console, device, precision, signals and files of this run.
-    args = read_settings(Args, __doc__)
-    device, autocast, scaler, stop = take_over(args)
+    args = utils.read_settings(Args, __doc__)
+    device, autocast, scaler, stop = utils.take_over(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
-    tokenizer = load_tokenizer(args.tokenizer_path)
+    tokenizer = utils.load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
-    init_distributed_mode(args.rank_timeout, device)
-    setup_seed(args.seed)
+    utils.init_distributed_mode(args.rank_timeout, device)
+    utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = start_model_config(tokenizer, args)
+    lm_config = utils.start_model_config(tokenizer, args)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
-    checkpoint = lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = identify_run(args, checkpoint, lm_config, train_set)
+    checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
+    args, run = utils.identify_run(args, checkpoint, lm_config, train_set)
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
     # 6. Model with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
-    model, _ = init_model(lm_config, start_weights(args, run, checkpoint), args.tokenizer_path, args.save_dir)
+    weight = utils.start_weights(args, run, checkpoint)
+    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = extend_model(model, args)
-    model = compile_and_wrap(model, args, device, autocast, train_set)
+    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     # 7. The state of the run, restored from the checkpoint.
@@ -142,13 +127,13 @@ def main() -> None:
         stop=stop,
     )
     extend_run(state, tokenizer, train_set, eval_set)
-    begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 
     # 8. Train.
     with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = train_loader(train_set, args, epoch, start_step)
+            loader = utils.train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
 
