@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from tests.conftest import without_first_line_breaks
+from model.prompts import prompt_tokens
+from tests.conftest import ROOT, without_first_line_breaks
 
 MODEL = Path(__file__).resolve().parents[2] / "model"
 
@@ -308,3 +309,12 @@ def test_the_prompt_stays_the_beginning_however_an_answer_begins(tokenizer, thin
             whole = render(tokenizer, [*question, message])
             assert whole.removesuffix("\n").endswith("<|im_start|>assistant\n" + spans_of([message])[0])
             assert tokenizer.encode(whole)[: len(prompt_ids)] == prompt_ids, repr(whole)
+
+
+def test_a_template_that_reads_open_thinking_gets_it():
+    """MiniMind's name of `enable_thinking`."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
+    tokenizer.chat_template = "A{% if open_thinking is defined and open_thinking is true %}B{% else %}C{% endif %}"
+    chat = [{"role": "user", "content": "?"}]
+    for variables, text in ({"enable_thinking": True}, "AB"), ({"enable_thinking": False}, "AC"), ({}, "AC"):
+        assert tokenizer.decode(prompt_tokens(tokenizer, chat, **variables)) == text
