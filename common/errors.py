@@ -26,6 +26,11 @@ def reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey or cannot show, except for blanks and line ends."""
+    return "".join(c if c.isprintable() or c in "\n\t\u00a0\u3000" else ascii(c)[1:-1] for c in text)
+
+
 def say(text: str) -> None:
     """Print a line, escaping characters that stdout's encoding lacks (file names and records may hold any)."""
     encoding = sys.stdout.encoding or "utf-8"

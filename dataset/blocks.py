@@ -21,7 +21,6 @@ class Block:
     path: str
     rows: list[tuple[int, Any]]  # (line or row, record): raw JSON, parsed, or a BadRecord in its place
     size: int  # bytes of the file that it covers, for the progress
-    unread: tuple[str, ...] = ()  # columns of a table that are not read
 
 
 class DataFile:
@@ -30,15 +29,14 @@ class DataFile:
     Attributes:
         content: its bytes, decompressed; for readers that go from the beginning to the end.
         stored: its bytes as they are.
-        unread: columns of a table that nothing needs.
+        separator: the line between documents of plain text; empty for one document per file.
     """
 
     content: Any  # io.BufferedReader or gzip.GzipFile
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, separator: str = ""):
+        self.path, self.separator = path, separator
         self.stored: BinaryIO = open(path, "rb")  # noqa: SIM115 (close() closes it)
-        self.unread: tuple[str, ...] = ()
         if path.lower().endswith(".gz"):
             self.content = gzip.GzipFile(fileobj=self.stored)
         elif path.lower().endswith(".zst"):

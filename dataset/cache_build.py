@@ -5,7 +5,6 @@ The result does not depend on the number of processes.
 """
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -20,9 +19,9 @@ from dataset import blocks
 from dataset.blocks import Block
 from dataset.data_files import iter_blocks
 from dataset.packing import pack
-from dataset.report import describe_records, first_bad_record, judge_bad_records, make_report
+from dataset.report import describe_records, first_bad_record, make_report, stop_at_bad_record
 from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
-from dataset.worker_pool import in_processes, in_this_process
+from dataset.worker_pool import in_processes
 
 ARRAYS = {  # what a block's samples are appended to, each in a file; for their meaning see TokenCache
     "tokens": "",  # the smallest type that holds every id
@@ -50,13 +49,13 @@ def build_arrays(
     Returns the report, and the type of each array.
 
     `on_bad_data`: "skip" skips bad records and lists them in bad_records.txt.
-    Raises UserError for bad records (the first one, and how many follow) and if no sample remains.
+    Raises UserError at the first bad record and if no sample remains.
     """
     total = sum(os.path.getsize(path) for path in paths)
     tokenizer = TOKENIZERS[kind](spec, max_length)  # also validates the tokenizer
     num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
     unread = iter_blocks(paths, text_separator)
-    counts, unused, check_only = Counter(), Counter(), threading.Event()
+    counts, unused = Counter(), Counter()
     first_bad: tuple[int, int, str] | None = None  # index of the file, line, reason
     with ExitStack() as stack:
         names = [name for name in ARRAYS if kind != "pretrain" or name != "loss_mask"]
@@ -66,27 +65,24 @@ def build_arrays(
         listed = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
         progress = stack.enter_context(tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS))
         if num_proc > 1 and total > SMALL:
-            results = in_processes(unread, (spec, kind, max_length), num_proc, check_only)
+            results = in_processes(unread, (spec, kind, max_length), num_proc)
         else:
-            results = in_this_process(unread, tokenizer, check_only)
+            results = ((block, tokenizer(block)) for block in unread)
         for block, samples in stack.enter_context(closing(results)):
             counts.update(samples.counts)
             unused.update(samples.unused_fields)
             if samples.bad:
                 first_bad = first_bad or (block.file, *samples.bad[0])
                 counts["skipped_bad_records"] += len(samples.bad)
-                listed.writelines(f"{block.path}:{line}: {reason}\n" for line, reason in samples.bad)
-            if first_bad and on_bad_data == "stop":
-                check_only.set()  # only count the remaining bad records
-            else:
-                _write(files, block, samples, counts)
+                lines = [f"{block.path}:{line}: {reason}" for line, reason in samples.bad]
+                stop_at_bad_record(lines[0], on_bad_data)
+                listed.writelines(f"{line}\n" for line in lines)
+            _write(files, block, samples, counts)
             progress.update(block.size)
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(np.min_scalar_type(max_length))
     report = {"kind": kind, "max_length": max_length, "files": len(paths), "first_bad_record": first_bad}
     report |= make_report(counts, unused, lengths, max_length)
     first = first_bad_record(report, paths) if first_bad else ""
-    if first and on_bad_data == "stop":
-        judge_bad_records(first, counts["skipped_bad_records"], counts["records"], "", on_bad_data)
     if not counts["samples"]:
         where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
         raise UserError(

@@ -6,12 +6,10 @@ Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1.
 """
 
 import glob
-import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
+from fnmatch import fnmatch
 from typing import Any
 
 from common.errors import UserError, reason
@@ -23,9 +21,9 @@ from dataset.table_files import read_arrow, read_csv, read_parquet, read_tsv
 from dataset.text_files import read_text
 
 PLAIN_TEXT = ".txt"
-# Suffix -> what yields (line or row, record) of such a file, given the line between documents of plain text. A record
-# is a dict, a BadRecord, or raw JSON, which the processes that tokenise parse.
-READERS: dict[str, Callable[[DataFile, str], Iterator[tuple[int, Any]]]] = {
+# Suffix -> what yields (line or row, record) of such a file. A record is a dict, a BadRecord, or raw JSON, which the
+# processes that tokenise parse.
+READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Any]]]] = {
     ".jsonl": read_json_lines,
     ".json": read_json,
     ".csv": read_csv,
@@ -74,7 +72,11 @@ def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[
         except OSError as error:
             raise UserError(f"{error.filename or part} cannot be read ({error.strerror}); check --data_path") from error
     for path in files.values():
-        _check_is_file(path)
+        if not os.path.isfile(path):
+            what = "a pipe, a device or a link to nothing"
+            raise UserError(f"{path} is {what}; data are read more than once, so give a file, or remove it")
+        if os.path.getsize(path) == 0:
+            raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
         if file_kind(path) == PLAIN_TEXT and not plain_text:
             raise UserError(f"{path} is plain text, which only pretraining takes; SFT needs conversations")
     return list(files.values())
@@ -82,92 +84,51 @@ def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[
 
 def _expand_one(part: str, plain_text: bool) -> list[str]:
     if os.path.isdir(part):
-        return _choose(part, sorted(map(str, _files_of_folder(Path(part), set()))), plain_text)
-    if os.path.lexists(part):
-        return [part]
-    paths = [path for path in glob.glob(part, recursive=True) if not os.path.isdir(path)]
+        return _files_of_folder(part, plain_text)
+    paths = glob.glob(part, recursive=True)
+    paths = [part] if os.path.lexists(part) else [path for path in paths if not os.path.isdir(path)]
     if not paths:
-        what = "no file matches this pattern" if glob.has_magic(part) else "no such file"
-        raise UserError(f"{part}: {what}; check --data_path")
+        raise UserError(f"{part}: no such file; check --data_path")
     return sorted(paths)
 
 
-def _check_is_file(path: str) -> None:
-    """Raise UserError for what cannot be read several times, for a link to nothing and for an empty file."""
-    if not os.path.exists(path):
-        raise UserError(f"{path} is a link to {os.readlink(path)}, which is not there; restore that or remove the link")
-    if not os.path.isfile(path):
-        raise UserError(f"{path} is a pipe or a device; data are read more than once, so write them to a file first")
-    if os.path.getsize(path) == 0:
-        raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
-
-
-def _choose(folder: str, paths: list[str], plain_text: bool) -> list[str]:
-    """The files of a folder to read, so that a README.txt beside the data is not trained in silence."""
-    texts = [path for path in paths if file_kind(path) == PLAIN_TEXT]
-    records = [path for path in paths if file_kind(path) != PLAIN_TEXT]
+def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
+    """The data files below a folder, without hidden ones and `datasets`' own; of a saved DatasetDict those of `train`.
+    Refuses plain text beside records, so that a README.txt is not trained in silence."""
+    paths, seen = [], set()
+    for place, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        if "dataset_dict.json" in names:
+            folders[:] = ["train"]
+        for name in names if real not in seen else ():
+            is_other = name.startswith(".") or name in DESCRIPTIONS or fnmatch(name, "cache-*.arrow")
+            paths += [os.path.join(place, name)] if file_kind(name) and not is_other else []
+        seen.add(real)
+    if not paths:
+        kinds = ", ".join(f"*{suffix}" for suffix in READERS)
+        raise UserError(
+            f"{folder} is a folder without data; it must hold files named {kinds} (also {' or '.join(COMPRESSED)})"
+        )
+    texts = [path for path in sorted(paths) if file_kind(path) == PLAIN_TEXT]
+    records = [path for path in sorted(paths) if file_kind(path) != PLAIN_TEXT]
     if texts and records and plain_text:
         wanted = os.path.join(folder, "**", f"*{file_kind(records[0])}")
         raise UserError(
             f"{folder} holds both plain text ({texts[0]}) and records ({records[0]}); say which to read with a "
             f"pattern, such as --data_path '{wanted}'"
         )
-    if not paths:
-        kinds = ", ".join(f"*{suffix}" for suffix in READERS)
-        raise UserError(
-            f"{folder} is a folder without data; it must hold files named {kinds} (also {' or '.join(COMPRESSED)})"
-        )
-    return paths if plain_text else records or texts
+    return records or texts
 
 
-def _files_of_folder(folder: Path, seen: set[str]) -> list[Path]:
-    """The data files below a folder, without hidden ones; those that a saved dataset consists of. `seen`: the folders
-    that were read already, to one of which a link may lead again."""
-    real = os.path.realpath(folder)
-    if real in seen:
-        return []
-    seen.add(real)
-    saved = _files_of_saved_dataset(folder, seen)
-    if saved is not None:
-        return saved
-    files = []
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            files += _files_of_folder(path, seen)
-        elif file_kind(path) and path.name not in DESCRIPTIONS:
-            files.append(path)
-    return files
-
-
-def _files_of_saved_dataset(folder: Path, seen: set[str]) -> list[Path] | None:
-    """The files of a folder that `datasets.save_to_disk` wrote, of several splits those of `train`; else None."""
-    splits, state = folder / "dataset_dict.json", folder / "state.json"
-    try:
-        if splits.is_file():
-            names = json.loads(splits.read_bytes())["splits"]
-            if "train" not in names:
-                raise UserError(f"{folder} holds the splits {', '.join(names)}; name one of them: {folder / names[0]}")
-            return _files_of_folder(folder / "train", seen)
-        if not state.is_file() or not list(folder.glob("*.arrow")):
-            return None
-        content = json.loads(state.read_bytes())
-        if content.get("_indices_data_files"):
-            raise UserError(f"{folder} holds a selection of rows, not the rows; save it with a newer `datasets`")
-        return [folder / entry["filename"] for entry in content["_data_files"]]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(
-            f"{folder}: its {splits.name} or {state.name} is damaged ({reason(error)}); save it again"
-        ) from error
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def describe_files(paths: Sequence[str]) -> str:
     """Which files are read, in a line."""
-    kinds = Counter(file_kind(path) or "other" for path in paths)
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
-    return f"data: {counts} ({', '.join(paths[:5])}{more})"
+    return f"data: {', '.join(paths[:5])}{more}"
 
 
 def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Block]:
@@ -177,23 +138,23 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
     """
     for index, path in enumerate(paths):
         try:
-            with closing(DataFile(path)) as file:
-                yield from _blocks_of_file(index, file, text_separator)
+            with closing(DataFile(path, text_separator)) as file:
+                yield from _blocks_of_file(index, file)
         except OSError as error:
             why = error.strerror or reason(error)
             raise UserError(f"{path} cannot be read ({why}); check the file or remove it from --data_path") from error
 
 
-def _blocks_of_file(index: int, file: DataFile, text_separator: str) -> Iterator[Block]:
+def _blocks_of_file(index: int, file: DataFile) -> Iterator[Block]:
     reader = READERS.get(file_kind(file.path), read_json_lines)
     rows: list[tuple[int, Any]] = []
     line = begin = 0  # the last line; where in the file the block begins
     try:
-        for line, record in reader(file, text_separator):
+        for line, record in reader(file):
             rows.append((line, record))
             position = file.stored.tell()
             if len(rows) == blocks.BLOCK_ROWS or position - begin >= blocks.BLOCK_BYTES:
-                yield Block(index, file.path, rows, max(0, position - begin), file.unread)
+                yield Block(index, file.path, rows, max(0, position - begin))
                 rows, begin = [], position
     except Exception as error:
         if damage := file.damage(error):
@@ -201,7 +162,7 @@ def _blocks_of_file(index: int, file: DataFile, text_separator: str) -> Iterator
         raise
     if line == 0:
         raise UserError(f"{file.path} holds no record; remove it from --data_path or write it again")
-    yield Block(index, file.path, rows, max(0, os.path.getsize(file.path) - begin), file.unread)
+    yield Block(index, file.path, rows, max(0, os.path.getsize(file.path) - begin))
 
 
 def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:

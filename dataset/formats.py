@@ -12,21 +12,20 @@ Another form of conversations is one more entry of FORMS. Data of another stage 
 refused. What nothing reads is counted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
-from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, short, switch_of, text_of
-from dataset.messages import MEDIA, Turn, parse_message, refuse_media
+from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, switch_of, text_of
+from dataset.messages import FIELDS, MEDIA, Turn, parse_message, refuse_media
 
 BELOW = ("input", "context")
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
-WIDER = ("train_on_inputs", "train_on_prompt")  # switches that would train more than the assistant's turns
 PAIR = ("chosen", "rejected")
 PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
-BESIDE = MEDIA.union(SYSTEM, TOOLS, LABELS, WIDER, PREFERENCE, ["mask_history"])  # read beside any conversation
+BESIDE = MEDIA.union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])  # read beside any conversation
 
 
 class Chat(NamedTuple):
@@ -35,8 +34,6 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list[dict] | None
     masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
-    is_good: bool | None = None  # a KTO record's label; a bad answer must not be trained
-    unused: tuple[str, ...] = ()  # fields of the record that nothing reads; those of messages as `messages.name`
 
 
 class Form(NamedTuple):
@@ -58,8 +55,7 @@ def _messages(record: dict, key: str, prefix: str = "") -> list[Turn]:
         raise BadRecord(f"'{key}' is {kind_of(items)} instead of a list of messages")
     if not items:
         raise BadRecord(f"'{key}' is an empty list; write messages into it or remove the line")
-    turns = [parse_message(item, f"{prefix}message {number}") for number, item in enumerate(items, 1)]
-    return [turn._replace(unused=tuple(f"{key}.{name}" for name in turn.unused)) for turn in turns]
+    return [parse_message(item, f"{prefix}message {number}") for number, item in enumerate(items, 1)]
 
 
 def _question(record: dict, key: str) -> list[Turn]:
@@ -106,6 +102,16 @@ def list_fields() -> set[str]:
     return {"history", *PREFERENCE, *(mark for mark, form in FORMS.items() if not form.answers)}
 
 
+def unread_fields(record: dict, known: Set[str]) -> Iterator[str]:
+    """Names of the fields that nothing reads, of a record and, as `messages.name`, of its messages."""
+    for key, value in record.items():
+        if key not in known and value is not None:
+            yield key
+        for item in value if isinstance(value, list) and key in known and key not in TOOLS else ():
+            names = item if isinstance(item, dict) else {}
+            yield from (f"{key}.{name}" for name in names if name not in FIELDS and names[name] is not None)
+
+
 def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
     if "text" not in record:
@@ -120,6 +126,11 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     """The conversation of an SFT record in any form. `answered`: the assistant must speak. Raises BadRecord."""
     _refuse_preferences(record)
     refuse_media(record, "beside the conversation")
+    for key in LABELS if answered else ():
+        if str(record.get(key)).lower() == "false":
+            raise BadRecord(
+                f"'{key}' is false: a bad answer (KTO), which SFT must not train; remove or skip such records"
+            )
     mark, answer = _form_of(record)
     if not mark:
         hint = "is this pretraining data? " if "text" in record else ""
@@ -132,9 +143,7 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     messages = [turn.message for turn in turns]
     _check_order(messages, answered)
     masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
-    is_good = _label(record)
-    mistaken = ("label",) if is_good is None and record.get("label") not in (None, "") else ()
-    return Chat(messages, _tools(record, turns), masked, is_good, (*_unused(record, mark, answer, turns), *mistaken))
+    return Chat(messages, _tools(record, turns), masked)
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
@@ -147,10 +156,9 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
                 '{"conversations": [...], "chosen": ..., "rejected": ...}'
             )
     refuse_media(record, "beside the conversation")
-    mark, ignored = _form_of(record)
+    mark, _ = _form_of(record)
     question = FORMS[mark].read(record, mark) if mark else []
     answers = [_answer(record, key) for key in PAIR]
-    unused = _unused(record, mark, ignored, [*question, *answers[0], *answers[1]])
     if all(answer[0].message["role"] != "assistant" for answer in answers):  # two whole conversations
         if not all(turn.message in [other.message for other in answer] for turn in question for answer in answers):
             raise BadRecord(f"'chosen' and 'rejected' do not begin with '{mark}'; keep the answers in them alone")
@@ -167,22 +175,22 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
         if messages[-1]["role"] != "assistant":
             raise BadRecord(f"'{key}' does not end with a message of the assistant; remove what follows it")
         masked = tuple(i for i, turn in enumerate(each) if turn.message["role"] == "assistant" and i < shared)
-        chats.append(Chat(messages, _tools(record, each), masked, unused=unused))
+        chats.append(Chat(messages, _tools(record, each), masked))
     return chats[0], chats[1]
 
 
 def _form_of(record: dict) -> tuple[str, str]:
     """The field that marks the form of a record's conversation and the one that holds the answer, each "" if there is
     none. A question without an answer is only taken where nothing else is there."""
-    forms = []
+    forms = {}
     for mark, form in FORMS.items():
         if record.get(mark) is not None:
-            answer = next((key for key in form.answers if record.get(key) is not None), None)
-            forms.append((mark, answer or next(iter(form.answers), ""), answer is not None or not form.answers))
-    whole = [mark for mark, _, is_whole in forms if is_whole]
+            forms[mark] = next((key for key in form.answers if record.get(key) is not None), None)
+    whole = [mark for mark, answer in forms.items() if answer or not FORMS[mark].answers]
     if len(whole) > 1:
         raise BadRecord(f"both '{whole[0]}' and '{whole[1]}' in one record; keep one of them")
-    return next(((mark, answer) for mark, answer, is_whole in forms if is_whole or not whole), ("", ""))
+    mark = next(iter(whole or forms), None)
+    return (mark, forms[mark] or next(iter(FORMS[mark].answers), "")) if mark else ("", "")
 
 
 def _answer(record: dict, key: str) -> list[Turn]:
@@ -233,31 +241,8 @@ def _check_order(messages: list[dict], answered: bool = True) -> None:
 
 
 def _masked(record: dict, turns: list[Turn]) -> list[Turn]:
-    """The turns after the switches that stand beside the conversation."""
-    for key in WIDER:
-        if switch_of(record, key):
-            raise BadRecord(f"'{key}' asks to train the user's text too; only the assistant is trained: remove it")
+    """The turns after the switch that stands beside the conversation."""
     if switch_of(record, "mask_history"):
         spoken = [index for index, turn in enumerate(turns) if turn.message["role"] == "assistant"]
         turns = [turn._replace(is_masked=True) if index in spoken[:-1] else turn for index, turn in enumerate(turns)]
     return turns
-
-
-def _label(record: dict) -> bool | None:
-    """A KTO record's label; a `label` that is neither true nor false means something else and is not read."""
-    for key in LABELS:
-        value = record.get(key)
-        if isinstance(value, str):  # of a CSV file
-            value = {"true": True, "false": False}.get(value.lower(), value)
-        if isinstance(value, bool):
-            return value
-        if key == "kto_tag" and value not in (None, ""):
-            raise BadRecord(f"'kto_tag' is {short(value)} instead of true (a good answer) or false (a bad one)")
-    return None
-
-
-def _unused(record: dict, mark: str, answer: str, turns: list[Turn]) -> tuple[str, ...]:
-    """Names of the fields of a record, and of its messages, that nothing reads."""
-    read = {mark, answer, *(FORMS[mark].fields if mark else ())} | BESIDE
-    names = [key for key, value in record.items() if value is not None and key not in read]
-    return (*names, *(name for turn in turns for name in turn.unused))

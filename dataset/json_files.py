@@ -12,14 +12,14 @@ from dataset.json_records import BLANKS, BOM
 PART = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{},]|[^"\[\]{},]+', re.DOTALL)
 
 
-def read_json_lines(file: DataFile, _separator: str = "") -> Iterator[tuple[int, bytes]]:
+def read_json_lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
     """Yield (line, raw record) for each line that is not blank."""
     for number, raw in enumerate(file.content, 1):
         if raw.removeprefix(BOM).strip(BLANKS):
             yield number, raw
 
 
-def read_json(file: DataFile, _separator: str = "") -> Iterator[tuple[int, bytes]]:
+def read_json(file: DataFile) -> Iterator[tuple[int, bytes]]:
     """Yield (line, raw record) of a file that holds one array, or else JSON Lines."""
     start = file.content.peek(4096)[:4096]
     is_array = start.removeprefix(BOM).lstrip(BLANKS).startswith(b"[")

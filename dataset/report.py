@@ -20,8 +20,6 @@ COUNTS = {  # what becomes of the records of each kind of training, as the repor
     "cut_at_turn": "cut after a turn",
     "cut_inside_turn": "cut inside the first turn",
     "masked_turns": "turns not to be trained",
-    "labelled_good": "KTO good (trained)",
-    "labelled_bad": "KTO bad (left out)",
     "special_texts": "with special tokens as text",
     "dropped_without_label": "dropped for lack of a label",
     "skipped_bad_records": "bad",
@@ -82,23 +80,18 @@ def first_bad_record(report: dict, paths: list[str]) -> str:
     return f"{paths[file]}:{line}: {reason}"
 
 
-def judge_bad_records(
-    first: str, count: int, records: int, listed: str, on_bad_data: str, max_share: float = 1.0
-) -> None:
-    """Report how many bad records are skipped.
-
-    Args:
-        first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are.
-        listed: where all of them stand.
-        on_bad_data: "stop" or "skip". max_share: the largest share that may be skipped.
-
-    Raises:
-        UserError: bad records, or so many of them, are not allowed.
-    """
+def stop_at_bad_record(line: str, on_bad_data: str) -> None:
+    """Raise UserError, unless bad records are to be skipped. `line`: FILE:LINE: reason."""
     if on_bad_data == "stop":
-        more = count - 1
-        follow = f"; {more} more bad record{'s' * (more > 1)} follow{'s' * (more == 1)}" if more else ""
-        raise UserError(f"{first}{follow} (with --on_bad_data skip they are skipped and listed)")
+        raise UserError(f"{line} (with --on_bad_data skip bad records are skipped and listed)")
+
+
+def judge_bad_records(first: str, count: int, records: int, listed: str, max_share: float) -> None:
+    """Report how many bad records are skipped. Raises UserError if they are more than `max_share` of all.
+
+    first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are. listed:
+    where all of them stand.
+    """
     share = f"{count:,} of {records:,} records ({count / records:.1%})"
     if count > max_share * records:
         raise UserError(

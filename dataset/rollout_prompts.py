@@ -20,7 +20,7 @@ from common.launcher import launch
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
-from dataset.report import judge_bad_records
+from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import file_hash
 from dataset.tokenizing import SPECIAL_TEXTS, TokenizerSpec
 from model.prompts import encode_pieces, prompt_pieces
@@ -92,8 +92,9 @@ class PromptDataset(Dataset):
                     self._add(f"{block.path}:{line}", record)
                 except BadRecord as error:
                     bad.append(f"{block.path}:{line}: {error}")
+                    stop_at_bad_record(bad[0], on_bad_data)
         if bad:
-            judge_bad_records(bad[0], len(bad), records, f"the first: {bad[0]}", on_bad_data, max_bad_share)
+            judge_bad_records(bad[0], len(bad), records, f"the first: {bad[0]}", max_bad_share)
         if not self.prompts:
             raise UserError(
                 f"{self.paths[0]}: none of the {records} records gives a prompt of at most {self.max_length} tokens; "

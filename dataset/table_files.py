@@ -15,19 +15,17 @@ from dataset.formats import known_fields, list_fields
 from dataset.json_records import BOM, BadRecord, json_of, not_utf8, short
 
 
-def read_parquet(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
+def read_parquet(file: DataFile) -> Iterator[tuple[int, Any]]:
     """Yield (row, record) of a Parquet file."""
     import pyarrow.parquet  # only where Parquet is used
 
     def batches() -> Iterator:
-        table = pyarrow.parquet.ParquetFile(file.stored)
-        columns = _known_columns(file, table.schema_arrow.names)
-        yield from table.iter_batches(blocks.BLOCK_ROWS, columns=columns)
+        yield from pyarrow.parquet.ParquetFile(file.stored).iter_batches(blocks.BLOCK_ROWS)
 
     return _rows(file, "Parquet", batches())
 
 
-def read_arrow(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
+def read_arrow(file: DataFile) -> Iterator[tuple[int, Any]]:
     """Yield (row, record) of an Arrow file: the file format (also Feather) or the streaming format (of `datasets`)."""
     import pyarrow.ipc
 
@@ -35,22 +33,12 @@ def read_arrow(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]
         is_file = file.stored.read(6) == b"ARROW1"
         file.stored.seek(0)
         table = pyarrow.ipc.open_file(file.stored) if is_file else pyarrow.ipc.open_stream(file.stored)
-        columns = _known_columns(file, table.schema.names)
         for part in (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else table:
-            part = part.select(columns)
             part.validate(full=True)
             for start in range(0, len(part), blocks.BLOCK_ROWS):
                 yield part.slice(start, blocks.BLOCK_ROWS)
 
     return _rows(file, "Arrow", batches())
-
-
-def _known_columns(file: DataFile, names: list[str]) -> list[str]:
-    """The columns to read; where none is known all of them, so that the error can list them."""
-    known = known_fields()
-    columns = [name for name in names if name in known]
-    file.unread = tuple(name for name in names if columns and name not in columns)
-    return columns or names
 
 
 def _rows(file: DataFile, kind: str, batches: Iterator) -> Iterator[tuple[int, Any]]:
@@ -89,25 +77,40 @@ def _with_lists(record: dict) -> dict | BadRecord:
     return record
 
 
-def read_csv(file: DataFile, _separator: str = "", delimiter: str = ",") -> Iterator[tuple[int, Any]]:
+def read_csv(file: DataFile, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
     """Yield (line, record) of a CSV file, whose first line names the columns."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(_lines(file), delimiter=delimiter, strict=True)
-    header = _header(file.path, reader)
+    header: list[str] = []
     while True:
         line = reader.line_num + 1
         try:
-            cells = next(reader)
-        except StopIteration:
-            return
+            cells = next(reader, None)
         except csv.Error as error:
-            yield line, _csv_error(file.path, line, error)
+            if "unexpected end" in str(error):
+                why = "a quote that this row opens is never closed, so nothing that follows can be read; close it"
+                raise UserError(f'{file.path}:{line}: {why}, or double it if it is part of the text ("")') from error
+            how = 'put text with quotes into quotes and double those inside ("")'
+            yield line, BadRecord(f"not valid CSV ({error}); {how}")
             continue
-        if cells:
-            yield line, _row(header, cells)
+        if cells is None:
+            return
+        if line == 1:
+            header = [name.strip() for name in cells]
+            if known_fields().isdisjoint(header):
+                names = ", ".join(map(short, header[:8]))
+                wanted = "text, conversations, messages, instruction"
+                raise UserError(f"{file.path}:1: no known column in the header ({names}); name one of them {wanted}")
+        elif cells and len(cells) != len(header):
+            what = f"{len(cells)} cells, but the header names {len(header)} columns"
+            yield line, BadRecord(f"{what}; quote text with delimiters")
+        elif cells:
+            lists = list_fields()
+            record = {key: value for key, value in zip(header, cells, strict=True) if value or key not in lists}
+            yield line, _with_lists(record)
 
 
-def read_tsv(file: DataFile, _separator: str = "") -> Iterator[tuple[int, Any]]:
+def read_tsv(file: DataFile) -> Iterator[tuple[int, Any]]:
     """Yield (line, record) of a TSV file."""
     return read_csv(file, delimiter="\t")
 
@@ -119,33 +122,3 @@ def _lines(file: DataFile) -> Iterator[str]:
             yield (raw if number > 1 else raw.removeprefix(BOM)).decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{file.path}:{number}: {not_utf8(raw, error.start)}") from error
-
-
-def _header(path: str, reader) -> list[str]:
-    """The names of the columns. Raises UserError if no record can be made of them."""
-    try:
-        header = [name.strip() for name in next(reader, [])]
-    except csv.Error as error:
-        raise UserError(f"{path}:1: the header cannot be read ({error}); it must name the columns") from error
-    if known_fields().isdisjoint(header):
-        names = ", ".join(map(short, header[:8]))
-        wanted = "text, conversations, messages, instruction"
-        raise UserError(f"{path}:1: no known column in the header ({names}); name one of them {wanted}")
-    return header
-
-
-def _csv_error(path: str, line: int, error: csv.Error) -> BadRecord:
-    if "unexpected end" in str(error):
-        raise UserError(
-            f"{path}:{line}: a quote that this row opens is never closed, so nothing that follows can be read; "
-            'close it, or double it if it is part of the text ("")'
-        ) from error
-    return BadRecord(f'not valid CSV ({error}); put text with quotes into quotes and double those inside ("")')
-
-
-def _row(header: list[str], cells: list[str]) -> dict | BadRecord:
-    if len(cells) != len(header):
-        return BadRecord(f"{len(cells)} cells, but the header names {len(header)} columns; quote text with delimiters")
-    record = dict(zip(header, cells, strict=True))
-    lists = list_fields()
-    return _with_lists({key: value for key, value in record.items() if value or key not in lists})

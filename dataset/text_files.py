@@ -32,7 +32,7 @@ class DocumentPart(dict):
         self.begins, self.ends = begins, ends
 
 
-def read_text(file: DataFile, separator: str = "") -> Iterator[tuple[int, DocumentPart | BadRecord]]:
+def read_text(file: DataFile) -> Iterator[tuple[int, DocumentPart | BadRecord]]:
     """Yield (line, {"text": ...}) for each document, or each part of one that is longer than a block.
 
     Of what was read, whole documents are taken, or a part of the only one; the rest waits for what follows. With the
@@ -46,7 +46,7 @@ def read_text(file: DataFile, separator: str = "") -> Iterator[tuple[int, Docume
         data = rest + (read.removeprefix(BOM) if at_start else read)
         half = b"\r" if read and data.endswith(b"\r") else b""  # perhaps half of a line end
         data = data.removesuffix(half).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        separators = _separators(data, separator)
+        separators = _separators(data, file.separator)
         ends = [end for _, end in separators if data[end - 1] == 10]
         length = len(data) if not read else ends[-1] if ends else _division(data)
         taken, rest, at_start = data[:length], data[length:] + half, False

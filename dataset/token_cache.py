@@ -1,9 +1,7 @@
 """The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
-    python -m dataset.token_cache --kind sft --data_path data/sft.jsonl --max_seq_len 768
-
-builds it ahead of time; otherwise the first run builds it, before any process group exists. Its name is a hash of the
-data's content, the tokenizer and the settings, so a change of any of them builds another cache. It is built in a
+The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is a hash of
+the data's content, the tokenizer and the settings, so a change of any of them builds another cache. It is built in a
 temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the others wait,
 and a half-built cache is never used.
 
@@ -13,7 +11,6 @@ meta.json has the SHA-256, size and times of each file. A file changed since is 
 builds it again.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -28,17 +25,15 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write, sync_folder, write_json
 from common.errors import UserError, reason, say, warn
 from common.locks import locked
 from common.machine import available_cores
-from common.settings import DataConfig, StageArgs, add_flags, settings_of
+from common.settings import DataConfig
 from dataset.cache_build import build_arrays
 from dataset.data_files import describe_files, expand_paths, how_read
-from dataset.report import first_bad_record, format_report, judge_bad_records
-from dataset.tokenizing import KINDS, TokenizerSpec
-from dataset.worker_pool import stoppable
+from dataset.report import first_bad_record, format_report, judge_bad_records, stop_at_bad_record
+from dataset.tokenizing import TokenizerSpec
 
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +140,8 @@ def build_token_cache(
     if count := cache.report["skipped_bad_records"]:
         first = first_bad_record(cache.report, cache.files)
         listed = f"all of them are listed in {cache.path / 'bad_records.txt'}"
-        judge_bad_records(first, count, cache.report["records"], listed, on_bad_data, max_bad_share)
+        stop_at_bad_record(first, on_bad_data)
+        judge_bad_records(first, count, cache.report["records"], listed, max_bad_share)
     return cache
 
 
@@ -272,37 +268,3 @@ def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     except Exception as error:  # transformers raises errors of any type for untrusted files
         message = f"--tokenizer_path {path} holds no tokenizer that transformers can load ({reason(error)})"
         raise UserError(message) from error
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select a cache."""
-    rows = settings_of(StageArgs)
-    names = ("data_path", "text_separator", "tokenizer_path", "max_seq_len", "cache_dir", "on_bad_data")
-    parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
-    add_flags(parser, (rows[name] for name in (*names, "max_bad_share")))
-    parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
-    parser.set_defaults(max_seq_len=None)  # that of the stage: STAGE_LENGTH
-
-
-def cache_of_arguments(args: argparse.Namespace, tokenizer) -> TokenCache:
-    """The cache that the options of `add_arguments` select."""
-    if args.data_path is None:
-        raise UserError("--data_path is missing: give files, globs or folders, separated by commas")
-    names = ("cache_dir", "num_proc", "on_bad_data", "max_bad_share", "text_separator")
-    options = {name: getattr(args, name) for name in names}
-    length = args.max_seq_len or STAGE_LENGTH[args.kind]
-    with stoppable():
-        return build_token_cache(args.kind, args.data_path, tokenizer, length, **options)
-
-
-def main() -> None:
-    """Build a cache ahead of time, unless it exists, and print its report."""
-    parser = Parser(prog="python -m dataset.token_cache", description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    args = parser.parse_args()
-    say(f"ready: {cache_of_arguments(args, load_tokenizer(args.tokenizer_path)).path}")
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

@@ -7,8 +7,8 @@ has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they en
 of the three, documents are not delimited and their first token is not a target.
 
 SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after the last
-assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. An answer
-that its label calls a bad one (KTO) is left out. All of this is counted.
+assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. All of
+this is counted.
 
 DPO: the conversations with the chosen and the rejected answer, as two samples in this order; their labels are what
 follows the common beginning. Both are cut off at `max_length`; a pair of which one has no label left, or whose samples
@@ -24,7 +24,6 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -36,14 +35,12 @@ from common.errors import UserError
 from dataset.blocks import Block
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
-from dataset.formats import Chat, to_chat, to_pair, to_text
+from dataset.formats import Chat, known_fields, to_chat, to_pair, to_text, unread_fields
 from dataset.json_records import TOO_DEEP, BadRecord
 from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
 
 SPECIAL_TEXTS = "+special_texts"  # ends the hash of data with such text: early versions made special tokens of it
-WINDOW = 1 << 17  # characters tokenised at once
-OVERLAP = 1 << 10  # characters shared by consecutive windows
 
 
 @dataclass(frozen=True)
@@ -110,30 +107,25 @@ class BlockTokenizer(ABC):
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
 
     @abstractmethod
-    def add(self, record: dict, line: int) -> Iterable[str]:
-        """Add the samples of a record and count what became of it; returns the names of its fields that nothing reads.
-        Raises BadRecord."""
+    def add(self, record: dict, line: int) -> None:
+        """Add the samples of a record and count what became of it. Raises BadRecord."""
 
-    def __call__(self, block: Block, check_only: bool = False) -> Samples:
-        """The samples of a block; with `check_only` only its bad records.
-
-        Raises UserError for problems of the tokenizer rather than of a record.
-        """
+    def __call__(self, block: Block) -> Samples:
+        """The samples of a block. Raises UserError for problems of the tokenizer rather than of a record."""
         self.samples: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, target bytes, line
         self.counts: Counter[str] = Counter()
-        self.check_only = check_only
-        unused, bad = Counter(), []
+        self.unused: Counter[str] = Counter()
+        bad = []
         for line, record in parse_block(block):
             self.counts["records"] += 1
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                unused.update(self.add(record, line))
+                self.add(record, line)
             except (BadRecord, RecursionError) as error:
                 bad.append((line, str(error) if isinstance(error, BadRecord) else TOO_DEEP))
             except UserError as error:
                 raise UserError(f"{block.path}:{line}: {error}") from None
-        unused.update(dict.fromkeys(block.unread, self.counts["records"]))
         tokens, masks, spelled, lines = zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
@@ -143,7 +135,7 @@ class BlockTokenizer(ABC):
             target_bytes=np.array(spelled, dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=self.counts,
-            unused_fields=unused,
+            unused_fields=self.unused,
             bad=bad,
         )
 
@@ -153,14 +145,14 @@ class BlockTokenizer(ABC):
         return plain_backend(self.backend)
 
     def encode(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 [T] of a text and their [start, end) characters int64 [T, 2]; none with `check_only`."""
-        token_ids, offsets, begin = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
-        for text, is_plain in [] if self.check_only else pieces:
-            ids, places = encode_long(self.plain_backend if is_plain else self.backend, text)
-            token_ids.append(ids)
-            offsets.append(places + begin)
+        """Token ids int64 [T] of a text and their [start, end) characters int64 [T, 2]."""
+        token_ids, offsets, begin = [], [np.empty((0, 2), np.int64)], 0
+        for text, is_plain in pieces:
+            encoding = (self.plain_backend if is_plain else self.backend).encode(text, add_special_tokens=False)
+            token_ids += encoding.ids
+            offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin)
             begin += len(text)
-        return np.concatenate(token_ids), np.concatenate(offsets)
+        return np.array(token_ids, dtype=np.int64), np.concatenate(offsets)
 
     def bytes_reached(self, text: str, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """int64 [T]: UTF-8 bytes of the text up to the end of each token.
@@ -194,11 +186,12 @@ class BlockTokenizer(ABC):
 class DocumentTokenizer(BlockTokenizer):
     """Documents of pretraining."""
 
-    def add(self, record: dict, line: int) -> Iterable[str]:
+    def add(self, record: dict, line: int) -> None:
         """Split a document, or a part of one, into samples; each begins with the last token of the one before."""
         part = record if isinstance(record, DocumentPart) else DocumentPart()
         self.counts["records"] -= not part.begins  # it was counted when it began
         text = to_text(record)
+        self.unused.update(unread_fields(record, {"text"}))
         token_ids, offsets = self.encode([Piece(text, False)])
         self.counts["documents"] += part.begins
         if len(token_ids) or not part.begins:
@@ -215,7 +208,6 @@ class DocumentTokenizer(BlockTokenizer):
                 self.add_sample(tokens, np.ones(len(tokens), dtype=bool), of_tokens, line)
         else:
             self.counts["empty_documents"] += 1
-        return [key for key, value in record.items() if key != "text" and value is not None]
 
 
 class Labelled(NamedTuple):
@@ -240,22 +232,19 @@ class ChatTokenizer(BlockTokenizer):
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = [token_id for token_id, token in added.items() if token.special]
 
-    def add(self, record: dict, line: int) -> Iterable[str]:
-        """Add a conversation, cut at a turn if it is too long, unless its answer must not be trained."""
+    def add(self, record: dict, line: int) -> None:
+        """Add a conversation, cut at a turn if it is too long."""
         chat = to_chat(record)
+        self.unused.update(unread_fields(record, known_fields()))
         tokens, loss_mask, spelled, turns = self.labelled(chat)
         self.counts["conversations"] += 1
         self.counts["masked_turns"] += len(chat.masked)
-        if chat.is_good is not None:
-            self.counts["labelled_good" if chat.is_good else "labelled_bad"] += 1
-        if chat.is_good is not False:
-            kept = len(tokens)
-            if kept > self.max_length:
-                boundary = cut_at_turn(turns, self.max_length)
-                kept = boundary or self.max_length
-                self.counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
-            self.add_sample(tokens[:kept], loss_mask[:kept], spelled[:kept], line)
-        return chat.unused
+        kept = len(tokens)
+        if kept > self.max_length:
+            boundary = cut_at_turn(turns, self.max_length)
+            kept = boundary or self.max_length
+            self.counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
+        self.add_sample(tokens[:kept], loss_mask[:kept], spelled[:kept], line)
 
     def labelled(self, chat: Chat) -> Labelled:
         """The tokens of a conversation with their labels."""
@@ -281,10 +270,10 @@ class ChatTokenizer(BlockTokenizer):
 class PairTokenizer(ChatTokenizer):
     """Preferences of DPO: a chosen and a rejected answer."""
 
-    def add(self, record: dict, line: int) -> Iterable[str]:
+    def add(self, record: dict, line: int) -> None:
         """Add both conversations, the chosen one first, or neither."""
-        pair = to_pair(record)
-        whole = [self.labelled(chat) for chat in pair]
+        whole = [self.labelled(chat) for chat in to_pair(record)]
+        self.unused.update(unread_fields(record, known_fields()))
         self.counts["pairs"] += 1
         cut = [[part[: self.max_length] for part in each[:3]] for each in whole]
         if not all(loss_mask[1:].any() for _, loss_mask, _ in cut):
@@ -295,7 +284,6 @@ class PairTokenizer(ChatTokenizer):
             self.counts["pairs_cut"] += any(len(each.tokens) > self.max_length for each in whole)
             for tokens, loss_mask, spelled in cut:
                 self.add_sample(tokens, loss_mask, spelled, line)
-        return pair[0].unused
 
 
 TOKENIZERS: dict[str, type[BlockTokenizer]] = {
@@ -304,42 +292,6 @@ TOKENIZERS: dict[str, type[BlockTokenizer]] = {
     "dpo": PairTokenizer,
 }
 KINDS = tuple(TOKENIZERS)
-
-
-def encode_long(backend: Tokenizer, text: str, window: int = WINDOW, overlap: int = OVERLAP):
-    """Token ids int64 [T] of a text and their [start, end) characters int64 [T, 2]. A long text is encoded in windows:
-    the backend needs about 300 bytes of memory per character.
-
-    Consecutive windows are joined near the middle of their overlap, where both begin a token at the same character. The
-    tokens are those of the full text (except for a word longer than the overlap, where they may differ).
-    """
-    (token_ids, offsets), end = _encode(backend, text[:window]), window
-    parts = []
-    while end < len(text):
-        begin = end - overlap
-        next_ids, next_offsets = _encode(backend, text[begin : begin + window])
-        next_offsets += begin
-        shared = np.intersect1d(_clean_starts(offsets), _clean_starts(next_offsets))
-        joint = shared[len(shared) // 2] if len(shared) else end
-        if not len(shared):
-            next_ids, next_offsets = _encode(backend, text[end : end + window - overlap])
-            next_offsets += end
-        kept = np.searchsorted(offsets[:, 0], joint)
-        parts.append((token_ids[:kept], offsets[:kept]))
-        first = np.searchsorted(next_offsets[:, 0], joint)
-        token_ids, offsets, end = next_ids[first:], next_offsets[first:], begin + window
-    parts.append((token_ids, offsets))
-    return np.concatenate([ids for ids, _ in parts]), np.concatenate([places for _, places in parts])
-
-
-def _encode(backend: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
-    encoding = backend.encode(text, add_special_tokens=False)
-    return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
-
-def _clean_starts(offsets: np.ndarray) -> np.ndarray:
-    """Where a token begins after the previous one has ended; tokens that share a character are not separable."""
-    return offsets[1:, 0][offsets[1:, 0] >= offsets[:-1, 1]]
 
 
 def bytes_before(text: str) -> np.ndarray:

@@ -6,40 +6,33 @@ concurrent.futures a worker killed while it sends a large result blocks its pare
 """
 
 import multiprocessing
-import signal
 import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from common.command_line import handled_signals
-from common.errors import Interrupted, UserError
+from common.errors import UserError
 from dataset.blocks import Block
-from dataset.tokenizing import TOKENIZERS, BlockTokenizer, Samples, TokenizerSpec
+from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
 
-Results = Generator[tuple[Block, Samples], None, None]
 # A new Python, not a fork: this process may have torch's threads or a CUDA context.
 ROOT = str(Path(__file__).resolve().parents[1])
 START = f"import sys; sys.path.insert(0, {ROOT!r}); from dataset.worker_pool import work; work(sys.argv[1])"
 
 
-def in_this_process(blocks, tokenizer: BlockTokenizer, check_only) -> Results:
-    """What `in_processes` does, without processes."""
-    for block in blocks:
-        yield block, tokenizer(block, check_only.is_set())
-
-
-def in_processes(blocks, settings: tuple[TokenizerSpec, str, int], num_proc: int, check_only) -> Results:
+def in_processes(
+    blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int], num_proc: int
+) -> Iterator[tuple[Block, Samples]]:
     """Yield each block with its samples, in order.
 
-    settings: what each of `num_proc` workers makes its tokenizer of: spec, kind and length. check_only: an event; once
-    it is set, blocks are only checked for bad records. Raises what a worker raises, or UserError if one dies.
+    settings: what each of `num_proc` workers makes its tokenizer of: spec, kind and length.
+    Raises what a worker raises, or UserError if one dies.
     """
     idle: SimpleQueue[Connection] = SimpleQueue()
 
@@ -52,7 +45,7 @@ def in_processes(blocks, settings: tuple[TokenizerSpec, str, int], num_proc: int
     def tokenised(block: Block) -> tuple[Block, Samples]:
         worker = idle.get()
         try:
-            worker.send((block, check_only.is_set()))
+            worker.send(block)
             samples = worker.recv()
         finally:
             idle.put(worker)
@@ -74,7 +67,7 @@ def in_processes(blocks, settings: tuple[TokenizerSpec, str, int], num_proc: int
         except (EOFError, OSError) as error:
             raise UserError(
                 "a process of the token cache died, perhaps out of memory; build the cache ahead of time with fewer "
-                "processes (--num_proc of python -m dataset.token_cache)"
+                "processes (--num_proc of python -m dataset.show_samples)"
             ) from error
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -99,27 +92,10 @@ def work(descriptor: str) -> None:
         spec, kind, max_length = connection.recv()
         tokenizer = TOKENIZERS[kind](spec, max_length)
         while True:
-            block, check_only = connection.recv()
+            block = connection.recv()
             try:
-                samples = tokenizer(block, check_only)
+                samples = tokenizer(block)
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 samples = error
             connection.send(samples)
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Raise Interrupted at SIGTERM, SIGHUP and Ctrl-C, so that no half-built cache is left behind."""
-
-    def stop(number: int, _) -> None:
-        raise Interrupted(
-            number, f"by {signal.Signals(number).name}; the next run builds the token cache from the start"
-        )
-
-    before = {number: signal.signal(number, stop) for number in handled_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

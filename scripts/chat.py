@@ -18,8 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError, reason
-from dataset.token_text import printable
+from common.errors import UserError, printable, reason
 from model.answers import THINK, answer_message
 from model.generation import Decoder
 from model.sampling import DEFAULTS, default_sampling

@@ -20,7 +20,7 @@ export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}" DATA RANKS_PER_NODE
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # Tokenise once, on the first node, with the settings of the training.
-python -m dataset.token_cache --kind pretrain --data_path "$DATA" --max_seq_len 340
+python -m dataset.show_samples --samples 0 --kind pretrain --data_path "$DATA" --max_seq_len 340
 
 # Each node starts its own launcher. --from_resume 1: a requeued job resumes from its last checkpoint.
 srun --kill-on-bad-exit=1 bash -c 'torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dataset.token_text import printable
+from common.errors import printable
 from model.answers import THINK
 from scripts.serve.answer_stream import AnswerParser
 

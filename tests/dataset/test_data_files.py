@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -52,29 +51,27 @@ def test_what_is_no_file_is_not_left_out_in_silence(asked, kind, tmp_path, write
         os.mkfifo(path)
     elif kind == "no rights":
         (tmp_path / "data/b.jsonl").mkdir()
-        iterdir = Path.iterdir
+        scandir = os.scandir
 
         def refused(folder):
-            if folder.name == "b.jsonl":
+            if os.fspath(folder).endswith("b.jsonl"):
                 raise PermissionError(13, "Permission denied", str(folder))
-            return iterdir(folder)
+            return scandir(folder)
 
-        monkeypatch.setattr(Path, "iterdir", refused)  # root may read anything
+        monkeypatch.setattr(os, "scandir", refused)  # root may read anything
         if asked in ("data/*", "data/**/*.jsonl"):
             return  # what a pattern finds is not searched
     else:
         path.symlink_to("gone" if "dangling" in kind else "b.jsonl")
-    said = {"pipe": "is a pipe or a device", "no rights": r"cannot be read \(Permission denied\); check --data_path"}
-    with pytest.raises(UserError, match=f"data/b.jsonl {said.get(kind, 'is a link to .*, which is not there')}"):
+    said = (
+        r"cannot be read \(Permission denied\)" if kind == "no rights" else "is a pipe, a device or a link to nothing"
+    )
+    with pytest.raises(UserError, match=f"data/b.jsonl {said}"):
         expand_paths(f"{tmp_path}/{asked}")
 
 
 def test_the_files_read_are_told():
-    names = [f"d/{i}.jsonl.gz" for i in range(4)] + ["d/x.parquet", "d/y.parquet", "log"]
-    assert describe_files(names) == (
-        "data: 4 .jsonl, 2 .parquet, 1 other "
-        "(d/0.jsonl.gz, d/1.jsonl.gz, d/2.jsonl.gz, d/3.jsonl.gz, d/x.parquet and 2 more)"
-    )
+    assert describe_files(list("abcdefg")) == "data: a, b, c, d, e and 2 more"
 
 
 def test_a_path_with_a_comma_or_brackets_that_exists_is_taken_as_it_is(write):
@@ -86,7 +83,7 @@ def test_a_path_with_a_comma_or_brackets_that_exists_is_taken_as_it_is(write):
     ("what", "message"),
     [
         ("missing.jsonl", "missing.jsonl: no such file; check --data_path"),
-        ("nothing*.jsonl", "nothing*.jsonl: no file matches this pattern"),
+        ("nothing*.jsonl", "nothing*.jsonl: no such file; check --data_path"),
         ("folder", "folder is a folder without data"),
         ("empty.jsonl", "empty.jsonl is an empty file"),
         (" , ", "--data_path is empty"),
@@ -141,7 +138,7 @@ def test_parquet_reads_rows(tmp_path):
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(3000)], "url": ["u"] * 3000}), path, row_group_size=700)
     rows = records_of(path)
     assert [line for _, line, _ in rows] == list(range(1, 3001))
-    assert [r for _, _, r in rows] == [{"text": f"row {i}"} for i in range(3000)]  # other columns are not even read
+    assert [r for _, _, r in rows] == [{"text": f"row {i}", "url": "u"} for i in range(3000)]
     with open(path, "rb") as file:
         content = file.read()
     with open(path, "wb") as file:
@@ -249,7 +246,7 @@ def test_an_array_is_read_piece_by_piece(write, monkeypatch):
 
 
 def test_another_kind_of_file_is_one_entry(write, monkeypatch, tmp_path):
-    def read_pairs(file, _separator):
+    def read_pairs(file):
         for number, raw in enumerate(file.content, 1):
             text = raw.decode().strip()
             yield number, {"text": text} if text else BadRecord("an empty line")

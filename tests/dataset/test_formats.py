@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import blocks, cache_build, formats
 from dataset.data_files import iter_blocks, parse_block
-from dataset.formats import Chat, known_fields, to_chat, to_text
+from dataset.formats import Chat, known_fields, to_chat, to_text, unread_fields
 from dataset.json_records import BadRecord
-from dataset.messages import MESSAGE_FIELDS, PARTS
+from dataset.messages import FIELDS
 from dataset.token_cache import build_token_cache
 from tests.conftest import ROOT
 from tests.dataset.conftest import block_of
@@ -80,13 +80,13 @@ def chat_of(*messages, **extra):
         ({"system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, USER, BOT]),
         ({"messages": [USER, BOT], "prompt": "q"}, [USER, BOT]),
         (chat_of(SYSTEM, USER, BOT, system="s"), [SYSTEM, USER, BOT]),  # said twice
-        (chat_of(USER, BOT, images=[], label=3, mask_history=False, train_on_inputs=0), [USER, BOT]),
+        (chat_of(USER, BOT, images=[], label=3, mask_history=False), [USER, BOT]),
         (chat_of(USER, BOT, chosen=None, rejected=""), [USER, BOT]),
         (chat_of(USER, {"role": "assistant", "content": ""}), [USER, {"role": "assistant", "content": ""}]),
     ],
 )
 def test_forms_of_conversations(record, messages):
-    assert to_chat(record)._replace(unused=()) == Chat(messages, None)
+    assert to_chat(record) == Chat(messages, None)
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), TOOL, json.dumps(TOOL), [json.dumps(TOOL)]])
@@ -118,21 +118,24 @@ def test_turns_that_are_not_trained():
 
 @pytest.mark.parametrize("record", [chat_of(USER, BOT), {"prompt": "q", "completion": "a"}])
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
-@pytest.mark.parametrize(("value", "is_good"), [(True, True), (False, False), ("True", True), ("false", False)])
-def test_the_labels_of_kto(record, key, value, is_good):
-    assert to_chat({**record, key: value}) == Chat([USER, BOT], None, is_good=is_good)
-    assert to_chat({**record, key: None}).is_good is None
-    assert to_chat({**record, key: ""}).is_good is None  # an empty cell of a CSV file
+def test_the_labels_of_kto(record, key):
+    for good in (True, "True", None, "", 3):
+        assert to_chat({**record, key: good}) == Chat([USER, BOT], None)
+    for bad in (False, "false"):
+        with pytest.raises(BadRecord, match=f"'{key}' is false: a bad answer"):
+            to_chat({**record, key: bad})
 
 
 def test_fields_that_nothing_reads():
-    record = chat_of({**USER, "date": "today"}, BOT, id=7, meta=None, label=3, text="again", system=None)
-    assert sorted(to_chat(record).unused) == ["conversations.date", "id", "label", "text"]
-    assert to_chat(chat_of(USER, BOT, label=False, tools=[], images=[])).unused == ()
-    pair = {"prompt": [{**USER, "x": 1}], "completion": [{**BOT, "x": 1}], "query": "?"}
-    assert sorted(to_chat(pair).unused) == ["completion.x", "prompt.x", "query"]
-    assert to_chat(chat_of(USER, BOT, input="i", history=[])).unused == ("input", "history")
-    assert to_chat({"instruction": "q", "input": "i", "output": "a", "history": []}).unused == ()
+    def unread(record):
+        return sorted(unread_fields(record, known_fields()))
+
+    record = chat_of({**USER, "date": "today", "loss": False, "x": None}, BOT, id=7, meta=None, output="again")
+    assert unread(record) == ["conversations.date", "id"]
+    assert unread(chat_of(USER, {**BOT, "loss": True, "tool_calls": [CALL]}, label=False, tools=[TOOL])) == []
+    pair = {"prompt": [{**USER, "x": 1}], "completion": [{**BOT, "x": 1}], "score": 1}
+    assert unread(pair) == ["completion.x", "prompt.x", "score"]
+    assert unread({"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]]}) == []
 
 
 def test_nothing_is_changed_in_a_text():
@@ -188,8 +191,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"),
     ("sft", chat_of(USER, BOT, image="1.jpg"), "'image' beside the conversation: the model reads text only"),
     ("sft", chat_of(USER, BOT, videos=["1"], audios=["1"]), "'audios' beside the conversation: the model reads text"),
-    ("sft", chat_of(USER, BOT, kto_tag="good"), "'kto_tag' is 'good' instead of true (a good answer) or false (a bad"),
-    ("sft", chat_of(USER, BOT, train_on_inputs=True), "'train_on_inputs' asks to train the user's text too; only the"),
+    ("sft", chat_of(USER, BOT, kto_tag=False), "'kto_tag' is false: a bad answer (KTO), which SFT must not train"),
     ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it is a switch: write true or 1"),
     ("sft", chat_of(USER, {**BOT, "loss_weight": 0.3}), "'loss_weight' of message 2 is 0.3; it is a switch"),
     ("sft", {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
@@ -273,7 +275,7 @@ def test_bad_records_end_in_one_line_that_names_file_and_line(kind, line, messag
         build_token_cache(kind, path, other_tokenizer, 64, cache_dir)
     text = str(caught.value)
     assert text.startswith(f"{path}:3: ") and message in text and "\n" not in text
-    assert "1 more bad record follows" in text and "--on_bad_data skip" in text
+    assert "--on_bad_data skip" in text
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
@@ -288,7 +290,7 @@ def test_all_bad_records_at_once_can_be_skipped(kind, write, cache_dir, other_to
     assert [entry.split(": ")[0] for entry in listed] == [f"{path}:{number}" for number in range(2, bad + 2)]
     with pytest.raises(UserError) as caught:  # a cache built with skip is no way around stop
         build_token_cache(kind, path, other_tokenizer, 64, cache_dir)
-    assert str(caught.value).startswith(listed[0]) and f"{bad - 1} more bad records follow" in str(caught.value)
+    assert str(caught.value).startswith(listed[0])
 
 
 def test_a_file_where_every_record_is_bad_is_refused_with_skip_too(write, cache_dir, other_tokenizer):
@@ -299,12 +301,12 @@ def test_a_file_where_every_record_is_bad_is_refused_with_skip_too(write, cache_
 
 def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_tokenizer, capsys):
     records = [chat_of({**USER, "id": 1}, {**BOT, "id": 2, "reasoning": "hm"}, source="x")] * 3
-    records += [{"messages": [USER, BOT], "label": 5, "source": None, "a\nb": 1}]
+    records += [{"messages": [USER, BOT], "source": None, "a\nb": 1}]
     cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
-    told = {"conversations.id": 6, "conversations.reasoning": 3, "source": 3, "a\nb": 1, "label": 1}
+    told = {"conversations.id": 6, "conversations.reasoning": 3, "source": 3, "a\nb": 1}
     assert list(cache.report["unused_fields"].items()) == list(told.items())
     out = capsys.readouterr().out
-    names = "conversations.id 6, conversations.reasoning 3, source 3, a\\nb 1, label 1"
+    names = "conversations.id 6, conversations.reasoning 3, source 3, a\\nb 1"
     assert f"\n  unused fields: {names}\n" in out
 
 
@@ -319,10 +321,10 @@ def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_toke
 def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
     monkeypatch.setattr(cache_build, "SMALL", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
-    records = [chat_of(USER, {**BOT, "x": 1}, label=n % 2 == 0, **{f"k{n % 5}": 1}) for n in range(200)]
+    records = [chat_of(USER, {**BOT, "x": 1}, **{f"k{n % 5}": 1}) for n in range(200)]
     path = write("data.jsonl", records)
     reports = [build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)]
-    assert reports[0] == reports[1] and reports[0]["labelled_bad"] == 100
+    assert reports[0] == reports[1]
     assert list(reports[0]["unused_fields"].items()) == [("conversations.x", 200)] + [(f"k{n}", 40) for n in range(5)]
 
 
@@ -338,19 +340,16 @@ def test_a_report_without_unused_fields_says_nothing_of_them(write, cache_dir, o
     build_token_cache("sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir)
     out = capsys.readouterr().out
     assert "records in 1 files" in out
-    assert not [told for told in ("unused fields", "not to be trained", "KTO", "warning") if told in out]
+    assert not [told for told in ("unused fields", "not to be trained", "warning") if told in out]
 
 
-def test_bad_answers_of_kto_are_left_out_and_told(write, cache_dir, other_tokenizer, capsys):
+def test_bad_answers_of_kto_are_skipped(write, cache_dir, other_tokenizer):
     records = [chat_of(USER, {**BOT, "content": f"a{n}"}, label=n % 3 == 0) for n in range(9)]
-    cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
-    assert cache.sources[:, 1].tolist() == [1, 4, 7]
-    report = cache.report
-    assert (report["conversations"], report["labelled_good"], report["labelled_bad"]) == (9, 3, 6)
-    assert "KTO good (trained) 3 (33.3%), KTO bad (left out) 6 (66.7%)" in capsys.readouterr().out
-    path = write("bad.jsonl", [record for record in records if not record["label"]])
-    with pytest.raises(UserError, match=r"none of the 6 records .*KTO bad \(left out\) 6\); raise"):
+    path = write("data.jsonl", records)
+    with pytest.raises(UserError, match=r"data.jsonl:2: 'label' is false: a bad answer"):
         build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
+    cache = build_token_cache("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
+    assert cache.sources[:, 1].tolist() == [1, 4, 7]
 
 
 def test_a_file_without_a_turn_to_train(write, cache_dir, other_tokenizer):
@@ -376,14 +375,15 @@ def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, writ
     assert pq.read_table(tmp_path / "x.parquet")["messages"].to_pylist()[0][0]["tool_calls"] is None
     assert caches[0].tokens.tolist() == caches[1].tokens.tolist()
     assert caches[0].loss_mask.tolist() == caches[1].loss_mask.tolist()
-    assert [cache.report["unused_fields"] for cache in caches] == [{"id": 2}, {"id": 1}]  # not read, so not known
+    assert [cache.report["unused_fields"] for cache in caches] == [{"id": 1}] * 2
 
 
 def test_labels_in_parquet_are_read(tmp_path, cache_dir, other_tokenizer):
     table = pa.table({"prompt": ["q", "q"], "completion": ["good", "bad"], "label": [True, False], "other": [1, None]})
     pq.write_table(table, tmp_path / "x.parquet")
-    cache = build_token_cache("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir)
-    assert cache.sources[:, 1].tolist() == [1] and cache.report["unused_fields"] == {"other": 2}
+    options = {"on_bad_data": "skip", "max_bad_share": 1}
+    cache = build_token_cache("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir, **options)
+    assert cache.sources[:, 1].tolist() == [1] and cache.report["unused_fields"] == {"other": 1}
 
 
 def test_formats_may_be_mixed_in_one_file(write, cache_dir, other_tokenizer):
@@ -418,7 +418,7 @@ def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, 
         cache = build_token_cache("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=0.5)
         text = other_tokenizer.decode(cache.tokens)
         assert "user\nq<|im_end|>" in text and "assistant\nb<|im_end|>" in text
-        assert cache.report["unused_fields"] == {"id": 2 if path.endswith(".parquet") else 1}
+        assert cache.report["unused_fields"] == {"id": 1}
 
 
 def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch):
@@ -433,9 +433,9 @@ JSON = st.recursive(
     max_leaves=6,
 )
 KEYS = sorted(known_fields())
-MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
+MESSAGE_KEYS = sorted(FIELDS)
 NAMES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"])
-PART = st.dictionaries(st.sampled_from(["type", "value", *PARTS]), st.sampled_from(list(PARTS)) | JSON, max_size=3)
+PART = st.dictionaries(st.sampled_from(["type", "value", "text"]), st.just("text") | JSON, max_size=3)
 MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | st.lists(PART, max_size=2) | JSON, max_size=5) | JSON
 RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(MESSAGE, max_size=4), max_size=4) | JSON
 

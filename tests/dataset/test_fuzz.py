@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import blocks
 from dataset.formats import known_fields
-from dataset.messages import MESSAGE_FIELDS
+from dataset.messages import FIELDS
 from dataset.token_cache import build_token_cache
 
 LENGTH = 24
@@ -117,7 +117,7 @@ JSON = st.recursive(
     max_leaves=12,
 )
 NAMES = ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
-MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
+MESSAGE_KEYS = sorted(FIELDS)
 SWITCH = st.sampled_from([True, False, 0, 1, 0.0, 1.0, None]) | JSON
 CALLS = st.sampled_from([[CALL], json.dumps(CALL), [{"function": CALL}], "[", [TOOL], json.dumps([TOOL])])
 PART = st.one_of(

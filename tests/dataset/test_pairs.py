@@ -35,7 +35,6 @@ SAME = {
 def test_every_form_is_the_same_pair(form):
     for chat, answer in zip(to_pair(SAME[form]), (GOOD, BAD), strict=True):
         assert chat.messages == [QUESTION, answer] and chat.masked == () and chat.tools is None
-    assert to_pair(SAME[form] | {"score": 3})[0].unused == ("score",)
 
 
 def test_what_both_share_is_not_trained():

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, TokenizerSpec, bytes_before, encode_long
+from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, TokenizerSpec, bytes_before
 from tests.conftest import without_first_line_breaks
 from tests.dataset.conftest import block_of
 
@@ -146,24 +146,6 @@ def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, sta
     assert samples.tokens.tolist() == [*start, *text, *end]
     unseen = 0 if start else len(tok.decode(text[:1]))  # without a start the first token is no target
     assert samples.target_bytes.tolist() == [len("the river") - unseen]
-
-
-@RELAXED
-@given(st.lists(TEXT, min_size=1, max_size=20).map("".join), st.integers(20, 60), st.integers(4, 16))
-def test_windows_give_the_tokens_of_the_whole_text(other_tokenizer, text, window, overlap):
-    backend = other_tokenizer.backend_tokenizer
-    ids, offsets = encode_long(backend, text, window, overlap)
-    assert other_tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
-    ends = np.maximum.accumulate(offsets[:, 1])
-    assert ends[-1] == len(text)
-
-
-def test_windows_are_exact_on_real_text(tokenizer, shared):
-    with open(shared("pretrain_zh_en.jsonl"), encoding="utf-8") as file:
-        text = "".join(json.loads(line)["text"] for line in list(file)[::40])[:200_000]
-    ids, offsets = encode_long(tokenizer.backend_tokenizer, text, 5000, 500)
-    whole_ids, whole_offsets = encode_long(tokenizer.backend_tokenizer, text, len(text))
-    assert np.array_equal(ids, whole_ids) and np.array_equal(offsets, whole_offsets)
 
 
 def test_a_document_of_200_000_tokens(tokenizer):
