@@ -8,7 +8,7 @@ The content is text, or a list of parts, each of them text or {"type": "text", "
 A switch (`SWITCHES`) says whether a turn of the assistant is trained.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, short, switch_of, text_of
 
@@ -53,7 +53,8 @@ def parse_message(item: object, where: str) -> Turn:
     content = item.get(key)
     if isinstance(content, str) and PLAIN.issuperset(item) and typed != "function_call":
         return Turn({"role": role, "content": content}, [])  # most messages
-    message, calls = {"role": role, "content": ""}, []
+    message: dict[str, Any] = {"role": role, "content": ""}
+    calls: list[dict] = []
     if typed == "function_call":
         calls = objects_of(content, f"'{key}' of {where}", "name")
         if not calls:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
@@ -28,7 +28,7 @@ START = f"import sys; sys.path.insert(0, {ROOT!r}); from dataset.worker_pool imp
 
 def in_processes(
     blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int], num_proc: int
-) -> Iterator[tuple[Block, Samples]]:
+) -> Generator[tuple[Block, Samples], None, None]:
     """Yield each block with its samples, in order.
 
     settings: what each of `num_proc` workers makes its tokenizer of: spec, kind and length.
