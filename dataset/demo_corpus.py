@@ -1,4 +1,4 @@
-"""The built-in demo corpus: a small invented world in Chinese and English, generated from a seed without downloads.
+"""The built-in demo data: a small invented world in Chinese and English, generated from a seed without downloads.
 
     python -m dataset.demo_corpus --output_dir dataset/demo --seed 0
 
@@ -7,20 +7,32 @@ in many wordings and in both languages. The SFT data show how to answer question
 exam asks about inhabitants whom SFT never mentions, so it needs both: facts from pretraining and answering from SFT.
 
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl: questions,
-each with the values accepted and rejected in its answer. A seed gives the same bytes everywhere; files that are up to
-date are not rewritten. The words are in demo_world.txt.
+each with the values accepted and rejected in its answer. For the stages after SFT:
+
+persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam has other
+              wordings.
+terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without the name.
+              Held-out pairs are about other people.
+distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in other
+              wordings; their answers are right.
+reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer in three
+              states both in `reasoning_content`. The exam asks about people whom the conversations never mention.
+sums/         sums for reinforcement learning, see demo_sums.py.
+
+A seed gives the same bytes everywhere; files that are up to date are not rewritten. Of the words in demo_world.json {n}
+is the name of a person, {v} the value, {p} a place.
 A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li, arXiv:2309.14316.
 """
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError
+from dataset.demo_sums import make_sums
 
 LANGUAGES = ("zh", "en")
 # Inhabitants per group: multiples of the 12 values, so that every value is equally common in a group.
@@ -29,6 +41,9 @@ BIOGRAPHIES = 20  # pretraining documents per inhabitant and language
 PLACE_REPEATS = 3  # copies of each sentence about a place
 WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the exam uses
 SMALL_TALK = 40  # SFT conversations of small talk per language
+PERSONA_REPEATS = 4  # copies of each question for the persona
+MISTAKES = 1 / 3  # share of the answers that a student is taught and that are wrong
+PLAIN_ANSWERS = 2  # answers without thoughts for one with them
 
 # A name is a first and a last syllable, each spelled in both languages: Belin is 贝琳.
 FIRST_SYLLABLES = "Al阿 Be贝 Da达 Fe菲 Ga加 Ha哈 Ju朱 Ka卡 Lo洛 Ma玛 Ne内 Pe佩 Ro罗 Sa萨 Ta塔 Vi维 Yu尤 Zo佐"
@@ -54,23 +69,10 @@ class Person:
     facts: dict[str, int] = field(default_factory=dict)
 
 
-def read_tables(path: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """The tables of a file by name: in `[home]` the line `zh tell: one | two` is {"home": {"tell": {"zh": ["one",
-    "two"]}}}; a list may go on in a line with the same head."""
-    tables, table = {}, {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("["):
-            tables[line.strip("[]")] = table = {}
-        elif line and not line.startswith("#"):
-            head, _, entries = line.partition(":")
-            language, kind = head.split()
-            table.setdefault(kind, {}).setdefault(language, []).extend(entry.strip() for entry in entries.split("|"))
-    return tables
-
-
-WORLD = read_tables(Path(__file__).with_name("demo_world.txt"))
+WORLD = json.loads(Path(__file__).with_name("demo_world.json").read_text(encoding="utf-8"))
 ATTRIBUTES = tuple(Attribute(key, **WORLD[key]) for key in ("home", "trade", "animal", "color"))
 HOME, PLACES, TALK = ATTRIBUTES[0], WORLD["places"], WORLD["talk"]
+PERSONA, TWO_FACTS = WORLD["persona"], WORLD["two facts"]
 
 
 def make_people(rng: random.Random) -> list[Person]:
@@ -215,6 +217,112 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
     }
 
 
+def exam_question(question: str, accepted: str, rejected: list[str], attribute: str, language: str) -> dict:
+    """A question as scripts/evaluation/exam.py reads it: the value accepted in its answer, and those that are not."""
+    values = {"accepted": [accepted], "rejected": rejected}
+    return {"question": question, **values, "attribute": attribute, "language": language}
+
+
+def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
+    """The files of the persona. sft: the conversations of SFT, of which as many are added, so that the model keeps what
+    it knows."""
+    records, exam = [], []
+    for language in LANGUAGES:
+        (name,), (reply,) = PERSONA["name"][language], PERSONA["reply"][language]
+        asked = PERSONA["ask"][language] * PERSONA_REPEATS
+        records += [conversation([(question, reply)], language, rng) for question in asked]
+        exam += [exam_question(question, name, [], "name", language) for question in PERSONA["exam"][language]]
+    records += rng.sample(sft, len(records))
+    rng.shuffle(records)
+    return {"persona.jsonl": records, "persona_exam.jsonl": exam}
+
+
+def terse_pair(person: Person, attribute: Attribute, language: str, question: str) -> dict:
+    """A question with a chosen answer, which does not repeat the name, and a rejected one, the sentence."""
+    name, sentence = person.name[language], answer(person, attribute, language)
+    short = sentence.removeprefix(name).removeprefix("的")  # as in the sentence, the blank before "lives" with it
+    answers = {"chosen": short, "rejected": sentence}
+    said = {key: {"role": "assistant", "content": text} for key, text in answers.items()}
+    return {"conversations": [{"role": "user", "content": question.format(n=name)}], **said}
+
+
+def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:
+    """The pairs, and held-out ones about other people."""
+    files: dict[str, list[dict]] = {"terse.jsonl": [], "terse_eval.jsonl": []}
+    for person in people:
+        if person.group == "exam":
+            continue
+        name = "terse.jsonl" if person.group == "sft" else "terse_eval.jsonl"
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                wordings = attribute.ask[language] if person.group == "sft" else [rng.choice(attribute.ask[language])]
+                files[name] += [terse_pair(person, attribute, language, wording) for wording in wordings]
+    for pairs in files.values():
+        rng.shuffle(pairs)
+    return files
+
+
+def mistaken(person: Person, attribute: Attribute, rng: random.Random) -> Person:
+    """The person as somebody knows it who is wrong about the attribute with the probability MISTAKES."""
+    known = person.facts[attribute.key]
+    others = [value for value in range(len(attribute.values["en"])) if value != known]
+    value = rng.choice(others) if rng.random() < MISTAKES else known
+    return replace(person, facts=person.facts | {attribute.key: value})
+
+
+def make_distillation(people: list[Person], exam: list[dict], rng: random.Random) -> dict[str, list[dict]]:
+    """Questions about everybody in all wordings but one, with mistakes in the answers, and held-out ones in that one,
+    the exam's where it asks."""
+    in_exam = {each["question"] for each in exam}
+    records, held_out = [], []
+    for person in people:
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                asked = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
+                kept = next((question for question in asked if question in in_exam), None) or rng.choice(asked)
+                replies = (answer(mistaken(person, attribute, rng), attribute, language) for _ in asked)
+                pairs = [pair for pair in zip(asked, replies, strict=True) if pair[0] != kept]
+                records += [conversation([pair], language, rng) for pair in pairs]
+                held_out.append(conversation([(kept, answer(person, attribute, language))], language, rng))
+    rng.shuffle(records)
+    return {"distillation.jsonl": records, "distillation_eval.jsonl": rng.sample(held_out, 192)}
+
+
+def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[dict], dict]:
+    """Conversations about what the place of a person is known for, one of them with thoughts, and an exam question."""
+    place, name = person.facts["home"], person.name[language]
+    others = list(PLACES["goods"][language])
+    value = others.pop(place)
+    thoughts = [answer(person, HOME, language), place_text(place, language, PLACES["tell"][language][0])]
+    reply = TWO_FACTS["reply"][language][0].format(n=name, v=value)
+    asked = [wording.format(n=name) for wording in rng.sample(TWO_FACTS["ask"][language], 1 + PLAIN_ANSWERS)]
+    records = [conversation([(question, reply)], language, rng) for question in asked]
+    records[0]["conversations"][-1]["reasoning_content"] = "\n".join(thoughts)
+    return records, exam_question(asked[0], value, others, "goods", language)
+
+
+def make_reasoning(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:
+    """Conversations with and without thoughts about some of the people, and the exam about others."""
+    records, exam = [], []
+    for person in people:
+        for language in LANGUAGES if person.group in ("sft", "exam") else ():
+            conversations, question = two_facts(person, language, rng)
+            if person.group == "sft":
+                records += conversations
+            else:
+                exam.append(question)
+    rng.shuffle(records)
+    return {"reasoning.jsonl": records, "reasoning_exam.jsonl": exam}
+
+
+def make_tour(seed: int) -> dict[str, list[dict]]:
+    """All files as {file name: records}, a pure function of the seed."""
+    corpus, people, rng = make_corpus(seed), make_people(random.Random(seed)), random.Random(seed)
+    files = make_persona(corpus["sft.jsonl"], rng) | make_terse(people, rng)
+    files |= make_distillation(people, corpus["exam.jsonl"], rng)
+    return files | make_reasoning(people, rng)
+
+
 def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[str, int]:
     """Write {file name: records} into a folder; returns the number of records per file.
 
@@ -223,7 +331,8 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
     """
     folder = Path(output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be created ({error.strerror}); give another folder") from error
     for name, records in files.items():
@@ -234,17 +343,19 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
     return {name: len(records) for name, records in files.items()}
 
 
-def run_generator(make: Callable[[int], dict[str, list[dict]]], description: str, folder: str = "demo") -> None:
-    """The command of a generator: write the files that `make` gives for a seed, and print their sizes."""
-    parser = Parser(description=f"{description}; nothing is downloaded.")
-    default = str(Path(__file__).resolve().parent / folder)
+def main() -> None:
+    """Write the files of a seed, and print their sizes."""
+    parser = Parser(description="Generate the built-in demo data; nothing is downloaded.")
+    default = str(Path(__file__).resolve().parent / "demo")
     parser.add_argument("--output_dir", default=default, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="number that selects the world")
     args = parser.parse_args()
-    counts = write_files(args.output_dir, make(args.seed))
+    files = make_corpus(args.seed) | make_tour(args.seed)
+    files |= {f"sums/{name}": records for name, records in make_sums(args.seed).items()}
+    counts = write_files(args.output_dir, files)
     print(f"seed {args.seed} in {args.output_dir}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        run_generator(make_corpus, "Generate the built-in demo corpus and its exam")
+        main()

@@ -1,20 +1,14 @@
 """Built-in sums for reinforcement learning: what a small model half knows after SFT and can learn from rewards.
 
-    python -m dataset.demo_sums --output_dir dataset/demo/sums --seed 0
-
 Sums of one and two digits: sft.jsonl, rl.jsonl and test.jsonl have no pair of numbers in common, in either order.
 rl_shuffled.jsonl has the questions of rl.jsonl with each other's answers, a control: it has nothing to teach.
 Sums of three digits, which the model cannot do alone but may leave to a calculator: agent_sft.jsonl shows with a few
 how that is called; agent_rl.jsonl and agent_test.jsonl have other pairs.
 
-All are conversations that end with the answer. A seed gives the same bytes everywhere; files that are up to date are
-not rewritten.
+All are conversations that end with the answer. `python -m dataset.demo_corpus` writes them.
 """
 
 import random
-
-from common.command_line import one_line_errors
-from dataset.demo_corpus import run_generator
 
 HELD_OUT, TEST = 505, 300  # of the 5,050 pairs of up to two digits those kept for the test; questions made of them
 AGENT = {"agent_sft.jsonl": 1000, "agent_rl.jsonl": 640, "agent_test.jsonl": 200}  # pairs of three digits
@@ -85,8 +79,3 @@ def make_sums(seed: int) -> dict[str, list[dict]]:
     """All files as {file name: records}, a pure function of the seed."""
     rng = random.Random(seed)
     return make_small_sums(rng) | make_agent_sums(rng)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        run_generator(make_sums, "Generate sums for reinforcement learning", "demo/sums")

@@ -24,8 +24,6 @@ source scripts/environment.sh
 [ "${1:-}" != --fresh ] || rm -rf out/tour checkpoints/tour
 trap 'echo "The tour stopped. It goes on with: bash scripts/tour.sh" >&2' ERR
 python -m dataset.demo_corpus --output_dir "$data"
-python -m dataset.demo_tour --output_dir "$data"
-python -m dataset.demo_sums --output_dir "$data/sums"
 
 # Show a command and run it.
 run() {

@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
-from dataset.demo_corpus import make_corpus
-from dataset.demo_tour import make_tour
+from dataset.demo_corpus import make_corpus, make_tour
 from scripts.verify.differences import compare_runs
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.components.metrics import read_metrics

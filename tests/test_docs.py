@@ -94,10 +94,7 @@ SCRIPTS = {
     "scripts/verify_resume.py": None,
     "scripts/write_flag_pages.py": None,
     "dataset/show_samples.py": "dataset.show_samples",
-    "dataset/token_cache.py": "dataset.token_cache",
     "dataset/demo_corpus.py": "dataset.demo_corpus",
-    "dataset/demo_sums.py": "dataset.demo_sums",
-    "dataset/demo_tour.py": "dataset.demo_tour",
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"

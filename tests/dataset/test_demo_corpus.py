@@ -19,9 +19,11 @@ from dataset.demo_corpus import (
     Person,
     make_corpus,
     make_people,
+    make_tour,
     tell,
     write_files,
 )
+from dataset.demo_sums import make_sums
 from scripts.evaluation.exam import is_right
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,13 +55,15 @@ def test_a_seed_gives_the_same_bytes(tmp_path):
     # in a process of its own: an order taken from a set or a hash would differ there
     command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    counts = write_files(tmp_path / "b", make_corpus(3))
+    files = make_corpus(3) | make_tour(3) | {f"sums/{name}": records for name, records in make_sums(3).items()}
+    counts = write_files(tmp_path / "b", files)
     write_files(tmp_path / "c", make_corpus(4))
-    for name in FILES:
-        first, second, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
-        assert first == second != other
+    for name in files:
+        first, second = ((tmp_path / folder / name).read_bytes() for folder in "ab")
+        assert first == second
+        assert name not in FILES or (tmp_path / "c" / name).read_bytes() != first
         assert f"{counts[name]} {name}" in done.stdout
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == sorted(FILES)  # no temporary file is left
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == sorted(FILES)  # no temporary file is left
 
 
 def test_a_second_run_leaves_good_files_alone_and_mends_others(tmp_path):

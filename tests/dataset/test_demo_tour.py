@@ -6,8 +6,18 @@ import random
 import pytest
 
 from common.settings import ROOT
-from dataset.demo_corpus import ATTRIBUTES, GROUPS, LANGUAGES, answer, make_corpus, make_people
-from dataset.demo_tour import MISTAKES, PERSONA, PLAIN_ANSWERS, make_tour
+from dataset.demo_corpus import (
+    ATTRIBUTES,
+    GROUPS,
+    LANGUAGES,
+    MISTAKES,
+    PERSONA,
+    PLAIN_ANSWERS,
+    answer,
+    make_corpus,
+    make_people,
+    make_tour,
+)
 from dataset.lm_dataset import SFTDataset
 from dataset.rollout_prompts import to_prompt
 from dataset.token_cache import load_tokenizer
