@@ -205,7 +205,7 @@ def test_every_entry_of_the_log_has_a_date_and_a_commit():
     assert len(entries) >= 20 and not undated
 
 
-def test_the_workflow_runs_the_second_command():
+def test_the_workflow_runs_the_tests_command():
     steps = yaml.safe_load(read(".github/workflows/test.yml"))["jobs"]["test"]["steps"]
     assert "bash scripts/test.sh" in [step.get("run") for step in steps]
 
