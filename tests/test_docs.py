@@ -88,7 +88,7 @@ SCRIPTS = {
     "scripts/evaluate.py": None,
     "scripts/plot_metrics.py": None,
     "scripts/serve_openai_api.py": None,
-    "scripts/bench/hostile.py": None,
+    "tests/scripts/serve/hostile.py": None,
     "scripts/bench/decoding.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,

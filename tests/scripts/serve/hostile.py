@@ -1,6 +1,6 @@
 """A hostile client against our server beside honest ones: nothing that it sends may end, change or delay their answers.
 
-python scripts/bench/hostile.py --weight full_sft --seconds 600
+python tests/scripts/serve/hostile.py --weight full_sft --seconds 600
 
 Honest clients stream the same answers again and again, first alone and then beside a process that sends what a server
 must refuse (`attacks`), hangs up, leaves requests unfinished and keeps hundreds of connections open. Reported: answers
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run the code beside this file, installed or not
 
 import psutil
 

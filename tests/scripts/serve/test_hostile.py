@@ -3,7 +3,7 @@
 import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from scripts.bench import hostile
+from tests.scripts.serve import hostile
 from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
 
