@@ -84,7 +84,6 @@ SCRIPTS = {
     "scripts/benchmark.py": None,
     "scripts/convert_model.py": None,
     "scripts/demo_report.py": None,
-    "scripts/gpu_check.py": None,
     "scripts/evaluate.py": None,
     "scripts/plot_metrics.py": None,
     "scripts/serve_openai_api.py": None,

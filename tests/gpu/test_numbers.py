@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -15,7 +16,6 @@ from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.feed_forward import GROUP, grouped_linear, has_grouped_mm
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, flat_attention
-from scripts.gpu.runner import Failed, LeftOut, Machine
 from trainer.components.device import (
     mixed_precision,
     native_bfloat16,
@@ -45,10 +45,9 @@ def micro_batch(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def new_state(
-    device: str, dtype: str, use_moe: bool, optimizer: str = "adamw", use_compile: bool = False
+    place: torch.device, dtype: str, use_moe: bool, optimizer: str = "adamw", use_compile: bool = False
 ) -> TrainState:
     """A small model ready to be trained, the same at every call."""
-    place = torch.device(device)
     prepare_device(place)
     torch.manual_seed(0)
     config = MiniMindConfig(hidden_size=256, num_hidden_layers=4, use_moe=use_moe)
@@ -80,25 +79,24 @@ def train(state: TrainState, updates: int) -> list[float]:
     return torch.stack(losses).sum(dim=-1).tolist()
 
 
-def dtypes(machine: Machine) -> list[str]:
+def dtypes(device: torch.device) -> list[str]:
     """Those in which this machine can train."""
-    native = machine.capability >= (8, 0) if machine.gpus else native_bfloat16(torch.device("cpu"))
-    half = ["bfloat16"] if native else []
-    return ["float32", *half, *(["float16"] if native_float16(torch.device(machine.device)) else [])]
+    half = ["bfloat16"] if native_bfloat16(device) else []
+    return ["float32", *half, *(["float16"] if native_float16(device) else [])]
 
 
-def losses(machine: Machine) -> dict[str, Any]:
+@pytest.mark.slow
+def test_losses(device, record_property):
     """Ten updates in each dtype, against float32 on the CPU: the largest relative difference of a loss."""
-    largest, wrong = {}, []
+    wrong = []
     for shape, use_moe in SHAPES.items():
-        right = torch.tensor(train(new_state("cpu", "float32", use_moe), 10))
-        for dtype in dtypes(machine):
-            here = torch.tensor(train(new_state(machine.device, dtype, use_moe), 10))
-            largest[f"{shape} {dtype}"] = difference = float(((here - right) / right).abs().max())
+        right = torch.tensor(train(new_state(torch.device("cpu"), "float32", use_moe), 10))
+        for dtype in dtypes(device):
+            here = torch.tensor(train(new_state(device, dtype, use_moe), 10))
+            difference = float(((here - right) / right).abs().max())
+            record_property(f"{shape} {dtype}", difference)
             wrong += [f"{shape} {dtype}"] * (not difference <= LIMITS[dtype])
-    if wrong:
-        raise Failed(f"the losses of {', '.join(wrong)} are not those of a CPU in float32", largest)
-    return largest
+    assert not wrong, f"the losses of {', '.join(wrong)} are not those of a CPU in float32"
 
 
 @contextmanager
@@ -112,13 +110,15 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def host_waits(machine: Machine) -> dict[str, Any]:
+def test_host_waits(gpus, device):
     """Updates during which the host must not wait for the GPU, in each mode; batches of new sizes."""
-    modes = [(shape, dtype, "adamw") for shape in SHAPES for dtype in dtypes(machine)]
-    modes += [(shape, dtypes(machine)[-1], "muon") for shape in SHAPES]
+    if not gpus:
+        pytest.skip("needs a GPU")
+    modes = [(shape, dtype, "adamw") for shape in SHAPES for dtype in dtypes(device)]
+    modes += [(shape, dtypes(device)[-1], "muon") for shape in SHAPES]
     waits = {}
     for shape, dtype, optimizer in modes:
-        state = new_state(machine.device, dtype, SHAPES[shape], optimizer)
+        state = new_state(device, dtype, SHAPES[shape], optimizer)
         window = [{k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in micro_batch(i, LENGTHS[i]).items()}
                   for i in range(2)]  # fmt: skip
         sizes = update_size(state, [state.size(batch) for batch in window])[:2]
@@ -128,9 +128,7 @@ def host_waits(machine: Machine) -> dict[str, Any]:
                 train_update(state, window, *sizes)
         except RuntimeError as error:
             waits[f"{shape} {dtype} {optimizer}"] = str(error).splitlines()[0]
-    if waits:
-        raise Failed(f"the host waits in an update: {'; '.join(waits)}", waits)
-    return {"modes": len(modes)}
+    assert not waits, f"the host waits in an update: {waits}"
 
 
 def gap(here: list[Tensor], right: list[Tensor]) -> float:
@@ -140,12 +138,11 @@ def gap(here: list[Tensor], right: list[Tensor]) -> float:
     return float(distances.nan_to_num(torch.inf).max())
 
 
-def grouped_products(machine: Machine) -> dict[str, Any]:
+def test_grouped_products(device, record_property):
     """The experts' grouped product against one product for each: idle experts, rows of NaN behind the last expert's."""
-    gaps = {}
-    for dtype in dtypes(machine):
+    for dtype in dtypes(device):
         torch.manual_seed(0)
-        device, type_ = torch.device(machine.device), getattr(torch, dtype)
+        type_ = getattr(torch, dtype)
         layers = [nn.Linear(128, 256, bias=False, device=device, dtype=type_) for _ in range(6)]
         counts = [2 * GROUP, 0, GROUP, 3 * GROUP, 0, 0]
         ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
@@ -159,72 +156,67 @@ def grouped_products(machine: Machine) -> dict[str, Any]:
         del poison
         here = grouped_linear(x, layers, ends, GROUP)[:used]
         here_grads = torch.autograd.grad(here, [layer.weight for layer in layers], grad)
-        gaps[dtype] = gap([here, *here_grads], [right, *right_grads])
-        if not gaps[dtype] <= LIMITS[dtype]:
-            raise Failed(f"in {dtype} outputs or gradients are not those of one product for each expert", gaps)
-    return gaps
+        distance = gap([here, *here_grads], [right, *right_grads])
+        record_property(dtype, distance)
+        assert distance <= LIMITS[dtype], (
+            f"in {dtype} outputs or gradients are not those of one product for each expert"
+        )
 
 
-def attention(machine: Machine) -> dict[str, Any]:
-    """The variable-length kernel, forward and backward, against float32 on the CPU, for head sizes 64, 96 and 128."""
-    if machine.capability < (8, 0):
-        raise LeftOut("the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample")
-    gaps = {}
+@pytest.mark.parametrize("head", [64, 96, 128])
+def test_attention(head, gpus, device, record_property):
+    """The variable-length kernel, forward and backward, against float32 on the CPU."""
+    if not gpus or not native_bfloat16(device):
+        pytest.skip("the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample")
     lengths = torch.tensor([0, 200, 1, 64, 333]).cumsum(0).to(torch.int32)
-    for head in (64, 96, 128):
-        torch.manual_seed(head)
-        heads = {"q": 8, "k": 4, "v": 4}
-        inputs = {name: torch.randn(int(lengths[-1]), count, head) for name, count in heads.items()}
-        grad = torch.randn(int(lengths[-1]), 8, head)
-        right = _attend({name: x.clone().requires_grad_() for name, x in inputs.items()}, lengths, grad)
-        for dtype in ("bfloat16", "float16"):
-            there = {n: x.to(machine.device, getattr(torch, dtype)).requires_grad_() for n, x in inputs.items()}
-            here = _attend(there, lengths.to(machine.device), grad.to(machine.device, getattr(torch, dtype)))
-            gaps[f"{head} {dtype}"] = distance = gap(here, right)
-            if not distance <= LIMITS[dtype]:
-                raise Failed(f"head size {head}, {dtype}: outputs or gradients are not those of a CPU", gaps)
-    return gaps
+    torch.manual_seed(head)
+    inputs = {name: torch.randn(int(lengths[-1]), count, head) for name, count in {"q": 8, "k": 4, "v": 4}.items()}
+    grad = torch.randn(int(lengths[-1]), 8, head)
+    right = attend({name: x.clone().requires_grad_() for name, x in inputs.items()}, lengths, grad)
+    for dtype in ("bfloat16", "float16"):
+        there = {n: x.to(device, getattr(torch, dtype)).requires_grad_() for n, x in inputs.items()}
+        distance = gap(attend(there, lengths.to(device), grad.to(device, getattr(torch, dtype))), right)
+        record_property(dtype, distance)
+        assert distance <= LIMITS[dtype], f"in {dtype} outputs or gradients are not those of a CPU"
 
 
-def _attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor) -> list[Tensor]:
+def attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor) -> list[Tensor]:
     """The output, and the gradients of queries, keys and values."""
     q, k, v = inputs.values()
     out = flat_attention(q, k, v, (lengths, int(lengths.diff().max()), lengths.cpu()))
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], grad)]
 
 
-def same_bits(machine: Machine) -> dict[str, Any]:
+@pytest.mark.slow
+def test_same_bits(device, monkeypatch):
     """Three trainings with --deterministic 1, from the same start, end with the same weights."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     use_deterministic_kernels(True)
-    equal = {}
+    others = []
     for shape, use_moe in SHAPES.items():
-        for dtype in dtypes(machine):
+        for dtype in dtypes(device):
             digests = set()
             for _ in range(3):
-                state = new_state(machine.device, dtype, use_moe)
+                state = new_state(device, dtype, use_moe)
                 train(state, 6)
                 weights = torch.cat([p.detach().flatten() for p in state.model.parameters()]).cpu()
                 digests.add(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
-            equal[f"{shape} {dtype}"] = len(digests) == 1
-    if not all(equal.values()):
-        raise Failed(f"other bits in {', '.join(name for name, same in equal.items() if not same)}", equal)
-    return equal
+            others += [f"{shape} {dtype}"] * (len(digests) > 1)
+    use_deterministic_kernels(False)
+    assert not others, f"other bits in {', '.join(others)}"
 
 
-def compilations(machine: Machine) -> dict[str, Any]:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compilations(shape, gpus, device, record_property):
     """With --use_compile 1 nothing is compiled after the first updates, over batches of other sizes."""
-    if not machine.gpus:
-        raise LeftOut("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
-    counted = {}
-    for shape, use_moe in SHAPES.items():
-        torch.compiler.reset()
-        counters.clear()
-        state = new_state(machine.device, dtypes(machine)[min(1, len(dtypes(machine)) - 1)], use_moe, use_compile=True)
-        train(state, 3)
-        graphs = counters["stats"]["unique_graphs"]
-        train(state, 10)
-        counted |= {f"{shape} graphs": graphs, f"{shape} later": counters["stats"]["unique_graphs"] - graphs}
-        counted[f"{shape} breaks"] = sum(counters["graph_break"].values())
-        if counted[f"{shape} later"]:
-            raise Failed(f"{shape}: layers are compiled again for batches of other sizes", counted)
-    return counted
+    if not gpus:
+        pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
+    torch.compiler.reset()
+    counters.clear()
+    state = new_state(device, dtypes(device)[:2][-1], SHAPES[shape], use_compile=True)
+    train(state, 3)
+    graphs = counters["stats"]["unique_graphs"]
+    train(state, 10)
+    record_property("graphs", graphs)
+    record_property("breaks", sum(counters["graph_break"].values()))
+    assert counters["stats"]["unique_graphs"] == graphs, "layers are compiled again for batches of other sizes"

@@ -1,0 +1,167 @@
+"""The checks of GPUs: with --gpu_check (bash scripts/gpu_check.sh) each test here is made on the GPUs, or on a CPU
+where there is none, in a process of its own, and the results are written to a JSON file to send in. Without it, in the
+test suite, they are made on the CPU.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIMIT = 400  # seconds for a check
+REPORTS = "GPU_CHECK_REPORTS"  # environment variable of the process of a check: the file for its reports
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu_check", metavar="JSON", help="check the GPUs, and write the results to this file")
+
+
+def nvidia_smi(fields: str) -> str:
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
+
+
+def driver() -> str:
+    """What this machine says of a driver of NVIDIA GPUs; empty without one."""
+    with suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    return nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
+
+
+def pytest_configure(config):
+    if not config.getoption("gpu_check", None) or REPORTS in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available() and (there := driver()):
+        torch_is = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+        raise pytest.UsageError(f"{torch_is} sees no GPU, but there is one ({there}); install a torch for that driver")
+
+
+# --- a process for each check ----------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """One that crashes or hangs stops no other, and a GPU that it has brought down is fresh for the next."""
+    path = item.config.getoption("gpu_check", None)
+    if not path or REPORTS in os.environ:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    options = [f"--gpu_check={path}", "-o", f"faulthandler_timeout={LIMIT - 5}", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w+", errors="replace") as log:
+        reports = Path(folder, "reports")
+        command = [sys.executable, "-m", "pytest", item.nodeid, *options]
+        streams = {"stdout": log, "stderr": log, "env": os.environ | {REPORTS: str(reports)}}
+        begin, process = time.monotonic(), psutil.Popen(command, cwd=item.config.rootpath, **streams)
+        try:
+            end = f"its process ended with status {process.wait(LIMIT)}"
+        except psutil.TimeoutExpired:
+            end = f"no end within {LIMIT} s"
+            for each in [*process.children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+        lines = reports.read_text(encoding="utf-8").splitlines() if reports.exists() else []
+        log.seek(0)
+        text = f"{end}\n{log.read()[-4000:]}"
+    hook, config = item.ihook, item.config
+    done = [hook.pytest_report_from_serializable(config=config, data=json.loads(line)) for line in lines]
+    if [report.when for report in done][-1:] != ["teardown"]:
+        done.append(
+            pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call", duration=time.monotonic() - begin)
+        )
+    for report in done:
+        report.longrepr = tuple(report.longrepr) if report.skipped else report.longrepr  # JSON knows lists only
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """In the process of a check: hand its reports on."""
+    report = yield
+    if REPORTS in os.environ:
+        data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+        with open(os.environ[REPORTS], "a", encoding="utf-8") as file:
+            print(json.dumps(data), file=file)
+    return report
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def about_machine() -> dict[str, object]:
+    """Machine, driver and versions, without names of hosts or people."""
+    import torch
+
+    about = {"date": str(date.today()), "system": platform.platform(), "cores": os.cpu_count()}
+    about |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    about["gpus"] = nvidia_smi("name,driver_version,memory.total,compute_cap").splitlines()
+    with suppress(OSError):
+        command = ["git", "describe", "--always", "--dirty"]
+        about["code"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return about
+
+
+def reason_of(report) -> str:
+    """Why a check failed or was skipped, in one line."""
+    if report.skipped:
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (crash.message if crash else str(report.longrepr or "")).partition("\n")[0]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """A row for each check, and the JSON."""
+    path = config.getoption("gpu_check", None)
+    if not path or REPORTS in os.environ:
+        return
+    checks = []
+    for result in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(result, []):
+            name, figures, reason = (
+                report.nodeid.partition("::test_")[2],
+                dict(report.user_properties),
+                reason_of(report),
+            )
+            seconds = round(report.duration, 1)
+            checks.append({"name": name, "result": result, "reason": reason, "figures": figures, "seconds": seconds})
+            told = "; ".join([reason] * bool(reason) + [f"{key} {value}" for key, value in figures.items()])
+            terminalreporter.write_line(f"{name:20} {result:8} {seconds:6.1f} s  {told}")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": about_machine(), "checks": checks}, indent=1, ensure_ascii=False)
+    Path(path).write_text(text, encoding="utf-8")
+    terminalreporter.write_line(f"{path} holds it all, to send in")
+
+
+# --- what checks use -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(request) -> int:
+    """The number of GPUs to check."""
+    import torch
+
+    return torch.cuda.device_count() if request.config.getoption("gpu_check", None) else 0
+
+
+@pytest.fixture
+def device(gpus):
+    """Where a check of one process computes."""
+    import torch
+
+    return torch.device("cuda:0" if gpus else "cpu")

@@ -1,0 +1,123 @@
+"""Checks that start runs: resuming, a killed rank, SIGTERM."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dataset.demo_corpus import make_corpus
+from tests.conftest import ROOT, write_jsonl
+
+pytestmark = pytest.mark.slow
+PATIENCE = 90.0  # seconds: for a run to begin, and to end after a signal or the loss of a rank
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128, "batch_size": 4, "accumulation_steps": 1}
+SMALL |= {"epochs": 50, "log_interval": 1, "save_interval": 10, "eval_interval": 1000}
+
+
+def ranks_of(gpus: int) -> int:
+    """Processes of a check with several: one per GPU, three if possible; two on a CPU."""
+    if gpus == 1:
+        pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
+    return min(3, gpus) or 2
+
+
+@pytest.mark.parametrize("parallel", ["one_rank", "ddp", "fsdp"])
+def test_resume(parallel, gpus):
+    """scripts/verify_resume.py with --deterministic 1."""
+    if parallel != "one_rank" and not gpus:
+        pytest.skip("needs 2 GPUs; torch sees 0")
+    count = 1 if parallel == "one_rank" else ranks_of(gpus)
+    options = ["--kills", 4 if gpus else 2, "--ranks", count, "--use_moe", "0,1" if gpus else 0, "--seed", 1]
+    stage_flags = ["--deterministic", 1, *(["--parallel", "fsdp"] if parallel == "fsdp" else [])]
+    words = [sys.executable, ROOT / "scripts/verify_resume.py", *options, "--", *stage_flags]
+    done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    reasons = [line for line in done.stdout.splitlines() if line.startswith(("FAIL", "error"))]
+    assert done.returncode == 0, (reasons or [f"verify_resume ended with status {done.returncode}"])[0]
+
+
+# --- a killed rank, SIGTERM -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(folder: Path, ranks: int) -> Iterator[list[subprocess.Popen]]:
+    """The ranks of a small pretraining run in this folder, once it has trained; killed at the end."""
+    data = write_jsonl(folder / "pretrain.jsonl", make_corpus(0)["pretrain.jsonl"])
+    settings = {"data_path": data} | {f"{kind}_dir": folder / kind for kind in ("save", "checkpoint", "cache")} | SMALL
+    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, str(ROOT / "trainer/train_pretrain.py"), *words]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    started = []
+    for rank in range(ranks):
+        own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        with open(folder / f"rank_{rank}.log", "wb") as log:
+            environment = os.environ | (own if ranks > 1 else {})
+            started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    try:
+        assert wait(lambda: has_updates(folder), started), f"the run does not begin; {tail(folder)}"
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def has_updates(folder: Path) -> bool:
+    """Whether some updates are logged."""
+    return any(path.read_bytes().count(b"\n") > 5 for path in folder.glob("save/*.jsonl"))
+
+
+def wait(condition: Callable[[], object], processes: list[subprocess.Popen]) -> bool:
+    """Poll until the condition holds; False if the time is over or a process has ended."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > end or any(process.poll() is not None for process in processes):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def output(folder: Path, rank: int) -> list[str]:
+    """The lines that a rank has printed."""
+    return (folder / f"rank_{rank}.log").read_text("utf-8", "replace").splitlines()
+
+
+def tail(folder: Path) -> str:
+    """The last line of each rank's output."""
+    texts = [output(folder, rank) for rank in range(len(list(folder.glob("rank_*.log"))))]
+    return " | ".join(lines[-1] for lines in texts if lines)
+
+
+def test_killed_rank(tmp_path, gpus, record_property):
+    """When a rank is killed, each other one ends soon, with status 2 and one line."""
+    with running(tmp_path, ranks_of(gpus)) as started:
+        started[-1].kill()
+        begin, others = time.monotonic(), started[:-1]
+        wait(lambda: all(process.poll() is not None for process in others), [])
+        record_property("seconds to notice", round(time.monotonic() - begin, 1))
+        statuses = [process.poll() for process in others]
+    for rank, status in enumerate(statuses):
+        lines = [line for line in output(tmp_path, rank) if line.startswith("error: ")]
+        record_property("line", lines[:1])
+        assert status == 2 and len(lines) == 1 and "another rank ended" in lines[0], tail(tmp_path)
+
+
+def test_sigterm(tmp_path, gpus, record_property):
+    """SIGTERM to one rank has all of them save at the same update and leave."""
+    ranks = 1 if gpus == 1 else ranks_of(gpus)
+    with running(tmp_path, ranks) as started:
+        started[-1].send_signal(signal.SIGTERM)
+        wait(lambda: all(process.poll() is not None for process in started), [])
+        statuses = [process.poll() for process in started]
+    lines = [line for line in output(tmp_path, 0) if line.startswith("stopped: ")]
+    record_property("line", lines[:1])
+    assert statuses == [128 + signal.SIGTERM] * ranks and "which is saved" in "".join(lines), tail(tmp_path)
