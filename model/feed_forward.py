@@ -38,21 +38,6 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class StackWeights(torch.autograd.Function):
-    """The weights [out, in] of E experts stacked as [E, out, in] in another dtype: cast and copied in one pass."""
-
-    @staticmethod
-    def forward(ctx, dtype: torch.dtype, *weights: Tensor) -> Tensor:
-        ctx.dtype = weights[0].dtype
-        stack = torch.empty(len(weights), *weights[0].shape, dtype=dtype, device=weights[0].device)
-        torch._foreach_copy_(list(stack.unbind()), list(weights))
-        return stack
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return None, *(part.to(ctx.dtype) for part in grads[0].unbind())
-
-
 def has_grouped_mm(x: Tensor) -> bool:
     """Whether torch multiplies groups of rows of x without a host sync: on a CPU, and in bfloat16 on Hopper and
     Blackwell data-centre GPUs. On other GPUs its grouped_mm is a loop that reads the groups on the host."""
@@ -72,7 +57,7 @@ def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor, group: int)
     `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync); a layer without rows gets a
     zero gradient."""
     dtype = product_dtype(x)
-    weights = StackWeights.apply(dtype, *(layer.weight for layer in layers)).transpose(1, 2)  # [E, in, out]
+    weights = torch.stack([layer.weight for layer in layers]).to(dtype).transpose(1, 2)  # [E, in, out]
     if not has_grouped_mm(x):
         starts = torch.arange(0, len(x), group, dtype=ends.dtype, device=x.device)
         owner = torch.bucketize(starts, ends, right=True).clamp(max=len(layers) - 1)  # spare groups: rows of zeros

@@ -62,11 +62,6 @@ class KeyValueCache:
         self.index: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # rows and positions to write, [R, T]
         self.end = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache; on a CPU the system hands them out as they are written."""
-        return self.keys.nbytes + self.values.nbytes
-
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Store k, v [R, G, T, D] of a layer; returns the keys and values that its rows attend to, [R, G, end, D]."""
         rows, positions = self.index

@@ -72,11 +72,7 @@ def held_out(teacher, model, batch, args):
 
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
-
-
-def open_data(args, tokenizer):
-    """The training and held-out (or None) data."""
-    return open_datasets(SFTDataset, args, tokenizer)
+open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
 def extend_run(state, tokenizer, train_set, eval_set):

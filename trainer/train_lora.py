@@ -14,6 +14,7 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `s
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
@@ -64,11 +65,7 @@ class Args(StageArgs):
 
 loss_fn = utils.next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
-
-
-def open_data(args, tokenizer):
-    """The training and held-out (or None) data."""
-    return open_datasets(SFTDataset, args, tokenizer)
+open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
 def extend_model(model, args):

@@ -14,6 +14,7 @@ engine's task `pretrain` is made of the same parts; what stands in `main` alone 
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
@@ -50,11 +51,7 @@ class Args(StageArgs):
 loss_fn = utils.next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
-
-
-def open_data(args, tokenizer):
-    """The training and held-out (or None) data."""
-    return open_datasets(PretrainDataset, args, tokenizer)
+open_data = partial(open_datasets, PretrainDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
 def main() -> None:
