@@ -192,19 +192,19 @@ class Chat:
 def on_terminal(chat: Chat) -> None:
     """Chat until the user leaves."""
     print("Type a message; /help lists the commands.")
-    with line_editing():
-        while True:
-            try:
-                chat.take(input("> "))
-            except UserError as error:
-                chat.screen.note(str(error))
-            except UnicodeDecodeError:
-                chat.screen.note("that was not UTF-8")
-            except KeyboardInterrupt:  # at the prompt: discard the line
-                print()
-            except EOFError:
-                print()
-                return
+    line_editing()
+    while True:
+        try:
+            chat.take(input("> "))
+        except UserError as error:
+            chat.screen.note(str(error))
+        except UnicodeDecodeError:
+            chat.screen.note("that was not UTF-8")
+        except KeyboardInterrupt:  # at the prompt: discard the line
+            print()
+        except EOFError:
+            print()
+            return
 
 
 def on_pipe(chat: Chat) -> None:

@@ -101,9 +101,10 @@ def convert(
             other, other_tokenizer = load_path(path, tokenizer.name_or_path)
         stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])  # tied, so stored once
         model.load_state_dict(stored)
-        parity = compare(model, tokenizer, other, other_tokenizer)
-        if parity.failure:
-            raise UserError(f"{output} is not written: read back, it is not the same model; {parity.failure}")
+        try:
+            parity = compare(model, tokenizer, other, other_tokenizer)
+        except ValueError as error:
+            raise UserError(f"{output} is not written: read back, it is not the same model; {error}") from error
     if form == "pth":
         write_description(output.with_suffix(".json"), description_of(model) | {"sha256": file_digest(output)})
     rounding = (text_logits(model, tokenizer) - before).abs().max()

@@ -2,7 +2,7 @@
 
     python scripts/plot_metrics.py out/full_sft_512_metrics.jsonl
     python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png out/curves.png
-    python scripts/plot_metrics.py out/demo --panels loss eval_loss --smoothing 0.9
+    python scripts/plot_metrics.py out/demo --panels loss eval_loss
 
 It reads the metrics files that training writes, also while a run is in progress.
 """
@@ -22,7 +22,6 @@ from trainer.components.metrics import read_metrics
 
 PANELS = ("loss", "eval_loss", "reward", "eval_reward", "kl", "entropy", "completion_length", "learning_rate")
 PANELS += ("grad_norm", "tokens_per_second", "expert_max_min")
-EXACT = ("eval_", "learning_rate")  # beginnings of the fields that --smoothing leaves as they are
 AXES = ("update", "tokens", "seconds")
 Records = list[dict[str, Any]]
 
@@ -34,12 +33,8 @@ def parse_args() -> argparse.Namespace:
     flag("metrics", nargs="+", help="metrics files, out/<run>_metrics.jsonl, or folders of them; one curve each")
     flag("--panels", nargs="+", default=list(PANELS), help="fields of the records to draw, as far as they are there")
     flag("--x", choices=AXES, default="update", help="field on the x axis")
-    flag("--smoothing", type=float, default=0.0, help="weight of the past in a moving average, 0 to below 1")
     flag("--png", default="curves.png", help="file to write")
-    args = parser.parse_args()
-    if not 0 <= args.smoothing < 1:
-        raise UserError("--smoothing must be 0 or more and below 1; 0.9 is a usual value")
-    return args
+    return parser.parse_args()
 
 
 def find_runs(paths: list[str]) -> list[Path]:
@@ -79,19 +74,7 @@ def points(records: Records, name: str, x: str) -> tuple[list[float], list[float
     return [at for at, _ in pairs], [math.nan if value is None else value for _, value in pairs]
 
 
-def smooth(values: list[float], weight: float) -> list[float]:
-    """Exponential moving average, divided by the sum of its weights so that it begins at the first value; a gap stays
-    one."""
-    total = norm = 0.0
-    means = []
-    for value in values:
-        if not math.isnan(value):
-            total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
-        means.append(math.nan if math.isnan(value) else total / norm)
-    return means
-
-
-def draw(runs: dict[str, Records], x: str, smoothing: float = 0.0, panels: Sequence[str] = PANELS) -> Any:
+def draw(runs: dict[str, Records], x: str, panels: Sequence[str] = PANELS) -> Any:
     """A matplotlib figure: one panel for each field that a run has, one color for each run.
 
     Raises:
@@ -112,9 +95,6 @@ def draw(runs: dict[str, Records], x: str, smoothing: float = 0.0, panels: Seque
         for number, (name, run) in enumerate(runs.items()):
             at, values = points(run, panel, x)
             style: dict[str, Any] = {"color": f"C{number % 10}", "marker": "." if len(values) < 40 else None}
-            if smoothing and not panel.startswith(EXACT):
-                axes.plot(at, values, color=style["color"], alpha=0.25)
-                values = smooth(values, smoothing)
             axes.plot(at, values, label=name, **style)
         axes.set(title=panel, xlabel=x)
         axes.grid(alpha=0.3)
@@ -130,7 +110,7 @@ def main() -> None:
     names = {name: Path(name).name for name in runs}  # full paths only if the file names are ambiguous
     if len(set(names.values())) == len(names):
         runs = {names[name]: run for name, run in runs.items()}
-    figure = draw(runs, args.x, args.smoothing, args.panels)
+    figure = draw(runs, args.x, args.panels)
     try:
         figure.savefig(args.png, dpi=150)
     except (OSError, ValueError) as error:

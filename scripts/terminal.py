@@ -1,11 +1,10 @@
-"""The terminal of a chat: answers shown while they are made, Ctrl-C, line editing with a history."""
+"""The terminal of a chat: answers shown while they are made, Ctrl-C, line editing."""
 
 import os
 import signal
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 from common.errors import printable
@@ -80,27 +79,10 @@ class Stop:
             signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def line_editing() -> Iterator[None]:
-    """Editing and history for `input`, as far as this Python has them; the history is kept in the user's state folder.
-
-    Whatever fails here is left out: a chat needs none of it.
-    """
+def line_editing() -> None:
+    """Editing and history for `input`, as far as this Python has them."""
     try:
         import readline
-
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        path = Path(state, "minimind-trainer", "chat_history")
-    except (ImportError, RuntimeError):  # RuntimeError: there is no home
-        yield
+    except ImportError:
         return
     readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off; pasted lines are one message
-    readline.set_history_length(1000)
-    with suppress(OSError):
-        readline.read_history_file(path)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)

@@ -3,7 +3,6 @@
 The text is the demo corpus, which is made here, and lines that are hard to tokenise. Everything is computed in float32.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
 from typing import Any
@@ -29,37 +28,6 @@ HARD_TEXTS = (
     "<think>\n先想\n</think>\n\n<tool_call>\n{}\n</tool_call><|im_end|>\n<|endoftext|>",
 )
 TOOL = {"name": "weather", "description": "天气 of a city", "parameters": {"type": "object", "properties": {}}}
-
-
-@dataclass
-class Parity:
-    """The comparison of a model with what became of it."""
-
-    texts: int
-    other_ids: str | None  # the first text with other token ids
-    chats: int
-    other_rendering: int | None  # the first conversation that is rendered differently
-    logits: float  # largest difference
-    same_tokens: int  # of GREEDY_TOKENS, before the first other one
-
-    @property
-    def failure(self) -> str | None:
-        """What is not the same."""
-        if self.other_ids is not None:
-            return f"the text {self.other_ids[:60]!r} has other token ids"
-        if self.other_rendering is not None:
-            return f"conversation {self.other_rendering + 1} of {self.chats} is rendered differently"
-        if not self.logits <= LIMIT:  # not a number fails
-            return f"the logits differ by up to {self.logits:.1e}, more than {LIMIT:.0e}"
-        if self.same_tokens < GREEDY_TOKENS:
-            return f"greedy token {self.same_tokens + 1} of {GREEDY_TOKENS} is another"
-        return None
-
-    def __str__(self) -> str:
-        return (
-            f"{self.texts} texts have the same token ids, {self.chats} conversations are rendered alike, the logits "
-            f"differ by at most {self.logits:.1e}, {self.same_tokens} greedy tokens are the same"
-        )
 
 
 @cache
@@ -115,14 +83,26 @@ def greedy_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def compare(
     model: Any, tokenizer: PreTrainedTokenizerBase, other: PreTrainedModel, other_tokenizer: PreTrainedTokenizerBase
-) -> Parity:
-    """Compare a model, with the weights as they were stored, with what is read back."""
+) -> str:
+    """What a model, with the weights as they were stored, and what is read back have in common, in a sentence.
+
+    Raises:
+        ValueError: with what is not the same.
+    """
     texts = sample_texts()
     chats = sample_chats() if tokenizer.chat_template else []
-    differing = (text for text in texts if tokenizer.encode(text) != other_tokenizer.encode(text))
-    misrendered = (i for i, c in enumerate(chats) if rendered(tokenizer, c) != rendered(other_tokenizer, c))
+    for text in texts:
+        if tokenizer.encode(text) != other_tokenizer.encode(text):
+            raise ValueError(f"the text {text[:60]!r} has other token ids")
+    for number, chat in enumerate(chats, 1):
+        if rendered(tokenizer, chat) != rendered(other_tokenizer, chat):
+            raise ValueError(f"conversation {number} of {len(chats)} is rendered differently")
     logits = (text_logits(model, tokenizer) - text_logits(other, tokenizer)).abs().max()
-    tokens, others = greedy_tokens(model, tokenizer), greedy_tokens(other, tokenizer)
-    same = [a == b for a, b in zip(tokens, others, strict=False)]
-    same_tokens = [*same, False].index(False)
-    return Parity(len(texts), next(differing, None), len(chats), next(misrendered, None), float(logits), same_tokens)
+    if not logits <= LIMIT:  # not a number fails
+        raise ValueError(f"the logits differ by up to {logits:.1e}, more than {LIMIT:.0e}")
+    if greedy_tokens(model, tokenizer) != greedy_tokens(other, tokenizer):
+        raise ValueError(f"the {GREEDY_TOKENS} greedy tokens are others")
+    return (
+        f"{len(texts)} texts have the same token ids, {len(chats)} conversations are rendered alike, the logits "
+        f"differ by at most {logits:.1e}, {GREEDY_TOKENS} greedy tokens are the same"
+    )

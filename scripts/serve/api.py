@@ -24,7 +24,7 @@ from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, Com
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.scheduler import Progress
 from scripts.serve.tools import tools_router
-from scripts.serve.web_page import page_router
+from scripts.serve.web_page import add_page
 
 OffLoop = Callable[..., Awaitable[Any]]
 
@@ -126,7 +126,7 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     app.include_router(openai_routes(models, bodies), dependencies=[key])
     app.include_router(curves_router(settings.save_dir), dependencies=[key])
     app.include_router(tools_router(bodies), dependencies=[key])
-    app.include_router(page_router())
+    add_page(app)
 
     @app.get("/health")
     async def health() -> Response:

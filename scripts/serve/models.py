@@ -18,8 +18,6 @@ from scripts.serve.protocol import ApiError
 from scripts.serve.scheduler import Scheduler
 from trainer.components.run_files import shape_in_name
 
-NAMED = 20  # names that an error message lists
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -63,6 +61,12 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in [*tokens, tokenizer.eos_token_id] if token is not None}
 
 
+def unknown(name: str) -> ApiError:
+    """There is no model of this name."""
+    message = f"The model '{name[:100]}' does not exist; GET /v1/models lists those that do."
+    return ApiError(message, status=404, param="model", code="model_not_found")
+
+
 class Models:
     """The models by name. At most `settings.max_models` are loaded: the first one always, and of the others the least
     recently used idle one makes room."""
@@ -100,9 +104,10 @@ class Models:
         Raises:
             ApiError: there is no such model.
         """
-        if name not in self.loaded and name not in await asyncio.to_thread(self.files):
-            raise await self._unknown(name)
-        return self._card(name)
+        for card in await self.cards():
+            if card["id"] == name:
+                return card
+        raise unknown(name)
 
     def _card(self, name: str) -> dict[str, Any]:
         served = self.loaded.get(name)
@@ -133,7 +138,7 @@ class Models:
     async def _load(self, name: str) -> ServedModel:
         path = (await asyncio.to_thread(self.files)).get(name)
         if path is None:
-            raise await self._unknown(name)
+            raise unknown(name)
         async with self.loading:  # one at a time
             if name in self.loaded:
                 return self.loaded[name]
@@ -167,12 +172,6 @@ class Models:
             message = f"{len(self.loaded)} models are loaded and all of them are busy; try again later."
             raise ApiError(message, 503, "server_error", "model", "models_busy")
         return oldest
-
-    async def _unknown(self, name: str) -> ApiError:
-        names = [self.first.name, *await asyncio.to_thread(self.files)]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        message = f"The model '{name[:100]}' does not exist; there are: {', '.join(names[:NAMED])}{more}."
-        return ApiError(message, status=404, param="model", code="model_not_found")
 
     def health(self) -> dict[str, Any]:
         """Whether their decoding threads live, and how many answers are being written and how many requests wait."""

@@ -1,16 +1,13 @@
 """Serves the web page: the few static files of `page/`, with headers that let nothing but these files run."""
 
 from pathlib import Path
+from typing import Any
 
-from fastapi import APIRouter, HTTPException, Response
+from fastapi import FastAPI
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
 
 PAGE = Path(__file__).parent / "page"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 POLICY = (
     "default-src 'self'",
     "object-src 'none'",
@@ -32,20 +29,20 @@ HEADERS = {
 }
 
 
-def page_router() -> APIRouter:
-    """`/` and `/page/<file>`. The page holds no secrets; it needs no key, the routes that it calls may."""
-    router = APIRouter(include_in_schema=False)
-    files = {path.name: path for path in PAGE.iterdir() if path.suffix in TYPES}
+class Page(StaticFiles):
+    """The files with their headers. The page holds no secrets; it needs no key, the routes that it calls may."""
 
-    @router.get("/")
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """A file."""
+        response = super().file_response(*args, **options)
+        response.headers.update(HEADERS)
+        return response
+
+
+def add_page(app: FastAPI) -> None:
+    """`/` and `/page/<file>`."""
+    app.mount("/page", Page(directory=PAGE))
+
+    @app.get("/")
     def index() -> Response:
-        return static_file("index.html")
-
-    @router.get("/page/{name}")
-    def static_file(name: str) -> Response:
-        path = files.get(name)  # looked up, never joined to a path
-        if path is None:
-            raise HTTPException(404, f"there is no file {name!r}")
-        return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
-
-    return router
+        return FileResponse(PAGE / "index.html", headers=HEADERS)

@@ -1,10 +1,11 @@
 """Conversions: the same model in every form, by a reference that nobody here wrote; what cannot be is one line."""
 
 import json
+import math
 import os
+import re
 import resource
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from scripts import convert_model
 from scripts.convert import gguf_file, parity
 from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
 from scripts.convert.hugging_face import read_stock
-from scripts.convert.parity import GREEDY_TOKENS, Parity
 from tests.conftest import ROOT
 from trainer.components.model_files import read_model, save_weights
 from trainer.components.run_files import run_name
@@ -312,17 +312,37 @@ def test_a_missing_package_is_one_line(convert, tmp_path, monkeypatch):
     assert "w.gguf" not in os.listdir(tmp_path)
 
 
-def test_each_difference_of_an_export_is_a_failure():
-    same = Parity(9, None, 4, None, 1e-6, GREEDY_TOKENS)
-    assert same.failure is None
-    for change, failure in (
-        ({"other_ids": "天"}, "'天' has other token ids"),
-        ({"other_rendering": 1}, "conversation 2 of 4 is rendered differently"),
-        ({"logits": 1.0}, "the logits differ by up to 1.0e+00"),
-        ({"logits": float("nan")}, "the logits differ"),
-        ({"same_tokens": GREEDY_TOKENS - 1}, f"greedy token {GREEDY_TOKENS} of {GREEDY_TOKENS} is another"),
-    ):
-        assert failure in (replace(same, **change).failure or "")
+@pytest.mark.parametrize(
+    ("part", "theirs", "failure"),
+    [
+        ("encode", "天", "the text '天' has other token ids"),
+        ("rendered", "other", "conversation 2 of 4 is rendered differently"),
+        ("text_logits", torch.ones(2), "the logits differ by up to 1.0e+00"),
+        ("text_logits", torch.full((2,), math.nan), "the logits differ"),
+        ("greedy_tokens", [1, 3], "greedy tokens are others"),
+        ("", None, ""),
+    ],
+)
+def test_each_difference_of_an_export_is_a_failure(part, theirs, failure, monkeypatch):
+    class Reader(str):  # of text, as "ours" or "theirs"
+        chat_template = "x"
+
+        def encode(self, text: str) -> str:
+            return f"{self} {text}" if text == theirs else text
+
+    ours = {"text_logits": torch.zeros(2), "greedy_tokens": [1, 2]}
+    for name, value in ours.items():
+        found = {"ours": value, "theirs": theirs if part == name else value}
+        monkeypatch.setattr(parity, name, lambda model, tokenizer, found=found: found[model])
+    monkeypatch.setattr(parity, "sample_texts", lambda: ["a", "天"])
+    monkeypatch.setattr(parity, "sample_chats", lambda: [*range(4)])
+    monkeypatch.setattr(parity, "rendered", lambda reader, i: (part == "rendered" and i == 1 and reader) or i)
+    asked = ("ours", Reader("ours"), "theirs", Reader("theirs"))
+    if failure:
+        with pytest.raises(ValueError, match=re.escape(failure)):
+            parity.compare(*asked)
+    else:
+        assert "differ by at most 0.0e+00" in parity.compare(*asked)
 
 
 def test_norms_and_routers_of_a_gguf_file_stay_float32():

@@ -1,7 +1,6 @@
 """Curves of runs: what is drawn where, and what the user is told when it cannot be."""
 
 import json
-import math
 import sys
 
 import pytest
@@ -64,17 +63,6 @@ def test_the_mean_loss_is_drawn_where_there_is_one_and_null_leaves_a_gap():
     run = [record(1, mean_loss=9.0), record(2, mean_loss=None, loss=None), record(3)]
     _, values = drawn(plot_metrics.draw({"a": run}, "update"))["loss"]["a"]
     assert values[0] == 9.0 and values[1] != values[1] and values[2] == 1.0
-
-
-def test_smoothing_is_an_average_that_begins_at_the_first_value_and_keeps_gaps():
-    assert plot_metrics.smooth([5.0] * 4, 0.9) == pytest.approx([5.0] * 4)
-    first, gap, last = plot_metrics.smooth([4.0, math.nan, 1.0], 0.5)
-    assert (first, last) == (4.0, 2.0) and math.isnan(gap)  # weights 1/3 and 2/3
-    figure = plot_metrics.draw({"a": [record(1), record(3)]}, "update", smoothing=0.5)
-    raw, smoothed = figure.axes[0].lines
-    assert list(raw.get_ydata()) == [3.0, 1.0] and list(smoothed.get_ydata()) == pytest.approx([3.0, 5 / 3])
-    rates = next(axes for axes in figure.axes if axes.get_title() == "learning_rate")
-    assert len(rates.lines) == 1
 
 
 def test_panels_are_chosen_by_name():

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from scripts.serve.bodies import Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.tools import tools_router
-from scripts.serve.web_page import page_router
+from scripts.serve.web_page import add_page
 
 MARKDOWN = """## Tides
 
@@ -87,7 +87,7 @@ class ScriptedServer(Serving):
     def __init__(self, save_dir: Path, key: str = ""):
         self.key, self.asked, self.hung_up = key, [], 0
         app = FastAPI()
-        app.include_router(page_router())
+        add_page(app)
         app.include_router(curves_router(save_dir))
         app.include_router(tools_router(Bodies()))
         app.middleware("http")(self.check_key)
