@@ -14,7 +14,7 @@ from dataset.data_files import expand_paths
 from dataset.lm_dataset import DPODataset, StageDataset, collate_flat, collate_pairs
 from dataset.rollout_prompts import PromptDataset, collate_prompts
 from trainer.components.distributed import world_size
-from trainer.components.loaders import epoch_loader, epoch_order, eval_loader, ordered_loader
+from trainer.components.loaders import epoch_order, eval_loader, ordered_loader
 from trainer.components.resume import data_fingerprint
 
 if TYPE_CHECKING:
@@ -57,12 +57,15 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTraine
 
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
-    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. Another order of samples, or a
-    second source of them, is another `ordered_loader` (loaders.py) in its place."""
-    if isinstance(train_set, PromptDataset):
-        return prompt_loader(train_set, args, epoch, skip_batches)
-    options = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
-    return epoch_loader(train_set, *options, collate_of(train_set))
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
+    --num_iterations times, update by update. Another order of samples, or a second source of them, is another
+    `ordered_loader` (loaders.py) in its place."""
+    order = epoch_order(len(train_set), args.seed, epoch)
+    if not isinstance(train_set, StageDataset):
+        per_update = args.batch_size * args.accumulation_steps * world_size()
+        updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
+        order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+    return ordered_loader(train_set, order, args.batch_size, skip_batches, args.num_workers, collate_of(train_set))
 
 
 def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
@@ -72,14 +75,23 @@ def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader |
 
 def collate_of(data: StageData) -> Callable[[list], dict[str, Any]]:
     """What makes a batch of a dataset's items."""
-    if isinstance(data, PromptDataset):
+    if not isinstance(data, StageDataset):
         return collate_prompts
     return collate_pairs if isinstance(data, DPODataset) else collate_flat
 
 
 def epoch_samples(train_set: StageData, args: Any) -> int:
-    """The samples that an epoch trains, over all ranks."""
-    return samples_per_epoch(train_set, args) if isinstance(train_set, PromptDataset) else len(train_set)
+    """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made, --num_iterations times;
+    the prompts left over are others in the next epoch. Raises UserError if there are fewer than an update takes."""
+    if isinstance(train_set, StageDataset):
+        return len(train_set)
+    per_update = args.batch_size * args.accumulation_steps * world_size()
+    if len(train_set) < per_update:
+        raise UserError(
+            f"--data_path holds {len(train_set)} prompts, and an update takes {per_update} (batch_size x "
+            "accumulation_steps x processes); lower --batch_size"
+        )
+    return len(train_set) // per_update * per_update * args.num_iterations
 
 
 def data_identity(data: StageData) -> dict[str, str]:
@@ -92,9 +104,6 @@ def source_of(data: Any) -> Callable[[int], str]:
     return data.cache.source if isinstance(data, StageDataset) else data.source
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
-
-
 def open_prompts(
     args: Any, tokenizer: "PreTrainedTokenizerBase", tools: list[dict] | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
@@ -105,24 +114,3 @@ def open_prompts(
     paths = (args.data_path, args.eval_data_path)
     train, held_out = (PromptDataset(path, tokenizer, args.max_seq_len, **options) if path else None for path in paths)
     return cast(PromptDataset, train), held_out
-
-
-def samples_per_epoch(prompts: PromptDataset, args: Any) -> int:
-    """Prompts that an epoch trains, each counted once per update that it takes part in. Only whole updates are made;
-    the prompts left over are others in the next epoch. Raises UserError if there are fewer than an update takes."""
-    per_update = args.batch_size * args.accumulation_steps * world_size()
-    if len(prompts) < per_update:
-        raise UserError(
-            f"--data_path holds {len(prompts)} prompts, and an update takes {per_update} (batch_size x "
-            "accumulation_steps x processes); lower --batch_size"
-        )
-    return len(prompts) // per_update * per_update * args.num_iterations
-
-
-def prompt_loader(prompts: PromptDataset, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
-    """This rank's micro-batches of prompts of one epoch; those of an update come --num_iterations times."""
-    per_update = args.batch_size * args.accumulation_steps * world_size()
-    order = epoch_order(len(prompts), args.seed, epoch)
-    updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
-    order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
-    return ordered_loader(prompts, order, args.batch_size, skip_batches, args.num_workers, collate_prompts)

@@ -5,7 +5,6 @@ they are in the context and never targets. The tokens of a turn stay as they wer
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -97,13 +96,9 @@ class TrajectoryWriter:
         tokens = list(prompt.input_ids)
         trajectory = Trajectory(prompt, number, tokens, [False] * len(tokens))
         if self.environment is not None:
-            with self._user_code(prompt):
+            with user_code("the environment", prompt.source, self.reply_timeout):
                 trajectory.environment = self.environment(deepcopy(prompt.record))
         return trajectory
-
-    def _user_code(self, prompt: RolloutPrompt) -> AbstractContextManager[None]:
-        """Around code of the environment: its errors become a UserError that names the prompt's record."""
-        return user_code("the environment", prompt.source, self.reply_timeout)
 
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
         """Write one turn of each; those whose tokens are still equal share one prefill."""
@@ -136,7 +131,7 @@ class TrajectoryWriter:
         if is_last:
             each.is_cut = True
             return False
-        with self._user_code(each.prompt):
+        with user_code("the environment", each.prompt.source, self.reply_timeout):
             replies = checked_replies(each.environment.reply(calls))
         tokens = self._between_turns(each, replies)
         if len(each.tokens) + len(tokens) >= self.max_total_len:

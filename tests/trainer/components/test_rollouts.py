@@ -13,7 +13,7 @@ from dataset.rollout_prompts import RolloutPrompt
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_policy_loss import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
-from trainer.components.data import prompt_loader, samples_per_epoch
+from trainer.components.data import epoch_samples, train_loader
 from trainer.components.ppo import ActorCritic, ValuedRollouts, token_advantages
 from trainer.components.rewards import Reward
 from trainer.components.rollouts import Rollouts
@@ -215,10 +215,10 @@ def test_the_prompts_of_an_update_come_once_for_each_iteration():
     """And prompts that are left over by the last update are not trained."""
     args = SimpleNamespace(batch_size=2, accumulation_steps=2, num_iterations=3, seed=1, num_workers=0)
     prompts = [prompt(number) for number in range(11)]
-    assert samples_per_epoch(prompts, args) == 8 * 3  # type: ignore[arg-type]
-    batches = [each["sample_ids"].tolist() for each in prompt_loader(prompts, args, epoch=0)]  # type: ignore[arg-type]
+    assert epoch_samples(prompts, args) == 8 * 3  # type: ignore[arg-type]
+    batches = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=0)]  # type: ignore[arg-type]
     updates = [sum(batches[i : i + 2], []) for i in range(0, len(batches), 2)]
     assert len(updates) == 6 and updates[0] == updates[1] == updates[2] and updates[3] == updates[4] == updates[5]
     assert len({*updates[0], *updates[3]}) == 8
-    other = [each["sample_ids"].tolist() for each in prompt_loader(prompts, args, epoch=1)]  # type: ignore[arg-type]
+    other = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=1)]  # type: ignore[arg-type]
     assert other != batches
