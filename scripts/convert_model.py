@@ -94,7 +94,7 @@ def convert(
             stored = write_folder(path, model, tokenizer, dtype)
             other, other_tokenizer = read_stock(path)
         elif form == "gguf":
-            stored = write_gguf(path, model, tokenizer, dtype)
+            stored = write_gguf(path, model, tokenizer, dtype, output.stem)
             other, other_tokenizer = read_gguf(path)
         else:
             stored = write_weights(path, model)

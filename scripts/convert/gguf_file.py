@@ -31,9 +31,11 @@ EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(
-    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: Any
+    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: Any, name: str
 ) -> dict[str, Tensor]:
     """Write the file; returns the tensors that are in it, in float32 under our names.
+
+    name: what programs show, `general.name`; beside it stands the size, such as 30M, or 4x30M of a mixture.
 
     dtype: of the matrices, float32, float16 or "q8_0" (8 bits; rows that are no multiple of 32 long stay float16).
     Norms and routers stay float32.
@@ -54,11 +56,13 @@ def write_gguf(
     stored: dict[str, Tensor] = {}
     arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[ARCHITECTURES[config.use_moe]]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in _stacked_experts(own_tensors(model)).items():
-        kind = _kind(gguf, name, tensor, dtype)
+    for key, tensor in _stacked_experts(own_tensors(model)).items():
+        kind = _kind(gguf, key, tensor, dtype)
         data = gguf.quantize(tensor.float().numpy(), kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
-        stored |= _unstacked(name, torch.from_numpy(np.array(gguf.dequantize(data, kind))).view(tensor.shape))
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data, raw_dtype=kind)
+        stored |= _unstacked(key, torch.from_numpy(np.array(gguf.dequantize(data, kind))).view(tensor.shape))
+    writer.add_name(name)
+    writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -140,6 +140,10 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
     assert [other_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
     assert other_tokenizer.eos_token_id == 2 and other.config.eos_token_id == 2
     fields = gguf_file.optional_package("gguf").GGUFReader(path).fields
+    experts = own.config.num_experts if own.config.use_moe else 1
+    size = sum(p.numel() / (experts if ".experts." in name else 1) for name, p in own.named_parameters())
+    label = f"{experts}x{size / 1e3:.0f}K" if own.config.use_moe else f"{size / 1e3:.0f}K"
+    assert [fields[f"general.{name}"].contents() for name in ("name", "size_label")] == ["w", label]
     contents = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("pre", "add_bos_token", "eot_token_id")}
     assert contents == {"pre": "qwen2", "add_bos_token": False, "eot_token_id": 2}
     assert fields["tokenizer.ggml.token_type"].contents()[:10] == [3, 3, 3, *[4] * 6, 3]  # control, user-defined
