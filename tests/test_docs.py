@@ -189,6 +189,16 @@ def test_a_page_has_the_same_form_in_both_languages(english, chinese):
     assert forms[0] == forms[1]
 
 
+@pytest.mark.parametrize(("english", "chinese"), PAIRS)
+def test_a_page_has_the_same_figures_in_both_languages(english, chinese):
+    """Where a sentence is missing, its figure often is."""
+    texts = [
+        re.sub(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", " ", read(page), flags=re.M | re.S) for page in (english, chinese)
+    ]
+    figures = [set(re.findall(r"\d[\d,.]*\d", text)) for text in texts]
+    assert figures[0] == figures[1]
+
+
 def test_the_chinese_pages_use_the_words_of_the_glossary():
     avoided = [word for row in rows(read("CONTRIBUTING_zh.md")) for word in row[2].split("、") if word]
     assert len(avoided) >= 12
