@@ -14,11 +14,11 @@ class LostRank(UserError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. The message says how to go on; `together`: all ranks have stopped at the same update."""
+    """A signal ended the run. The message says how to go on."""
 
-    def __init__(self, number: int, message: str, together: bool = False):
+    def __init__(self, number: int, message: str):
         super().__init__(message)
-        self.number, self.together = number, together
+        self.number = number
 
 
 def reason(error: BaseException) -> str:

@@ -52,7 +52,7 @@ from trainer.components.flops import peak_rate
 from trainer.components.meter import Meter
 from trainer.components.optimizer import build_optimizer
 from trainer.components.parallel import unwrap, wrap_model
-from trainer.components.resume import data_fingerprint, model_fingerprint, run_fingerprint
+from trainer.components.resume import data_fingerprint, run_fingerprint
 from trainer.components.state import TrainState
 from trainer.loop import train_update, update_size
 from trainer.trainer_utils import (
@@ -140,7 +140,7 @@ class Ours:
         model, _ = init_model(config, "none", args.tokenizer_path, args.save_dir)
         self.initial = snapshot(model.state_dict()) if args.peer != "none" else {}
         data = data_fingerprint(self.train_set.cache)
-        run = run_fingerprint(args, model_fingerprint(config), data, len(self.train_set))
+        run = run_fingerprint(args, config.own_fields(), data, len(self.train_set))
         compiled = compiles(args, self.train_set)
         wrapped = wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
         self.state = TrainState(

@@ -31,7 +31,7 @@ from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
-from trainer.components.checkpoint import UNREADABLE, file_digest, read_state, with_tensors, write_file
+from trainer.components.checkpoint import UNREADABLE, file_digest, read_state, write_file
 from trainer.components.model_files import description_of, half_state_dict, write_description
 from trainer.components.run_files import run_name, shape_in_name
 from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
@@ -72,7 +72,7 @@ def write_checkpoint(source: Path, output: Path) -> None:
         UserError: it is no such folder, or the file cannot be written.
     """
     try:
-        state = with_tensors(read_state(source))
+        state = read_state(source)
     except UNREADABLE as error:
         raise UserError(f"{source}: not a readable checkpoint ({reason(error)})") from error
     with new_path(output) as path, open(path, "w+b") as file:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from common.errors import UserError, warn
+from common.errors import UserError
 from trainer.components.device import peak_memory_mb
 from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.components.meter import Size
-from trainer.components.metrics import headline
 from trainer.components.optimizer import set_learning_rate, should_step
 from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.components.saving import interrupted, save_and_stop, save_best_weights, save_checkpoint
@@ -70,8 +69,6 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         for hook in state.hooks:
             hook.after_step(state)
-        if state.update == 1:
-            check_first_loss(state, losses)
 
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
         state.save_due = save_is_due(state, before, evaluate_due)
@@ -197,20 +194,6 @@ def add_to_mean_loss(state: TrainState, losses: Tensor) -> None:
     state.losses += torch.where(torch.isfinite(loss), sums, 0.0)
 
 
-def check_first_loss(state: TrainState, losses: Tensor) -> None:
-    """Warn if trained weights predict text worse than chance does: they belong to another tokenizer, or are damaged.
-    Only of stages whose loss is the cross entropy alone: the others have metrics. Sync point, once in a run."""
-    vocabulary = getattr(state.lm_config, "vocab_size", 0)
-    if state.args.from_weight == "none" or state.metric_names or not vocabulary:
-        return
-    loss, chance = float(losses[0]), math.log(vocabulary)
-    if loss > 1.01 * chance:  # random weights are about as good as chance
-        warn(
-            f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight "
-            f"{state.args.from_weight} does not fit the text; was it trained with another tokenizer (--tokenizer_path)?"
-        )
-
-
 # --- the log ---------------------------------------------------------------------------------------------------------
 
 
@@ -228,15 +211,8 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     for hook in state.hooks:
         record |= hook.figures(state)
-    record |= state.expert_load.take(unwrap(state.model))
-    skipped = state.bad_updates.take()
-    if evaluate_due:
-        record["evaluating"] = True
-    if skipped:
-        record["skipped"] = skipped
-    if overflows := state.bad_updates.take_overflows():
-        record["overflows"] = overflows
-    return record
+    record |= state.expert_load.take(unwrap(state.model)) | state.bad_updates.take()
+    return record | ({"evaluating": True} if evaluate_due else {})
 
 
 def finite(value: float) -> float | None:
@@ -264,8 +240,6 @@ def read_meter(state: TrainState) -> dict[str, float]:
 
 def finish_update(state: TrainState, wandb=None) -> None:
     """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first update."""
-    if state.metrics is not None:
-        state.metrics.tick(state.update)
     record = report(state, wandb) if state.record is not None else None
     for hook in state.hooks:
         hook.batch_end(state, record)
@@ -290,11 +264,11 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
         for hook in state.hooks:
             hook.validation_end(state, held_out, is_best)
     iters = record.pop("iters")
-    state.records = state.records if state.records is None else state.records + 1
     if is_main_process():
         state.writer.check()
     if state.metrics is not None:
-        state.metrics.write(record, headline(record, state.args.epochs, iters))
+        epoch = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]"
+        state.metrics.write(record, f"{epoch}({record['step']}/{iters})")
     if wandb is not None:
         wandb.log(drawable(record, leave_out=("update", "seconds")), record["update"])
     return record

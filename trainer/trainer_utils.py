@@ -57,7 +57,6 @@ from trainer.components.resume import (
     check_start_weights,
     code_hashes,
     keep_global_batch,
-    model_fingerprint,
     run_fingerprint,
 )
 from trainer.components.run_files import is_path, run_name, start_path, tokenizer_folder
@@ -247,7 +246,7 @@ def identify_run(
     """
     args = keep_global_batch(args, checkpoint)
     data, samples = data_identity(train_set), epoch_samples(train_set, args)
-    run = run_fingerprint(args, model_fingerprint(lm_config), data, samples)
+    run = run_fingerprint(args, lm_config.own_fields(), data, samples)
     return args, check_resume(args, run, checkpoint)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import reason
-from trainer.components.checkpoint import UNREADABLE, read_file, read_state, with_tensors
+from trainer.components.checkpoint import UNREADABLE, read_file, read_state
 from trainer.components.metrics import read_metrics
 
 TIMED = re.compile(r"second|_wait$|^mfu$|^memory_mb$")  # fields of a record that differ from run to run
@@ -63,7 +63,7 @@ def compare_runs(right: FinishedRun, other: FinishedRun) -> list[str]:
     for name in ("weights", "best_weights", "checkpoint"):
         try:
             if name == "checkpoint":
-                states = [with_tensors(read_state(run.checkpoint)) for run in (right, other)]
+                states = [read_state(run.checkpoint) for run in (right, other)]
                 states = [{key: state.get(key) for key in STATE} for state in states]
             else:
                 files = [getattr(run, name) for run in (right, other)]  # of LoRA, adapters

@@ -25,7 +25,7 @@ from trainer import (
     train_pretrain,
 )
 from trainer.components.adapters import WEIGHTS as ADAPTER
-from trainer.components.checkpoint import UNREADABLE, newest_first, read_state, state_paths
+from trainer.components.checkpoint import UNREADABLE, newest_first, read_state
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
 
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
@@ -70,12 +70,11 @@ class Run:
                 path.with_suffix("") / ADAPTER for path in (self.weights, self.best_weights)
             )
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
-        self.states = resume_path(args.checkpoint_dir, args.save_weight, args)
-        self.checkpoint = state_paths(self.states)[args.parallel == "fsdp" and ranks > 1]
+        self.checkpoint = resume_path(args.checkpoint_dir, args.save_weight, args)
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
-        for path in newest_first(self.states):
+        for path in newest_first(self.checkpoint):
             with suppress(*UNREADABLE):
                 return read_state(path)["update"]
         return None

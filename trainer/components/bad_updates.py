@@ -40,7 +40,7 @@ class BadUpdates:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from saved counts."""
         self.in_a_row, self.skipped = saved["in_a_row"], list(saved["skipped"])
-        self.overflows = saved.get("overflows", 0)  # older checkpoints have no count
+        self.overflows = saved["overflows"]
 
     def judge(self, losses: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Whether to skip the optimizer step: a bool [] on the device.
@@ -89,12 +89,9 @@ class BadUpdates:
         more = f" and {len(samples) - 4} more, all in the metrics file" if len(samples) > 4 else ""
         warn(f"update {update} is skipped, its loss or gradient is not finite; its samples: {named}{more}")
 
-    def take(self) -> list[dict[str, Any]]:
-        """The updates skipped since the last record: [{"update", "sample_ids"}]."""
-        taken, self.skipped = self.skipped, []
-        return taken
-
-    def take_overflows(self) -> int:
-        """How many updates were skipped because of an overflow in float16 since the last record."""
-        taken, self.overflows = self.overflows, 0
-        return taken
+    def take(self) -> dict[str, Any]:
+        """The fields of a log record, and a new start: `skipped`, the updates [{"update", "sample_ids"}] since the last
+        record, and `overflows`, how many more were skipped because of one in float16; each where there are any."""
+        taken = {"skipped": self.skipped, "overflows": self.overflows}
+        self.skipped, self.overflows = [], 0
+        return {name: value for name, value in taken.items() if value}

@@ -1,7 +1,7 @@
 """The state to resume from, in `checkpoints/`: what it holds, how it is written, and how it is read back.
 
-The previous state is kept, as a fallback for a damaged newest one. A run whose model is sharded writes its state as a
-folder (sharded.py); either form is read by either kind of run.
+The previous state is kept, as a fallback for a damaged newest one. The state of a sharded model is written whole, by
+rank 0, and fits any number of ranks.
 
 Every byte that is read is checked, and nothing in a file is executed. The SHA-256 of a file is its zip comment, which
 torch.load and zipfile pass over: the checksums inside a zip file cover its records, but not its directory.
@@ -16,19 +16,17 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.durable_files import atomic_write, remove, sync_folder, write_error
+from common.durable_files import atomic_write, remove
 from common.errors import UserError, reason, warn
 from common.settings import ROOT
 from trainer.components.distributed import is_main_process, world_size
-from trainer.components.parallel import is_sharded, unwrap
+from trainer.components.parallel import full_tensor, is_sharded, unwrap
 from trainer.components.run_files import NamedShape, resume_path
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
@@ -57,9 +55,8 @@ def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
     file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
     length = len(comment) + len(DIGEST_MARK) + DIGEST_SIZE
     file.write(COMMENT_LENGTH.pack(length) + comment)  # part of what is digested
-    end = file.seek(0, os.SEEK_END)
     file.seek(0)
-    digest = _digest(file, end)
+    digest = hashlib.file_digest(cast(Any, file), "sha256")
     last = DIGEST_MARK + digest.hexdigest().encode()
     file.write(last)  # reading it has ended at the end
     digest.update(last)
@@ -116,16 +113,12 @@ def _load(path: Path, is_whole: bool) -> Any:
 
 def file_digest(path: Path, length: int | None = None) -> str:
     """SHA-256 of a file, or of its first `length` bytes, in hexadecimal."""
+    digest, left = hashlib.sha256(), path.stat().st_size if length is None else length
     with open(path, "rb") as file:
-        return _digest(file, path.stat().st_size if length is None else length).hexdigest()
-
-
-def _digest(file: BinaryIO, length: int) -> "hashlib._Hash":
-    digest = hashlib.sha256()
-    while length and (part := file.read(min(length, 1 << 20))):
-        digest.update(part)
-        length -= len(part)
-    return digest
+        while left and (part := file.read(min(left, 1 << 20))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
 
 
 # --- writing in the background
@@ -134,50 +127,43 @@ def _digest(file: BinaryIO, length: int) -> "hashlib._Hash":
 class Writer:
     """A thread that writes files one after another in the order given, so that training does not wait for a disk.
 
-    What a job writes must not change any more. After a failure nothing further is written, and the next call of any
-    method raises it: the files on the disk stay those of the last complete save.
+    What a job writes must not change any more. After a failure nothing further is written, and each call of a method
+    raises it: the files on the disk stay those of the last complete save.
     """
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._jobs: list[Future] = []
-        self._failed = False
+        self._last: Future = self._thread.submit(lambda: None)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queue a job; raises the failure of an earlier one."""
         self.check()
-        self._jobs.append(self._thread.submit(self._run, job))
+        before = self._last
+
+        def run() -> None:
+            before.result()  # raises the failure of the job before
+            job()
+
+        self._last = self._thread.submit(run)
 
     def check(self) -> None:
         """Raise the failure of a job; does not wait."""
-        done = [job for job in self._jobs if job.done()]
-        self._jobs = [job for job in self._jobs if job not in done]
-        for job in done:
-            job.result()
+        if self._last.done():
+            self._last.result()
 
     def wait(self) -> None:
         """Wait until everything is on the disk; raises the failure of a job."""
-        while self._jobs:
-            self._jobs.pop(0).result()
-
-    def _run(self, job: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            job()
-        except BaseException:
-            self._failed = True
-            raise
+        self._last.result()
 
 
-def snapshot(value: Any, copies: dict | None = None) -> Any:
-    """A copy on the host of nested dicts, lists and tensors; tensors that share memory (tied weights) still do."""
+def snapshot(value: Any, copies: dict[int, Tensor] | None = None) -> Any:
+    """A copy on the host of nested dicts, lists and tensors; a tensor that occurs twice (tied weights) is copied once.
+    A sharded one becomes whole, which takes all ranks."""
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
-        key = (value.data_ptr(), value.dtype, value.shape)
-        if value.numel() == 0 or key not in copies:
-            copies[key] = value.detach().to("cpu", copy=True)
-        return copies[key]
+        if id(value) not in copies:
+            copies[id(value)] = full_tensor(value.detach()).to("cpu", copy=True)
+        return copies[id(value)]
     if isinstance(value, dict):
         return {key: snapshot(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -189,7 +175,7 @@ def snapshot(value: Any, copies: dict | None = None) -> Any:
 
 
 def state_paths(path: Path) -> tuple[Path, Path]:
-    """The two forms of a state: the file `<name>.pth`, or the folder `<name>` of a sharded run."""
+    """The two forms of a state: the file `<name>.pth`, or the folder `<name>` of an early sharded run."""
     return path, path.with_suffix("")
 
 
@@ -244,10 +230,10 @@ def lm_checkpoint(
 
     Saved: fp32 weights, the config of the model, optimizer, epoch, step (micro-batches of this epoch done), world size,
     id of the tracker (`wandb`: its run, or its module), and whatever `kwargs` holds (of objects with a `state_dict`
-    that). With a `writer` the call only copies the state, which is then written in the background. Rank 0 writes; of a
-    sharded model all ranks do, and must all call. Loading falls back to the previous state, with a warning, when the
-    newest is damaged, and never runs code from a file (`weights_only=True`). A sharded run's state is returned without
-    its tensors; `with_tensors` reads them. `resume_from` is a path to load instead of the newest state.
+    that). With a `writer` the call only copies the state, which is then written in the background. Rank 0 writes; with
+    a sharded model all ranks must call. Loading falls back to the previous state, with a warning, when the newest is
+    damaged, and never runs code from a file (`weights_only=True`). `resume_from` is a path to load instead of the
+    newest state.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
@@ -256,7 +242,7 @@ def lm_checkpoint(
         return None
     state = {
         FORMAT: 2,
-        "model": unwrap(model).state_dict(keep_vars=is_sharded(model)),  # keep_vars: tied weights stay recognisable
+        "model": unwrap(model).state_dict(keep_vars=True),  # tied weights stay recognisable
         "config": cast(Any, lm_config).own_fields() if hasattr(lm_config, "to_dict") else None,
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "epoch": epoch,
@@ -265,25 +251,24 @@ def lm_checkpoint(
         "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
     }
     state |= {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()}
-    if is_sharded(model):
-        save_sharded(path, state, writer)
-    else:
-        copy = snapshot(state) if writer is not None else state
+    copy = snapshot(state)
+    if not is_main_process():
+        return None
 
-        def write() -> None:
-            atomic_write(path, lambda file: write_file(copy, file), rotate=rotate)
+    def write() -> None:
+        atomic_write(path, lambda file: write_file(copy, file), rotate=rotate)
 
-        writer.submit(write) if writer is not None else write()
+    writer.submit(write) if writer is not None else write()
     return None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A resume state in either form; that of a folder comes without its tensors.
+    """A resume state in either form.
 
     Raises:
         one of UNREADABLE: it is missing, damaged or something else.
     """
-    state = read_rest(path) if path.is_dir() else read_file(path)
+    state = read_folder(path) if path.is_dir() else read_file(path)
     if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
         raise ValueError("it is not a state to resume from")
     return state
@@ -320,204 +305,82 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
     return None
 
 
-# --- the state of a sharded run: each rank writes its shards, and any number of ranks reads them back
-#
-# torch.distributed.checkpoint writes the tensors; everything else, with a name in place of each tensor, is in
-# `state.pth`. scripts/convert_model.py makes one file of a folder.
+# --- sharded models
 
-REST = "state.pth"  # everything but the tensors
 PARTS = ("model", "optimizer", "hooks")  # whose tensors may be sharded; hooks: a moving average of the weights ...
+
+
+def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state as the model takes it: if that is sharded, so are its weights, the optimizer's state, and what hooks keep
+    under the names of parameters. The state is of any number of ranks, sharded or not. model: unwrapped."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    own = model.state_dict()
+    mesh = next((value.device_mesh for value in own.values() if isinstance(value, DTensor)), None)
+
+    def shard(value: Any, path: tuple) -> Any:
+        if isinstance(value, dict):
+            return {key: shard(item, (*path, key)) for key, item in value.items()}
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        like = own.get(path[-1])
+        if path[0] == "optimizer" or (isinstance(like, DTensor) and like.shape == value.shape):
+            return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)  # each rank has read the file
+        return value
+
+    return saved if mesh is None else saved | {part: shard(saved[part], (part,)) for part in PARTS}
+
+
+# --- folders: sharded runs of early versions saved their state so, with torch.distributed.checkpoint
+
+REST = "state.pth"  # everything but the tensors, with a name in place of each
 DIGESTS = "digests"  # key for the SHA-256 of each other file of the folder
-SHARDS = "shards"  # key for the folder from which a state's tensors are still to be read
-SAFE = {"torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"}}
-SAFE |= {
-    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+SAFE = {  # module -> what of it may be in a folder's list of tensors
+    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta ChunkStorageMetadata "
+    "TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
+    "pathlib": "Path PosixPath WindowsPath PurePosixPath PureWindowsPath",
 }
-SAFE |= {"pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}}
-SAFE["torch.distributed.checkpoint.metadata"] = {
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "ChunkStorageMetadata",
-    "TensorStorageMetadata",
-    "TensorProperties",
-    "_MEM_FORMAT_ENCODING",
-}
-
-
-@cache
-def saving_group() -> dist.ProcessGroup:
-    """A process group for saving: its collectives run in the background and must not mix with those of training. Made
-    while all ranks and their launcher are alive."""
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-
-
-def take_tensors(value: Any, taken: dict[int, tuple[str, Tensor]], name: str) -> Any:
-    """A copy of nested dicts and lists with a name in place of each tensor; `taken` maps the tensor's `id` to both, so
-    that one that occurs twice (tied weights) is taken once."""
-    if isinstance(value, Tensor):
-        return taken.setdefault(id(value), (name, value))[0]
-    if isinstance(value, dict):
-        return {key: take_tensors(item, taken, f"{name}/{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(take_tensors(item, taken, f"{name}/{i}") for i, item in enumerate(value))
-    return value
-
-
-def put_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `take_tensors`."""
-    if isinstance(value, dict):
-        return {key: put_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(put_tensors(item, tensors) for item in value)
-    return tensors.get(value, value) if isinstance(value, str) else value
-
-
-def save_sharded(path: Path, state: dict[str, Any], writer: Writer | None = None) -> None:
-    """Write a state as the folder form of `path`; called on all ranks. It appears complete, when all ranks have written
-    and flushed their shards; the state that was there becomes the previous one. With a writer this only copies.
-
-    Raises:
-        UserError: (from the writer) the disk is full, the folder cannot be written ...
-    """
-    import torch.distributed.checkpoint as dcp  # as in other functions: it takes a second to load
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    folder = state_paths(path)[1]
-    temp = folder.with_name(f".{folder.name}.tmp")
-    taken: dict[int, tuple[str, Tensor]] = {}
-    rest = snapshot(state | {part: take_tensors(state.get(part), taken, part) for part in PARTS})
-    leads = is_main_process()
-    if leads and temp.exists():  # of a run that was killed
-        remove(temp)
-    tensors = {name: tensor.detach() for name, tensor in taken.values()}
-    # nothing to copy ahead, the tensors are on the host: torch's thread for that would start a CUDA context on GPU 0
-    files = dcp.FileSystemWriter(temp, per_thread_copy_ahead=0)
-    stager = DefaultStager(StagingOptions(False, False, False, False))  # copies at once, pageable, in this process
-    pending = dcp.async_save(tensors, storage_writer=files, async_stager=stager, process_group=saving_group())
-    saving = cast(Future, pending)
-    saving.add_done_callback(lambda _: stager.close())
-
-    def job() -> None:
-        try:
-            saving.result()
-            digests = _gather_digests(temp)
-            if leads:
-                _commit(path, temp, rest | {DIGESTS: digests})
-        except (dcp.CheckpointException, OSError) as error:
-            if leads:
-                remove(temp)
-            failed = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
-            translated = write_error(folder, failed)
-            if not isinstance(translated, UserError):  # the OSError behind it stayed on the rank that met it
-                translated = UserError(f"{folder} cannot be written ({reason(failed)})")
-            raise translated from error
-
-    writer.submit(job) if writer is not None else job()
-
-
-def _gather_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file that the ranks wrote: each rank reads its own, while they are in its memory."""
-    own = folder.glob(f"__{dist.get_rank()}_*")
-    digests: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, {path.name: file_digest(path) for path in own}, group=saving_group())
-    metadata = {".metadata": file_digest(folder / ".metadata")} if is_main_process() else {}
-    return metadata | {name: digest for each in digests for name, digest in (each or {}).items()}
-
-
-def _commit(path: Path, temp: Path, rest: dict[str, Any]) -> None:
-    missing = sorted(set(rest[DIGESTS]) - set(os.listdir(temp)))
-    if missing:
-        raise UserError(
-            f"--checkpoint_dir {temp.parent} is not the same folder on all machines ({missing[0]} is not in it); "
-            "--parallel fsdp needs one on a file system that they share"
-        )
-    atomic_write(temp / REST, lambda file: write_file(rest, file))
-    rotate(path)
-    os.replace(temp, state_paths(path)[1])
-    sync_folder(path.parent)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in SAFE.get(module, ()):
+        if name not in SAFE.get(module, "").split():
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
         return super().find_class(module, name)
 
 
-def _reader(folder: Path) -> Any:
-    """torch's reader unpickles anything in `.metadata`; this one only the classes that belong there."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with open(Path(self.path) / ".metadata", "rb") as file:
-                return _Unpickler(file).load()
-
-    return Reader(folder)
-
-
-def read_rest(folder: Path) -> dict[str, Any]:
-    """The state in a folder without its tensors, of which every byte is checked.
+def read_folder(folder: Path) -> dict[str, Any]:
+    """The state in a folder, with whole tensors; every byte is checked.
 
     Raises:
         one of UNREADABLE: something is damaged or missing.
     """
+    import torch.distributed.checkpoint as dcp  # as in other functions: it takes a second to load
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's own unpickles anything
+            return metadata
+
     rest = read_file(folder / REST)
     for name, digest in rest.pop(DIGESTS).items():
         if file_digest(folder / name) != digest:
             raise ValueError(f"the digest of {name} is wrong")
-    return rest | {SHARDS: folder}
-
-
-def with_tensors(saved: dict[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
-    """A state of `lm_checkpoint` with weights and optimizer state as the model takes them: sharded as the model is, or
-    full tensors. A state of either form fits either model, and any number of ranks.
-
-    Args:
-        saved: from the file of a plain run (with its tensors), or the folder of a sharded one (without).
-        model: unwrapped; None: one that is not sharded.
-    """
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    own = model.state_dict() if model is not None else {}
-    mesh = next((value.device_mesh for value in own.values() if isinstance(value, DTensor)), None)
-
-    def split(name: str, size: torch.Size) -> bool:
-        part, _, key = name.partition("/")
-        if mesh is None or not len(size):
-            return False
-        if part == "optimizer":  # its tensors are numbers, or shaped like a parameter
-            return True
-        like = own.get(key.rpartition("/")[2])  # hooks: what has the name and the shape of a parameter
-        return isinstance(like, DTensor) and like.shape == size
-
-    if SHARDS in saved:
-        rest, tensors = saved, _read_tensors(saved[SHARDS], mesh, split)
-    elif mesh is not None:
-        full: dict[int, tuple[str, Tensor]] = {}
-        rest = saved | {part: take_tensors(saved.get(part), full, part) for part in PARTS}
-        cut = {"device_mesh": mesh, "placements": [Shard(0)], "src_data_rank": None}  # each rank has read the file
-        tensors = {name: distribute_tensor(t, **cut) if split(name, t.shape) else t for name, t in full.values()}
-    else:
-        return saved
-    parts = {part: put_tensors(rest[part], tensors) for part in PARTS}
-    return {key: value for key, value in rest.items() if key != SHARDS} | parts
-
-
-def _read_tensors(folder: Path, mesh: Any, split: Callable[[str, torch.Size], bool]) -> dict[str, Tensor]:
-    """mesh: the ranks over which the tensors that `split(name, size)` chooses are sharded."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import Shard, zeros
-
-    reader, tensors = _reader(folder), {}
-    for name, stored in reader.read_metadata().state_dict_metadata.items():
-        like = {"dtype": stored.properties.dtype}
-        if split(name, stored.size):
-            tensors[name] = zeros(*stored.size, device_mesh=mesh, placements=[Shard(0)], **like)
-        else:
-            tensors[name] = torch.zeros(stored.size, **like)
+    with open(folder / ".metadata", "rb") as file:
+        metadata = _Unpickler(file).load()
+    stored = metadata.state_dict_metadata
+    tensors = {name: torch.zeros(each.size, dtype=each.properties.dtype) for name, each in stored.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that each rank reads for itself
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+        dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
+
+    def put(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: put(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(put(item) for item in value)
+        return tensors.get(value, value) if isinstance(value, str) else value
+
+    return rest | {part: put(rest[part]) for part in PARTS}

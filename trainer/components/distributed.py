@@ -1,35 +1,29 @@
 """The process group: joining and leaving it, exchanges between the ranks, and noticing that one of them is gone."""
 
 import gc
-import multiprocessing
 import os
-import sys
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from threading import Event, Thread
-from typing import Any, TypeVar, cast
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import LostRank, UserError, reason
+from common.errors import UserError, reason
 from common.launcher import launch
 from common.machine import available_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
 MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
-NCCL_MARGIN = timedelta(minutes=1)  # by which a PeerWatch notices silence before torch's watchdog aborts the process
-CLEANUP_PATIENCE, LOST_RANK_DELAY = 5.0, 3.0  # seconds
 # in the messages of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone: there is no exception type of its own
 SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
 LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
-INTERVAL, PATIENCE = 1.0, 10.0  # seconds: between two meetings; for the main thread to find out (torchrun grants 30)
 T = TypeVar("T")
 
 
@@ -84,55 +78,6 @@ def lost_rank_message(error: Exception) -> str:
     return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then} --from_resume 1 go on from the last checkpoint"
 
 
-class PeerWatch:
-    """Notices a lost rank where the main thread cannot: while it waits for a GPU that waits for the lost rank's.
-
-    NCCL does not report that a process on the same machine is gone, and torch's own watchdog aborts each rank with a
-    traceback when the timeout is over. So with NCCL a thread of each rank exchanges a heartbeat with the others every
-    second over gloo, which notices a closed connection at once. Usually the main thread notices the loss itself, when
-    the hosts exchange the sizes of an update; it gets `patience` seconds for that, and then the thread stays silent.
-
-    Made on all ranks together, after the process group.
-
-    Args:
-        timeout: how long a rank may be silent.
-        patience: seconds between the loss of a rank and the end of this process.
-    """
-
-    def __init__(self, timeout: timedelta, patience: float = PATIENCE):
-        self.patience = patience
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-        self._leaving = Event()
-        self._thread = Thread(target=self._watch, name="peer watch", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Training is over on this rank: heartbeats go on, but a lost rank is now reported by the main thread alone."""
-        self._leaving.set()
-
-    def join(self) -> None:
-        """Wait until all ranks have stopped, or one of them is lost."""
-        self.stop()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        leaving, ranks = torch.zeros(()), dist.get_world_size(self._group)
-        try:
-            while int(leaving) < ranks:
-                self._leaving.wait(INTERVAL)
-                leaving = torch.tensor(float(self._leaving.is_set()))
-                dist.all_reduce(leaving, group=self._group)
-        except RuntimeError as error:
-            if not self._leaving.wait(self.patience):
-                for child in multiprocessing.active_children():  # of data loaders
-                    child.kill()
-                print(f"error: {lost_rank_message(error)}", file=sys.stderr, flush=True)
-                os._exit(2)  # the main thread is in a call that does not return
-
-
-_watches: list[PeerWatch] = []  # of the process group, if it uses NCCL
-
-
 def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None = None) -> int:
     """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
 
@@ -161,11 +106,9 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
         torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
     try:
         timeout = timedelta(seconds=rank_timeout)
-        backend, limit = ("cpu:gloo,cuda:nccl", timeout + NCCL_MARGIN) if on_gpu else ("gloo", timeout)
-        store = _interruptible(lambda: _meet(place.rank, place.world_size, limit))
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
-        if on_gpu:
-            _watches.append(PeerWatch(timeout))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        store = _interruptible(lambda: _meet(place.rank, place.world_size, timeout))
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except RuntimeError as error:  # dist.DistNetworkError and its like
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -225,12 +168,6 @@ def _interruptible(work: Callable[[], T]) -> T:
     return future.result()
 
 
-def stop_watching() -> None:
-    """Training is over on this rank; see PeerWatch."""
-    for watch in _watches:
-        watch.stop()
-
-
 def leave_process_group() -> None:
     """Destroy the process group, all ranks together. Call it when no DDP-wrapped model is referenced any more.
 
@@ -238,26 +175,6 @@ def leave_process_group() -> None:
     lock that they need to release their last tensors (a deadlock seen once in some dozen runs).
     """
     if dist.is_initialized():
-        while _watches:
-            _watches.pop().join()
         meet()
         gc.collect()
         dist.destroy_process_group()
-
-
-def abandon_process_group(error: BaseException | None) -> None:
-    """Destroy the process group while an exception ends this rank. Other ranks may be gone, and then that can hang, so
-    it is waited for no longer than CLEANUP_PATIENCE. A rank that lost another one lets that one report and exit first.
-    """
-    if not dist.is_initialized():
-        return
-    stop_watching()
-    if isinstance(error, LostRank):
-        time.sleep(LOST_RANK_DELAY)
-    while error is not None:  # what failed holds the DDP-wrapped model in its local variables
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
-    thread = Thread(target=dist.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(CLEANUP_PATIENCE)

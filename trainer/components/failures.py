@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from common.command_line import one_line_errors
 from common.console import outlast_console
-from common.errors import Interrupted, LostRank, UserError, reason
-from trainer.components.distributed import LOST, abandon_process_group, leave_process_group, lost_rank_message
+from common.errors import LostRank, UserError, reason
+from trainer.components.distributed import LOST, leave_process_group, lost_rank_message
 from trainer.components.signals import end_with_launcher
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
@@ -33,12 +33,7 @@ def training_errors() -> Iterator[None]:
     with one_line_errors(), translated_failures():
         outlast_console()
         end_with_launcher()
-        try:
-            yield
-        except Interrupted as error:
-            if error.together:
-                abandon_process_group(error)
-            raise
+        yield
         leave_process_group()  # after `main`, whose DDP is freed
 
 

@@ -1,18 +1,13 @@
-"""The log of a run: the metrics file (the source of truth), and a line on a pipe or a live bar on a terminal."""
+"""The log of a run: the metrics file (the source of truth), and a line on the console."""
 
 import json
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from common.durable_files import atomic_write
-from common.errors import UserError, warn
-
-RENAMED = {"equal_groups": "frac_reward_zero_std", "policy_kl": "approx_kl"}  # metrics in early versions' files
+from common.errors import UserError
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -35,9 +30,9 @@ def _complete_lines(path: Path) -> list[bytes]:
 
 
 def log_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, under the present names of metrics; None if it is damaged or something else."""
+    """The record of a line; None if it is damaged or something else."""
     try:
-        record = {RENAMED.get(name, name): value for name, value in json.loads(line).items()}
+        record = json.loads(line)
         return record if isinstance(record["update"], int) else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -48,45 +43,24 @@ class MetricsLog:
 
     Args:
         path: the metrics file.
-        total_updates: length of the whole run, for the bar.
         last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
             an empty file.
-        records: how many they are, by the checkpoint; a warning if some of them are lost.
         shown: names of the metrics that stand on the console's line, beside the loss.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        total_updates: int,
-        last_update: int | None = None,
-        records: int | None = None,
-        shown: tuple[str, ...] = (),
-    ):
+    def __init__(self, path: Path, last_update: int | None = None, shown: tuple[str, ...] = ()):
         before = map(log_record, _complete_lines(path)) if last_update is not None else ()
         kept = [record for record in before if record is not None and record["update"] <= (last_update or 0)]
-        if records is not None and len(kept) != records:
-            warn(f"{path} has {len(kept)} of the {records} records before the checkpoint; the run goes on without them")
         text = "".join(json.dumps(record) + "\n" for record in kept)
         self.path, self.shown = path, shown
         atomic_write(path, lambda file: file.write(text.encode()))
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-        self.total_updates = total_updates
-        self.bar = None
-        if sys.stdout.isatty():
-            form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}{postfix}"
-            self.bar = tqdm(total=total_updates, initial=last_update or 0, bar_format=form, file=sys.stdout)
 
     def sync(self) -> None:
         """Flush to the disk, before the checkpoint that counts these records."""
         with suppress(OSError):  # a full disk was reported by write
             self.file.flush()
             os.fsync(self.file.fileno())
-
-    def tick(self, update: int) -> None:
-        """Move the bar, at every update."""
-        if self.bar is not None:
-            self.bar.update(update - self.bar.n)
 
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200)`."""
@@ -97,32 +71,19 @@ class MetricsLog:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
             ) from error
-        eta = f"eta: {duration(record['seconds_left'])}"
-        text = f"{head}, {describe(record, self.shown)}, {eta}"
-        if self.bar is None:
-            print(text, flush=True)
-        else:
-            self.bar.write(text, file=sys.stdout)
-            self.bar.set_postfix_str(f"{number('loss', record['loss'], '.4f')}, {eta}", refresh=False)
+        print(f"{head}, {describe(record, self.shown)}, eta: {duration(record['seconds_left'])}", flush=True)
 
     def close(self) -> None:
-        """Flush to the disk and leave the terminal tidy."""
+        """Flush to the disk."""
         self.sync()
         with suppress(OSError):
             self.file.close()
-        if self.bar is not None:
-            self.bar.close()
 
 
 def duration(seconds: float) -> str:
     """Seconds as text for people."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
-
-
-def headline(record: dict[str, Any], epochs: int, iters: int) -> str:
-    """The position of a record in the run: epoch and micro-batch."""
-    return f"Epoch:[{record['epoch'] + 1}/{epochs}]({record['step']}/{iters})"
 
 
 def number(name: str, value: float | None, form: str) -> str:

@@ -27,7 +27,6 @@ from trainer.components.checkpoint import (
     comment_of,
     read_file,
     read_state,
-    with_tensors,
     write_file,
 )
 from trainer.components.distributed import is_main_process
@@ -172,7 +171,7 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     if not path.exists():
         raise missing_weights(path)
     try:
-        content = with_tensors(read_state(path)) if path.is_dir() else read_file(path)
+        content = read_state(path) if path.is_dir() else read_file(path)
         is_state = isinstance(content, dict) and set(content) >= STATE_KEYS
         weights = content["model"] if is_state else content
         fields = content.get("config") if is_state else (read_description(path) or {}).get("model")

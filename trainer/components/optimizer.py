@@ -135,8 +135,6 @@ class MuonWithAdamW(Optimizer):
         self.muon.load_state_dict(state_dict["muon"])
         self.adamw.load_state_dict(state_dict["adamw"])
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
-        for group in self.param_groups:
-            group.setdefault("lr_scale", MUON_LR_SCALE)  # the checkpoints of early versions do not say
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float | None) -> None:

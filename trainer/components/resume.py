@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from dataset.tokenizing import SPECIAL_TEXTS
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.run_files import (
-    entries,
     is_hugging_face,
     is_path,
     is_state,
@@ -29,9 +28,6 @@ from trainer.components.run_files import (
     weight_path,
 )
 
-if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
-
 Fingerprint = dict[str, Any]
 COMPARED = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_decay", "grad_clip", "max_seq_len")
 COMPARED += ("packing", "seed")  # settings of every run
@@ -41,11 +37,6 @@ NAMES_OF = {  # hash of weights -> the flags that only say where they lie
     "teacher_sha256": ("from_teacher_weight", "teacher_hidden_size", "teacher_num_layers", "teacher_use_moe"),
 }
 A = TypeVar("A", bound=StageArgs)
-
-
-def model_fingerprint(lm_config: "MiniMindConfig") -> Fingerprint:
-    """The part of the run fingerprint that describes a language model."""
-    return lm_config.own_fields()
 
 
 def data_fingerprint(cache: TokenCache) -> Fingerprint:
@@ -82,16 +73,20 @@ def files_fingerprint(name: str, files: Sequence[Path], cache_dir: str) -> Finge
 def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:
     """Everything that must stay the same for a resumed run to be the same run.
 
-    model, data: `model_fingerprint`, `data_fingerprint`. samples: items of an epoch.
+    model: the fields of its config. data: `data_fingerprint`. samples: items of an epoch.
     """
     run = {key: getattr(args, key) for key in COMPARED} | model | own_flags(args)
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run |= {"samples": samples} | data | args.frozen_hashes()
+    return run | {"from_weight": args.from_weight} | start_fingerprint(args)
+
+
+def start_fingerprint(args: StageArgs) -> Fingerprint:
+    """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
     start = start_path(args.save_dir, args.from_weight, args)
-    named = args.from_weight != "none" and start.exists()
-    run["from_weight"] = args.from_weight
-    hashed = weights_fingerprint("from_weight", start, args.cache_dir) if named else {"from_weight_sha256": None}
-    return run | hashed
+    if args.from_weight == "none" or not start.exists():
+        return {"from_weight_sha256": None}
+    return weights_fingerprint("from_weight", start, args.cache_dir)
 
 
 def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
@@ -100,38 +95,30 @@ def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
 
     run: the fingerprint that `check_resume` returned.
     """
-    start = start_path(args.save_dir, args.from_weight, args)
-    named = args.from_weight != "none" and start.exists()
-    now = weights_fingerprint("from_weight", start, args.cache_dir) if named else {}
-    if named and now["from_weight_sha256"] != run["from_weight_sha256"]:
+    now = start_fingerprint(args)["from_weight_sha256"]
+    if now not in (None, run["from_weight_sha256"]):
         raise UserError(
-            f"weights {start} are no longer those that the run began with, and it needs them again; put them back, or "
-            "start anew from other weights with another --save_weight"
+            f"weights {start_path(args.save_dir, args.from_weight, args)} are no longer those that the run began with, "
+            "and it needs them again; put them back, or start anew from other weights with another --save_weight"
         )
 
 
-def frozen_weights(args: StageArgs) -> dict[str, Path]:
-    """Flag -> path of the weights that a resumed run reads again."""
-    start = {"from_weight": start_path(args.save_dir, args.from_weight, args)}
-    return (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
-
-
 def check_not_overwritten(args: StageArgs) -> None:
-    """Refuse a new run that would write over weights which it reads again when it is resumed (`frozen_weights`),
-    or that starts from a checkpoint of its own name, which it sets aside.
+    """Refuse a new run that would write over weights which it reads again when it is resumed, or that starts from a
+    checkpoint of its own name, which it sets aside.
 
     Raises:
         UserError: with the flag and the path.
     """
     start = {"from_weight": start_path(args.save_dir, args.from_weight, args)}
-    frozen = frozen_weights(args)
-    for flag, path in (start | frozen).items():
+    read_again = (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
+    for flag, path in (start | read_again).items():
         if _is_own_state(args, path):
             raise UserError(
                 f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a new run of "
                 "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
             )
-        if flag in frozen and _is_own_weights(args, path):
+        if flag in read_again and _is_own_weights(args, path):
             raise UserError(
                 f"--{flag} {path}: the run writes over these weights, and needs them again when it is resumed; give "
                 "another --save_weight"
@@ -146,8 +133,8 @@ def _is_own_weights(args: StageArgs, path: Path) -> bool:
 
 def _is_own_state(args: StageArgs, path: Path) -> bool:
     """Whether this is the place of a checkpoint that a run with these settings writes or sets aside."""
-    folder, run = Path(args.checkpoint_dir).resolve(), run_name(args.save_weight, args)
-    return any(entry.parent == folder and is_state(run, entry.name) for entry in entries(path))
+    path, folder = path.resolve(), Path(args.checkpoint_dir).resolve()
+    return path.parent == folder and is_state(run_name(args.save_weight, args), path.name)
 
 
 def total_updates(run: Fingerprint) -> int:
@@ -192,17 +179,11 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
         raise UserError(f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script")
-    if not {*COMPARED, "global_batch", "from_weight", "from_weight_sha256"} <= saved.keys():
-        raise UserError(
-            "--from_resume 1: the checkpoint was written by an early version, which did not save all that is compared "
-            "today; finish the run with that version, or start anew with --from_resume 0"
-        )
     defaults = {name: getattr(type(args), name) for name in own_flags(args)}
     aliases = aliases_of(type(args))
     saved = {aliases.get(name, name): value for name, value in saved.items()}  # a flag may have had another name
     saved = {name: value for name, value in saved.items() if args.removed.get(name, ...) != value}
-    saved = defaults | saved  # a flag added to the stage since: the run did what its default does
-    saved = fields_before(saved, run) | saved
+    saved = defaults | fields_before(saved, run) | saved  # what was added since: the run did what the default does
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
     if same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
@@ -210,7 +191,9 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     for digest, names in NAMES_OF.items():
         if run.get(digest) is not None and run[digest] == saved.get(digest):
             run = run | {name: saved[name] for name in names if name in saved}
-    hint = "" if run["global_batch"] == saved["global_batch"] else _global_batch_hint(args, saved)
+    hint = ""
+    if run["global_batch"] != saved["global_batch"]:
+        hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}"
     if run["from_weight_sha256"] != saved["from_weight_sha256"] and run["from_weight"] == saved["from_weight"]:
         hint += f". {start} is not the file that the run started from: put that one back"
         hint += "" if is_path(args.from_weight) else ", or move this away"
@@ -219,53 +202,27 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
 
 
 def fields_before(saved: Fingerprint, run: Fingerprint) -> Fingerprint:
-    """The fields of the model's config that a saved fingerprint lacks. One that was added to the model since had its
-    default. A fingerprint of an early version had few of them; its tensors show whether the others are the same."""
+    """The fields of the model's config that a saved fingerprint lacks, as they were added since: the defaults."""
     from model.model_minimind import MiniMindConfig
 
     own = MiniMindConfig.__annotations__.keys() & run.keys()
-    is_early = "rms_norm_eps" not in saved
-    return {name: run[name] if is_early else getattr(MiniMindConfig, name) for name in own - saved.keys()}
+    return {name: getattr(MiniMindConfig, name) for name in own - saved.keys()}
 
 
 def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
     """Raise UserError if ranks (on several machines) see other files: then none of them starts."""
-    position = {key: checkpoint.get(key) for key in ("epoch", "step", "update")} if checkpoint else {}
-    everyone = gather((run, position))
-    for rank, views in enumerate(everyone):
-        for what, first, other in zip(("data and settings", "checkpoint"), everyone[0], views, strict=True):
-            differing = _differing(first, other)
-            fields = "; ".join(
-                f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in differing
+    everyone = gather(run | {f"checkpoint's {key}": (checkpoint or {}).get(key) for key in ("epoch", "step", "update")})
+    for rank, other in enumerate(everyone):
+        if differing := _differing(everyone[0], other):
+            fields = (f"{key}: {everyone[0].get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in differing)
+            raise UserError(
+                f"the ranks do not see the same data, settings or checkpoint ({'; '.join(fields)}); all machines need "
+                "the same files: a file system that they share, or copies"
             )
-            if differing:
-                raise UserError(
-                    f"the ranks do not see the same {what} ({fields}); all machines need the same files: a file system "
-                    "that they share, or copies"
-                )
 
 
 def _differing(one: Fingerprint, other: Fingerprint) -> list[str]:
     return [key for key in {**one, **other} if one.get(key) != other.get(key)]
-
-
-def _global_batch_hint(args: StageArgs, saved: Fingerprint) -> str:
-    """Which batch sizes and process counts would give the saved run's global batch."""
-    wanted, ranks, batch = saved.get("global_batch"), world_size(), args.batch_size
-    if not isinstance(wanted, int):
-        return ""
-    sizes = [size for size in range(1, wanted // ranks + 1) if wanted % (size * ranks) == 0]
-    counts = [count for count in range(1, wanted // batch + 1) if wanted % (batch * count) == 0]
-    with_ranks = f"--batch_size {_listed(sizes)}" if sizes else "no --batch_size"
-    with_size = f"{_listed(counts)} processes" if counts else "no number of processes"
-    return (
-        f". batch_size x accumulation_steps x processes must be {wanted}: with {ranks} processes {with_ranks} would "
-        f"work, with --batch_size {batch} {with_size}"
-    )
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + " or " * (len(numbers) > 1) + str(numbers[-1])
 
 
 def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool = False, hint: str = "") -> None:
@@ -290,36 +247,20 @@ def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool
 
 # --- the code of a run -----------------------------------------------------------------------------------------------
 
-SHARED_CODE = ("trainer/loop.py", "trainer/trainer_utils.py", "trainer/components/language_model.py")
-SHARED_CODE += (
-    "trainer/components/optimizer.py",
-    "model/model_minimind.py",
-    "model/attention.py",
-    "model/flat_batch.py",
-    "model/feed_forward.py",
-    "dataset/formats.py",
-    "dataset/tokenizing.py",
-    "dataset/chat_labels.py",
-)
+SHARED_CODE = "trainer/loop.py trainer/trainer_utils.py trainer/components/language_model.py "
+SHARED_CODE += "trainer/components/optimizer.py model/model_minimind.py model/attention.py model/flat_batch.py "
+SHARED_CODE += "model/feed_forward.py dataset/formats.py dataset/tokenizing.py dataset/chat_labels.py"
 
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
     """SHA-256 of the stage's own files, the loop, the model and what makes tokens of records, by file name, relative to
     the repository if in it."""
-    paths = [Path(path).resolve() for path in stage_files] + [ROOT / path for path in SHARED_CODE]
+    paths = [Path(path).resolve() for path in stage_files] + [ROOT / path for path in SHARED_CODE.split()]
     contents: dict[str, bytes] = {}
     for path in dict.fromkeys(paths):
         name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
         contents[name] = contents.get(name, b"") + path.read_bytes()  # files of one name in several folders
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def warn_of_other_code(checkpoint: dict[str, Any], code: dict[str, str]) -> None:
-    """Warn if a checkpoint was written by other code: such a run need not end with the same bits."""
-    saved = checkpoint.get("code") or {}
-    changed = sorted(name for name in saved if name in code and saved[name] != code[name])
-    if changed:
-        warn(f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code")
 
 
 def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
@@ -337,17 +278,19 @@ def computing(device: torch.device, autocast: AbstractContextManager) -> dict[st
     return environment | {"threads": torch.get_num_threads(), "instructions": " ".join(names)}
 
 
-def warn_of_other_kernels(checkpoint: dict[str, Any], deterministic: bool, now: dict[str, Any]) -> None:
-    """Warn if the run goes on with other kernels: the same run, but no longer bit for bit that of one that was not
-    stopped. With another number of ranks it is not, whatever else changed.
+def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[str, Any]) -> None:
+    """Warn if the run goes on with other code, or with other kernels: then it is the same run, but no longer bit for
+    bit that of one that was not stopped. With another number of ranks it is not, whatever else changed.
 
-    now: what `computing` returns.
+    code: what `code_hashes` returns. now: what `computing` returns, and more of the kind.
     """
-    if checkpoint["world_size"] != world_size():
-        return
-    now = now | {"--deterministic": int(deterministic)}
-    before = {"--deterministic": int(checkpoint.get("deterministic", deterministic))} | checkpoint.get("computing", {})
-    changed = [f"{key} was {before[key]} and is {now.get(key)}" for key in now if now[key] != before.get(key, now[key])]
+    saved = checkpoint["code"]
+    if changed := [name for name in sorted(saved) if name in code and saved[name] != code[name]]:
+        warn(f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code")
+    before = checkpoint["computing"] if checkpoint["world_size"] == world_size() else {}
+    changed = [
+        f"{key} was {before[key]} and is {now[key]}" for key in before if before[key] != now.get(key, before[key])
+    ]
     if changed:
         text = "from here on the results equal those of an uninterrupted run up to rounding, not bit for bit"
         warn(f"{', '.join(changed)}: {text}")

@@ -19,17 +19,10 @@ TOKENIZER_FILE = "tokenizer.json"
 class NamedShape(Protocol):
     """What of a model's shape is in its file names: a MiniMindConfig, or the settings of a run."""
 
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def use_moe(self) -> bool: ...
-
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def num_experts_per_tok(self) -> int: ...
+    hidden_size: int
+    use_moe: bool
+    num_experts: int
+    num_experts_per_tok: int
 
 
 def run_name(weight: str, lm_config: NamedShape) -> str:
@@ -83,20 +76,9 @@ def is_state(run: str, name: str) -> bool:
     return re.fullmatch(re.escape(run) + r"_(resume|resume_previous|best_resume|update_\d+)(\.pth)?", name) is not None
 
 
-def entries(path: Path) -> list[Path]:
-    """The entry of a folder that a path names, and those to which links lead from there: whoever replaces one of them
-    changes what the path leads to."""
-    visited: list[Path] = []
-    while path not in visited:
-        visited.append(path := path.parent.resolve() / path.name)
-        path = path.parent / path.readlink() if path.is_symlink() else path
-        path = path.parent.resolve() / path.name
-    return visited
-
-
 def same_file(path: Path, written: Path) -> bool:
-    """Whether writing (and renaming to) `written` changes what `path` leads to; a hard link stays what it was."""
-    return entries(written)[0] in entries(path)
+    """Whether writing (and renaming to) `written` may change what `path` leads to; a hard link stays what it was."""
+    return path.resolve() == written.resolve()
 
 
 def is_hugging_face(path: Path) -> bool:

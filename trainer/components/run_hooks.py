@@ -4,7 +4,6 @@ TensorBoard."""
 import glob
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 from common.durable_files import link, remove, sync_folder
 from common.errors import UserError, reason, warn
 from common.settings import StageArgs
-from trainer.components.checkpoint import state_paths
 from trainer.components.distributed import is_main_process
 from trainer.components.run_files import is_state, resume_path, run_name
 from trainer.components.state import Hooks, TrainState
@@ -100,9 +98,8 @@ class Patience(Hooks):
         return {"early_stopping": self.counts()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        callbacks = saved.get("callbacks") or {}  # where early versions of the engine kept it
-        if counts := saved.get("early_stopping") or callbacks.get("EarlyStopping"):
-            self.restore(counts)
+        if "early_stopping" in saved:
+            self.restore(saved["early_stopping"])
 
 
 class KeptStates(Hooks):
@@ -152,19 +149,15 @@ class KeptStates(Hooks):
 
 
 def link_state(source: Path, name: Path) -> None:
-    """Hard-link a checkpoint (each file, if it is a folder) under another name, atomically; copy where links fail."""
-    for form, wanted in zip(state_paths(source), state_paths(name), strict=True):
-        temp = wanted.with_name(f".{wanted.name}.tmp")
-        remove(temp)
-        if form.is_file():
-            link(form, temp)
-        elif form.is_dir():
-            shutil.copytree(form, temp, copy_function=link)
-        if not form.is_file():  # a folder can only be renamed to a free name; the other form is outdated
-            remove(wanted)
-        if form.exists():
-            os.replace(temp, wanted)
-            remove(temp)  # it is still there if both were links to the same file
+    """Hard-link a checkpoint under another name, atomically; copy where links fail."""
+    if not source.is_file():  # nothing is saved yet, or in a folder of an early version
+        return
+    temp = name.with_name(f".{name.name}.tmp")
+    remove(temp)
+    link(source, temp)
+    os.replace(temp, name)
+    remove(temp)  # it is still there if both were links to the same file
+    remove(name.with_suffix(""))  # the folder of an early version
     sync_folder(name.parent)
 
 

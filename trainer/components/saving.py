@@ -12,11 +12,11 @@ from typing import Any
 from common.durable_files import link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
-from trainer.components.checkpoint import lm_checkpoint, saving_group, state_paths
-from trainer.components.distributed import Logger, is_main_process, meet, stop_watching
+from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.distributed import Logger, is_main_process, meet
 from trainer.components.metrics import MetricsLog
 from trainer.components.model_files import Description, save_weights
-from trainer.components.parallel import is_sharded, unwrap
+from trainer.components.parallel import unwrap
 from trainer.components.run_files import (
     NamedShape,
     is_state,
@@ -37,9 +37,7 @@ def open_metrics(state: TrainState) -> MetricsLog | None:
         return None
     path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.args))
     shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
-    if state.resumed_update is None:
-        return MetricsLog(path, state.total_updates, shown=shown)
-    return MetricsLog(path, state.total_updates, state.resumed_update, state.records, shown)
+    return MetricsLog(path, state.resumed_update, shown)
 
 
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
@@ -106,7 +104,7 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
     write_weights(state, args.save_weight)
     path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
     for hook in state.hooks:
-        hook.checkpoint_saved(state, state_paths(path)[is_sharded(state.model)])
+        hook.checkpoint_saved(state, path)
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
@@ -158,7 +156,7 @@ def interrupted(state: TrainState) -> Interrupted:
     number = state.stop.signal or signal.SIGTERM
     name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
     text = f"by {name} after {done}, which is saved; --from_resume 1 goes on from there"
-    return Interrupted(number, text, together=True)
+    return Interrupted(number, text)
 
 
 @contextmanager
@@ -167,8 +165,6 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     is opened. A signal waits for the end of an update. However training ends, the files being written are completed: a
     checkpoint in the background, the metrics file, the tracker's curves; at its normal end the weights are written."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
-    if is_sharded(state.model):
-        saving_group()
     if state.resumed_update is None and is_main_process():
         set_earlier_run_aside(state.args, state.lm_config)
     state.metrics = open_metrics(state)
@@ -178,7 +174,6 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         save_final_weights(state)
         tracker_timeout = None
     finally:
-        stop_watching()
         state.stop.defer = False
         end_loader_processes()
         if wandb is not None:

@@ -8,12 +8,11 @@ import sys
 import time
 from contextlib import suppress
 
-import psutil
 import torch.distributed as dist
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.console import write_now
-from common.errors import Interrupted, UserError
+from common.errors import Interrupted
 from common.launcher import launch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -62,24 +61,11 @@ class StopRequest:
 
 def end_with_launcher() -> None:
     """Have the kernel send SIGTERM to this process when the torchrun that started it ends, kill -9 included (Linux):
-    before training it then ends, in training it saves and ends.
-
-    Raises:
-        UserError: torchrun has ended already.
-    """
+    before training it then ends, in training it saves and ends."""
     if not dist.is_torchelastic_launched() or sys.platform != "linux":
         return
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    parent = psutil.Process().parent()
-    adopted = parent is None or parent.name() == "systemd" or (parent.pid == 1 and not _may_launch(parent))
-    if adopted:
-        raise UserError("the torchrun that started this process has ended; start the run again")
-
-
-def _may_launch(process: psutil.Process) -> bool:
-    """Whether it may be a torchrun: in a container it can be the first process, which adopts orphans otherwise."""
-    return any("python" in part or "torchrun" in part for part in process.cmdline())
 
 
 def ignore_stop_signals(_: int = 0) -> None:

@@ -15,21 +15,14 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from common.settings import StageArgs
 from trainer.components.bad_updates import BadUpdates
-from trainer.components.checkpoint import Writer, with_tensors
+from trainer.components.checkpoint import Writer, shard_like
 from trainer.components.distributed import Logger, world_size
 from trainer.components.expert_load import ExpertLoad
 from trainer.components.language_model import Batch, flat_size, held_out_loss
 from trainer.components.meter import Meter, Size
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import unwrap
-from trainer.components.resume import (
-    Fingerprint,
-    computing,
-    held_out_fingerprint,
-    total_updates,
-    warn_of_other_code,
-    warn_of_other_kernels,
-)
+from trainer.components.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
 from trainer.components.run_files import NamedShape
 from trainer.components.signals import StopRequest
 
@@ -37,8 +30,7 @@ LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[T
 EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]  # (model, path of its .pth, writer, description)
 Schedule = Callable[[int, int, StageArgs], float | None]
-OF_SETTINGS = ("EarlyStopping", "SwanLabLogger")  # were callbacks of the engine, and belong to every run now
-SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "records", "save_due")
+SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "save_due")
 
 
 class Hooks:
@@ -127,7 +119,6 @@ class TrainState:
     best_eval: float = float("inf")  # of the monitored metric; negated where more is better
     eval_data: str | None = None  # identifies the held-out data that it is of
     record: dict[str, Any] | None = None  # of the last update, until it is reported
-    records: int | None = 0  # reported so far; None: an early version's checkpoint does not say
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
@@ -194,8 +185,12 @@ class TrainState:
         hooks = self.unclaimed | {key: value for hook in self.hooks for key, value in hook.state_dict().items()}
         parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": hooks, "code": self.code}
         parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "monitor": self.monitor}
-        parts |= {"deterministic": self.args.deterministic, "computing": computing(self.device, self.autocast)}
+        parts |= {"computing": self.computing()}
         return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
+
+    def computing(self) -> dict[str, Any]:
+        """What bitwise identical results need besides settings and code."""
+        return computing(self.device, self.autocast) | {"--deterministic": int(self.args.deterministic)}
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress.
@@ -208,9 +203,8 @@ class TrainState:
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "
                 "give another --save_weight, or --from_resume 0"
             )
-        warn_of_other_code(checkpoint, self.code)
-        warn_of_other_kernels(checkpoint, self.args.deterministic, computing(self.device, self.autocast))
-        saved = with_tensors(checkpoint, unwrap(self.model))
+        warn_of_changes(checkpoint, self.code, self.computing())
+        saved = shard_like(unwrap(self.model), checkpoint)
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         scales = [group.get("lr_scale") for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -225,14 +219,14 @@ class TrainState:
         for key in SAVED:
             setattr(self, key, saved.get(key))
         self.resumed_update = self.reported_update
-        if tuple(saved.get("monitor", self.monitor)) != self.monitor:
+        if tuple(saved["monitor"]) != self.monitor:
             warn(f"the best weights are now judged by {self.monitor[0]}, which was {saved['monitor'][0]}: none yet")
             self.best_eval = math.inf
         held_out = held_out_fingerprint(self.eval_loader)
         if None not in (held_out, self.eval_data) and held_out != self.eval_data:
             warn("the held-out data are not those of before: the best weights are looked for anew")
             self.best_eval = math.inf
-        sums = saved.get("loss_sum", [0.0, 0.0])
+        sums = saved["loss_sum"]
         self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)
         self.epoch = saved["epoch"]
         # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole epoch
@@ -241,24 +235,15 @@ class TrainState:
             f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
         )
         if saved["run"]["epochs"] != self.run["epochs"]:
-            self._announce_more_epochs(saved["run"])
+            Logger(
+                f"--extend_epochs 1: {self.run['epochs']} epochs instead of {saved['run']['epochs']}, with a learning "
+                "rate schedule that spans all of them: the result is not that of a run of so many from the start"
+            )
 
     def _restore_hooks(self, saved: dict[str, Any]) -> None:
         for hook in self.hooks:
             hook.load_state_dict(saved)
         claimed = {key for hook in self.hooks for key in hook.state_dict()}
         self.unclaimed = {key: value for key, value in saved.items() if key not in claimed}
-        if callbacks := [name for name in self.unclaimed.get("callbacks") or () if name not in OF_SETTINGS]:
+        if callbacks := self.unclaimed.get("callbacks"):
             warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")
-
-    def _announce_more_epochs(self, saved: Fingerprint) -> None:
-        """Say how --extend_epochs changes the learning rate at this update."""
-        before = total_updates(saved)
-        old = self.schedule(min(self.update, before), before, self.args)
-        new = self.learning_rate(self.update)
-        jump = f": at update {self.update} it goes from {old:.3e} to {new:.3e}" if None not in (old, new) else ""
-        Logger(
-            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {saved['epochs']}, {self.total_updates} updates"
-            f" instead of {before}. The learning rate schedule now spans all of them{jump}, so the result is not that "
-            f"of a run of {self.run['epochs']} epochs from the start"
-        )

@@ -3,17 +3,12 @@
 import math
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from common.errors import UserError, reason, warn
+from common.errors import reason, warn
 from common.settings import StageArgs
 from trainer.components.distributed import is_main_process
-from trainer.components.metrics import read_metrics
-from trainer.components.run_files import metrics_path, run_name
-
-Point = tuple[dict[str, float], int]  # values by name, and the update
 
 MODES = {"cloud": "online", "online": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 
@@ -27,23 +22,10 @@ def start_tracker(
     if not (args.use_wandb and is_main_process()):
         return None
     name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
-    run_id, last, earlier = None, 0, []
-    if checkpoint:  # a pending record has not been drawn yet
-        callbacks = checkpoint["hooks"].get("callbacks") or {}  # where the engine's early versions kept it
-        run_id = checkpoint["wandb_id"] or callbacks.get("SwanLabLogger", {}).get("id")
-        last = checkpoint["update"] - (checkpoint["record"] is not None)
-        earlier = earlier_points(metrics_path(args.save_dir, run_name(args.save_weight, args)), last)
-    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), run_id, last, earlier)
-
-
-def earlier_points(path: Path, last_update: int) -> list[Point]:
-    """The points of the records up to an update in a metrics file, for a tracker that must begin a run anew."""
-    try:
-        records = read_metrics(path)
-    except (OSError, UserError):  # of an unreadable file training tells on its own
-        return []
-    points = ((drawable(record, leave_out=("update", "seconds")), record["update"]) for record in records)
-    return [(values, update) for values, update in points if update <= last_update]
+    if checkpoint is None:
+        return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run))
+    last = checkpoint["update"] - (checkpoint["record"] is not None)  # a pending record has not been drawn yet
+    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), checkpoint["wandb_id"], last)
 
 
 def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:
@@ -61,40 +43,28 @@ class Tracker:
     Args:
         project, name, mode: as in `swanlab.init`; mode `cloud` is SwanLab's `online`.
         config: the run's settings, shown beside its curves.
-        run_id: id of an earlier run to continue (from the checkpoint).
+        run_id: id of an earlier run to continue (from the checkpoint); SwanLab does so only in its cloud.
         last_step: updates up to this one are in that run already and are not drawn again.
-        earlier: their points. SwanLab continues a run only in its cloud; elsewhere they begin a new one.
     """
 
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        mode: str,
-        config: dict,
-        run_id: str | None = None,
-        last_step: int = 0,
-        earlier: Sequence[Point] = (),
-    ):
+    def __init__(self, project: str, name: str, mode: str, config: dict, run_id: str | None = None, last_step: int = 0):
         self.id = run_id
         self.last_step = last_step
         self._queue: queue.Queue = queue.Queue(maxsize=10_000)
         self._ready = threading.Event()
         resume = {"id": run_id, "resume": "allow"} if run_id and MODES[mode] == "online" else {}
         settings = {"project": project, "name": name, "mode": MODES[mode], "config": config, **resume}
-        self._thread = threading.Thread(target=self._work, args=(settings, earlier), daemon=True, name="swanlab")
+        self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True, name="swanlab")
         self._thread.start()
         self._ready.wait(START_PATIENCE)  # time to learn the run's id; a slower network is not waited for
 
-    def _work(self, settings: dict[str, Any], earlier: Sequence[Point]) -> None:
+    def _work(self, settings: dict[str, Any]) -> None:
         try:
             import swanlab
 
-            run, continues = self._start(swanlab, settings)
+            run = self._start(swanlab, settings)
             self.id = getattr(run, "id", None)
             self._ready.set()
-            for metrics, step in () if continues else earlier:
-                run.log(metrics, step=step)
             while (item := self._queue.get()) is not None:
                 metrics, step = item
                 run.log(metrics, step=step)
@@ -105,17 +75,16 @@ class Tracker:
         finally:
             self._ready.set()
 
-    def _start(self, swanlab: Any, settings: dict[str, Any]) -> tuple[Any, bool]:
-        """The run, and whether it is the earlier one, continued; a new one if that cannot be (deleted, another
-        account)."""
+    def _start(self, swanlab: Any, settings: dict[str, Any]) -> Any:
+        """The run; a new one if the earlier one cannot be continued (deleted, another account)."""
         try:
-            return swanlab.init(**settings), "id" in settings
+            return swanlab.init(**settings)
         except Exception as error:
             if "id" not in settings:
                 raise
             run = swanlab.init(**{key: value for key, value in settings.items() if key not in ("id", "resume")})
             warn(f"SwanLab cannot continue run {settings['id']} ({reason(error)}); the curves go on in a new run")
-            return run, False
+            return run
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Queue the points of update `step`; never waits. An update is drawn at most once."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from common.errors import UserError, reason, warn
 from llm.training.core.config import Config
 from llm.training.core.utils import Logger
-from trainer.components.state import OF_SETTINGS, TrainState
+from trainer.components.state import TrainState
 
 State = dict[str, Any]
 PLAIN = (type(None), bool, int, float, str)
@@ -130,7 +130,7 @@ class CallbackList:
         states = states or {}
         keeping = [key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict]
         changes = [f"{key} has no saved state" for key in keeping if key not in states]
-        gone = [key for key in states if key not in (*self.callbacks, *OF_SETTINGS)]
+        gone = [key for key in states if key not in self.callbacks]
         changes += [f"the saved state of {key} is ignored" for key in gone]
         if changes:
             warn(f"the callbacks are not those of the checkpoint: {'; '.join(changes)}")

@@ -11,9 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from common.errors import UserError
 from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, Engine, State
-from trainer.components.run_files import metrics_path
 from trainer.components.run_hooks import Patience, TensorBoardCurves, monitored
-from trainer.components.tracker import MODES, Tracker, drawable, earlier_points
+from trainer.components.tracker import MODES, Tracker, drawable
 
 __all__ = [
     "HOOKS",
@@ -92,8 +91,7 @@ class SwanLabLogger(Callback):
         if engine.is_main_process:
             name, settings = self.name or engine.run_name, vars(engine.config.to_args())
             last = engine.resumed_update or 0
-            earlier = earlier_points(metrics_path(engine.state.args.save_dir, engine.run_name), last) if last else []
-            self.tracker = Tracker(self.project, name, self.mode, settings, self.run_id, last, earlier)
+            self.tracker = Tracker(self.project, name, self.mode, settings, self.run_id, last)
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
         if self.tracker is not None and record is not None:

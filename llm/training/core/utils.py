@@ -17,7 +17,7 @@ from common.settings import StageArgs
 from llm.training.core.config import Config
 from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.device import select_device
-from trainer.components.distributed import abandon_process_group, reduce_sum, world_size
+from trainer.components.distributed import reduce_sum, world_size
 from trainer.components.parallel import unwrap
 from trainer.components.run_files import run_name
 from trainer.components.run_hooks import KeptStates
@@ -64,18 +64,12 @@ class DistributedManager:
         return init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
 
     def cleanup(self, state: TrainState | None = None) -> None:
-        """Destroy the process group; for a `finally`. DDP must be freed before it, so the model is unwrapped.
-
-        All ranks together; but while an exception is passed on, other ranks may be gone (`abandon_process_group`).
-        """
-        error = sys.exc_info()[1]
+        """Destroy the process group, all ranks together, in a `finally`; not while an exception is passed on: other
+        ranks may be gone. DDP must be freed before it, so the model is unwrapped."""
         if state is not None:
             state.model = unwrap(state.model)
-        try:
-            if error is None:
-                leave_process_group()
-        finally:
-            abandon_process_group(error or sys.exc_info()[1])
+        if sys.exc_info()[1] is None:
+            leave_process_group()
 
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""

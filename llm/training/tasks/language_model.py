@@ -27,7 +27,6 @@ from trainer import (
 from trainer.components.language_model import flat_size, held_out_loss
 from trainer.components.meter import Size
 from trainer.components.optimizer import build_optimizer
-from trainer.components.resume import model_fingerprint
 from trainer.components.state import Batch, TrainState
 from trainer.trainer_utils import init_model, load_tokenizer, start_model_config, start_shape
 
@@ -87,7 +86,7 @@ class StageTask(TrainingTask):
         return self.size_of(batch, self.lm_config)
 
     def fingerprint(self) -> dict[str, Any]:
-        return model_fingerprint(self.lm_config)
+        return self.lm_config.own_fields()
 
     def code_files(self) -> list[str]:
         return [self.script.__file__ or ""]

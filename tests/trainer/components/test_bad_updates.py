@@ -77,7 +77,7 @@ def test_an_update_without_any_target_makes_no_step_and_is_no_bad_one():
     train(state, [batch(1)])
     before, mean_loss = weights(state), state.losses.clone()
     train(state, [batch(4, trained=False)])
-    assert state.bad_updates.take() == []
+    assert state.bad_updates.take() == {}
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert {int(each["step"]) for each in state.optimizer.state.values()} == {1}
     assert torch.equal(state.losses, mean_loss)
@@ -102,7 +102,7 @@ def test_a_bad_update_is_as_if_it_had_not_been(optimizer, capsys):
     assert all(torch.equal(a, b) for a, b in zip(weights(good), weights(mixed), strict=True))
     for a, b in zip(good.optimizer.state.values(), mixed.optimizer.state.values(), strict=True):
         assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
-    assert mixed.bad_updates.take() == [{"update": 1, "sample_ids": [100]}, {"update": 3, "sample_ids": [101]}]
+    assert mixed.bad_updates.skipped == [{"update": 1, "sample_ids": [100]}, {"update": 3, "sample_ids": [101]}]
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and "its samples: 100 (data.jsonl:100)" in warnings[0]
 
@@ -134,11 +134,11 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     train(state, [batch(1)])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert state.scaler.get_scale() == 2.0**39 and state.bad_updates.in_a_row == 0
-    assert state.bad_updates.take() == [] and state.bad_updates.take_overflows() == 1
+    assert state.bad_updates.take() == {"overflows": 1}
     for _ in range(40):
         train(state, [batch(1)])
     halved = round(39 - math.log2(state.scaler.get_scale()))
-    assert state.bad_updates.take_overflows() == halved and state.bad_updates.take_overflows() == 0
+    assert state.bad_updates.take() == {"overflows": halved} and state.bad_updates.take() == {}
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
 
@@ -160,7 +160,7 @@ def test_in_float16_a_loss_that_is_not_finite_is_one():
     train(state, [batch(100)])
     assert state.bad_updates.in_a_row == 1
     train(state, [batch(1)])
-    assert state.bad_updates.in_a_row == state.bad_updates.take_overflows() == 0
+    assert state.bad_updates.in_a_row == state.bad_updates.overflows == 0
     train(state, [batch(101)])
     with pytest.raises(UserError, match=r"--max_bad_updates 2: .* the last of them update 4"):
         train(state, [batch(102)])
@@ -171,11 +171,5 @@ def test_the_count_survives_a_checkpoint():
     train(state, [batch(100)])
     again = BadUpdates()
     again.load_state_dict(state.bad_updates.state_dict() | {"overflows": 2})
-    assert again.in_a_row == 1 and again.take() == [{"update": 1, "sample_ids": [100]}]
-    assert again.take_overflows() == 2
-
-
-def test_a_checkpoint_from_before_overflows_were_counted_is_read():
-    again = BadUpdates()
-    again.load_state_dict({"in_a_row": 3, "skipped": []})
-    assert again.in_a_row == 3 and again.take_overflows() == 0
+    assert again.in_a_row == 1
+    assert again.take() == {"skipped": [{"update": 1, "sample_ids": [100]}], "overflows": 2}

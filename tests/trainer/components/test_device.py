@@ -139,19 +139,16 @@ def test_memory_is_pinned_only_where_a_gpu_is_used(initialized, monkeypatch):
 
 
 def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
-    """Backend, timeout and the watch of a rank by its device; `--device cpu` makes no CUDA call."""
+    """Backend and timeout of a rank by its device; `--device cpu` makes no CUDA call."""
     two_gpus(1)
     made, current = [], []
-    monkeypatch.setattr(distributed, "_watches", [])
     monkeypatch.setattr(distributed, "_interruptible", lambda work: None)
-    monkeypatch.setattr(distributed, "PeerWatch", lambda timeout: timeout)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout, **_: made.append((backend, timeout)))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert distributed.init_distributed_mode(50, torch.device("cpu")) == 1
-    assert made == [("gloo", timedelta(seconds=50))] and not current and not distributed._watches
+    assert made == [("gloo", timedelta(seconds=50))] and not current
     assert distributed.init_distributed_mode(50, torch.device("cuda:1")) == 1
-    assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=110)) and current == [1]
-    assert distributed._watches == [timedelta(seconds=50)]
+    assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=50)) and current == [1]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])

@@ -1,10 +1,9 @@
-"""A rank lost while another one waits for its GPU: one line, and soon. Ranks that leave together say nothing."""
+"""A lost rank: one line, and soon. Ranks that leave together say nothing. Ranks that are started again meet."""
 
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,13 +16,7 @@ from common.errors import Interrupted, UserError
 from tests.stage_process import Faults, context, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.components import distributed
-from trainer.components.distributed import (
-    PeerWatch,
-    abandon_process_group,
-    init_distributed_mode,
-    leave_process_group,
-    meet,
-)
+from trainer.components.distributed import init_distributed_mode, leave_process_group, meet
 from trainer.components.failures import training_errors
 
 
@@ -33,17 +26,16 @@ def _rank(rank: int, port: int, folder: str, ending: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ["WORLD_SIZE"] = "2"
     init_distributed_mode()
-    distributed._watches.append(PeerWatch(timedelta(seconds=20), patience=0.1))  # as with NCCL
-    if ending == "killed":
-        meet()
-        os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)  # as long as a GPU that never ends
     with training_errors():
+        if ending == "killed" and rank:
+            os.kill(os.getpid(), signal.SIGKILL)
         if ending == "error" and rank:
             raise UserError("its disk is full")
-        if ending == "error":
-            time.sleep(60)
+        if ending in ("killed", "error"):
+            meet()
         if ending == "signal":
-            raise Interrupted(signal.SIGTERM, "by SIGTERM", together=True)
+            meet()
+            raise Interrupted(signal.SIGTERM, "by SIGTERM")
         time.sleep(rank)
         leave_process_group()
 
@@ -70,7 +62,7 @@ def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-def test_a_rank_that_waits_for_its_gpu_notices_a_killed_one(ended):
+def test_a_rank_notices_a_killed_one(ended):
     (status, text), (killed, _) = ended["killed"]
     assert (status, killed) == (2, -signal.SIGKILL)
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -127,32 +119,3 @@ def test_ranks_meet_whatever_earlier_processes_left_in_the_store(monkeypatch):
             assert [each.get("key") for each in stores] == [str(again).encode()] * 3
         store.set("1/2", "")  # an end for the rank 0 that was replaced
         given_up.result(20)
-
-
-@pytest.fixture
-def group(monkeypatch):
-    """A process group of one, for what is called on it."""
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))  # training_errors replaces them
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def test_a_run_stopped_by_a_signal_leaves_its_group(group):
-    with pytest.raises(SystemExit), training_errors():
-        raise Interrupted(signal.SIGTERM, "by SIGTERM")  # at once, on this rank alone: others may be waited for
-    assert group.is_initialized()
-    with pytest.raises(SystemExit), training_errors():
-        raise Interrupted(signal.SIGTERM, "by SIGTERM", together=True)
-    assert not group.is_initialized()
-
-
-def test_a_group_that_cannot_be_destroyed_is_not_waited_for(group, monkeypatch):
-    waiting = threading.Event()
-    monkeypatch.setattr(distributed, "CLEANUP_PATIENCE", 0.05)
-    with monkeypatch.context() as patch:
-        patch.setattr(group, "destroy_process_group", lambda: waiting.wait(20))
-        abandon_process_group(None)
-        waiting.set()

@@ -116,7 +116,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
         found += [*means.tolist(), float(norm)]
         state.bad_updates.note(update, window)
     weights = half_state_dict(state.model)
-    bad = [skipped["update"] for skipped in state.bad_updates.take()]
+    bad = [skipped["update"] for skipped in state.bad_updates.skipped]
     state.model = wrapped = None
     return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes}
 

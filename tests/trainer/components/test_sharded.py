@@ -1,4 +1,4 @@
-"""The folders that sharded runs resume from: whole or not at all, for any number of ranks, and back to plain files."""
+"""The states of sharded runs: whole files for any number of ranks; and the folders that early versions wrote."""
 
 import pickle
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,16 +22,14 @@ from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import flags, records
 from trainer.components.checkpoint import (
     DIGESTS,
+    PARTS,
     REST,
-    SHARDS,
     UNREADABLE,
-    put_tensors,
+    file_digest,
     read_file,
-    read_rest,
-    save_sharded,
-    saving_group,
-    take_tensors,
-    with_tensors,
+    read_folder,
+    shard_like,
+    snapshot,
     write_file,
 )
 from trainer.trainer_utils import lm_checkpoint
@@ -39,18 +38,49 @@ CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 SETTINGS = {"batch_size": 2, "accumulation_steps": 2, "epochs": 1, "num_hidden_layers": 1, "parallel": "fsdp"}
 SETTINGS |= {"save_interval": 4, "eval_interval": 1000}
 KILLED = """
-import trainer.components.checkpoint as sharded
-commit, count = sharded._commit, []
+import trainer.components.checkpoint as checkpoint
+rotate, count = checkpoint.rotate, []
 def killed(*args):
     count.append(1)
-    os.kill(os.getpid(), 9) if len(count) == 2 else commit(*args)
-sharded._commit = killed
+    os.kill(os.getpid(), 9) if len(count) == 2 else rotate(*args)
+checkpoint.rotate = killed
 """
 
 
 def state_of(folder: Path) -> dict:
-    """The newest state of a run, with whole tensors."""
-    return with_tensors(lm_checkpoint(CONFIG, "pretrain", save_dir=folder / "checkpoints"))
+    """The newest state of a run."""
+    state = lm_checkpoint(CONFIG, "pretrain", save_dir=folder / "checkpoints")
+    assert state is not None
+    return state
+
+
+def write_folder(state: dict, folder: Path) -> None:
+    """Write a state as early versions did, here from one rank."""
+    tensors = {}
+
+    def take(value, name):
+        if isinstance(value, torch.Tensor):
+            key = next((key for key, tensor in tensors.items() if tensor is value), name)
+            tensors[key] = value
+            return key
+        if isinstance(value, dict):
+            return {key: take(item, f"{name}/{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(take(item, f"{name}/{i}") for i, item in enumerate(value))
+        return value
+
+    rest = state | {part: take(state[part], part) for part in PARTS}
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    digests = {path.name: file_digest(path) for path in folder.iterdir()}
+    atomic_write(folder / REST, lambda file: write_file(rest | {DIGESTS: digests}, file))
+
+
+def as_folders(run: Path) -> Path:
+    """Turn the newest state of a run into a folder; returns that."""
+    path = run / "checkpoints/pretrain_32_resume.pth"
+    write_folder(read_file(path), path.with_suffix(""))
+    path.unlink()
+    return path.with_suffix("")
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +98,17 @@ def killed(corpus, tmp_path_factory) -> Path:
     ranks = start_ranks(2, "pretrain", flags(corpus, folder, "pretrain", **SETTINGS), {0: Faults(script=KILLED)})
     assert [rank.wait() for rank in ranks] == [-9, 2], ranks[1].err
     assert "another rank ended" in ranks[1].err
-    left = sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir())
-    assert left == [".pretrain_32_resume.tmp", "pretrain_32_resume"]
+    left = sorted(path.name for path in (folder / "checkpoints").glob("*resume*"))
+    assert left == [".pretrain_32_resume.pth.tmp", "pretrain_32_resume.pth"]
     assert state_of(folder)["update"] == 2
     return folder
 
 
-def test_a_killed_run_resumes_bit_for_bit(corpus, whole, killed, tmp_path):
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_killed_run_resumes_bit_for_bit(corpus, whole, killed, tmp_path, is_early):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    if is_early:
+        as_folders(tmp_path)
     run("pretrain", flags(corpus, tmp_path, "pretrain", **SETTINGS, from_resume=1), ranks=2)
     one, other = state_of(whole), state_of(tmp_path)
     assert one["update"] == other["update"] > 4 and one["world_size"] == 2
@@ -87,13 +120,14 @@ def test_a_killed_run_resumes_bit_for_bit(corpus, whole, killed, tmp_path):
     one, other = (torch.load(run / "out/pretrain_32.pth", weights_only=True) for run in (whole, tmp_path))
     assert all(torch.equal(value, other[key]) for key, value in one.items())
     assert records(whole) == records(tmp_path)
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
-    assert left == ["pretrain_32_best_resume", "pretrain_32_resume", "pretrain_32_resume_previous"]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").glob("pretrain*"))
+    assert left == [f"pretrain_32_{name}.pth" for name in ("best_resume", "resume", "resume_previous")]
 
 
 def test_from_shards_to_a_plain_run_and_back(corpus, whole, killed, tmp_path):
-    """Two ranks -> one -> two: the same losses to 1e-5, the same samples; either form of the state is set aside."""
+    """Two ranks -> one -> two: the same losses to 1e-5, the same samples."""
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    as_folders(tmp_path)
     argv = flags(corpus, tmp_path, "pretrain", **SETTINGS, from_resume=1)
     run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)  # one process is not sharded
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("pretrain*"))
@@ -101,92 +135,54 @@ def test_from_shards_to_a_plain_run_and_back(corpus, whole, killed, tmp_path):
     middle = state_of(tmp_path)
     assert middle["world_size"] == 1 and middle["update"] == 4
     run("pretrain", argv, ranks=2)
-    assert not (tmp_path / "checkpoints/pretrain_32_resume.pth").exists()
     one, other = records(whole), records(tmp_path)
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert a[0] == b[0] and a[7] == b[7] and abs(a[2] - b[2]) <= 1e-5
 
 
-def test_no_room_for_a_part(corpus, killed, tmp_path):
-    """One line, and the state that was there stays."""
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints/pretrain_32_resume").iterdir()}
-    full = Faults(file_limit=300_000)
-    ranks = start_ranks(2, "pretrain", flags(corpus, tmp_path, "pretrain", **SETTINGS, from_resume=1), {0: full})
-    assert [rank.wait() for rank in ranks] == [2, 2], ranks[0].err + ranks[1].err
-    line = ranks[0].error_lines[-1]
-    assert line.startswith(f"error: {tmp_path}/checkpoints/pretrain_32_resume cannot be written (")
-    assert "Traceback" not in ranks[0].err + ranks[1].err
-    assert {path: path.read_bytes() for path in before} == before
-    assert not (tmp_path / "checkpoints/.pretrain_32_resume.tmp").exists()
-
-
-def test_saving_touches_no_gpu(tmp_path, monkeypatch):
-    """torch's writer would copy ahead with the current CUDA stream of its own thread: each rank's one of GPU 0."""
-
-    def touched(*_):
-        raise AssertionError("CUDA is touched")
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        for name in ("current_stream", "current_device", "Stream", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, touched)
-        weights = torch.arange(6.0)
-        save_sharded(tmp_path / "state.pth", {"model": {"a": weights, "b": weights}, "optimizer": {}, "epoch": 1})
-        weights.zero_()
-    finally:
-        saving_group.cache_clear()
-        dist.destroy_process_group()
-    state = with_tensors(read_rest(tmp_path / "state"))
-    assert state["epoch"] == 1 and state["model"]["a"].tolist() == state["model"]["b"].tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
-    folder = tmp_path / "checkpoints/pretrain_32_resume"
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    shards = sorted(folder.glob("*.distcp"))
-    assert len(shards) == 2
-    content = bytearray(shards[1].read_bytes())
+    folder = as_folders(tmp_path)
+    (shard,) = folder.glob("*.distcp")
+    content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     for damage in (bytes(content), bytes(content[:-100]), None):
-        shards[1].write_bytes(damage) if damage is not None else shards[1].unlink()
+        shard.write_bytes(damage) if damage is not None else shard.unlink()
         with pytest.raises(UNREADABLE):
-            read_rest(folder)
+            read_folder(folder)
     assert state_of(tmp_path)["update"] < state_of(whole)["update"]
     assert f"warning: damaged checkpoint {folder}" in capsys.readouterr().err
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
     (folder / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
     with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
-        read_rest(folder)
+        read_folder(folder)
     rest = read_file(folder / REST)
-    del rest[DIGESTS]  # as an early version wrote it, or somebody who means harm
-    atomic_write(folder / REST, lambda file: write_file(rest, file))
-    with pytest.raises(KeyError, match=DIGESTS):
-        read_rest(folder)
-    with pytest.raises(pickle.UnpicklingError, match=r"does not belong in a checkpoint"):  # even if nobody had checked
-        with_tensors(rest | {SHARDS: folder})
+    for digests in (None, {}):  # as somebody who means harm
+        rest = {key: value for key, value in rest.items() if key != DIGESTS}
+        rest |= {DIGESTS: digests} if digests is not None else {}
+        atomic_write(folder / REST, lambda file, rest=rest: write_file(rest, file))
+        with pytest.raises(UNREADABLE, match=DIGESTS if digests is None else "does not belong in a checkpoint"):
+            read_folder(folder)
     assert not (tmp_path / "harm").exists()
 
 
-def test_tensors_that_a_hook_keeps_are_sharded_like_the_weights(tmp_path):
-    """A moving average of sharded weights comes back sharded, or whole for a model that is not."""
+def test_tensors_that_a_hook_keeps_are_sharded_like_the_weights():
+    """A moving average of sharded weights is saved whole, and comes back sharded."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
         average = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
-        whole = {name: value.full_tensor() for name, value in average.items()}
         hooks = {"callbacks": {"average": average | {"updates": torch.tensor(7)}}}
-        save_sharded(tmp_path / "s.pth", {"model": model.state_dict(), "optimizer": {}, "hooks": hooks})
-        back = with_tensors(read_rest(tmp_path / "s"), model)["hooks"]["callbacks"]["average"]
+        saved = snapshot({"model": model.state_dict(), "optimizer": {}, "hooks": hooks})
+        kept = saved["hooks"]["callbacks"]["average"]
+        assert not isinstance(kept["weight"], DTensor)
+        assert torch.equal(kept["weight"], average["weight"].full_tensor())
+        back = shard_like(model, saved)["hooks"]["callbacks"]["average"]
         assert isinstance(back["weight"], DTensor) and int(back["updates"]) == 7
-        assert torch.equal(back["weight"].full_tensor(), whole["weight"])
-        plain = with_tensors(read_rest(tmp_path / "s"))
-        assert torch.equal(plain["hooks"]["callbacks"]["average"]["bias"], whole["bias"])
-        again = with_tensors(plain, model)["hooks"]["callbacks"]["average"]["bias"]
-        assert isinstance(again, DTensor) and torch.equal(again.full_tensor(), whole["bias"])
+        assert torch.equal(back["weight"].full_tensor(), kept["weight"])
     finally:
-        saving_group.cache_clear()
         dist.destroy_process_group()
 
 
@@ -196,7 +192,7 @@ def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, reques
     parsed = []
     monkeypatch.setattr("trainer.components.checkpoint._Unpickler", lambda file: parsed.append(file))
     folder = tmp_path / "pretrain_32_resume"
-    shutil.copytree(whole / "checkpoints/pretrain_32_resume", folder)
+    write_folder(read_file(whole / "checkpoints/pretrain_32_resume.pth"), folder)
     saved = (folder / ".metadata").read_bytes()
     step = 1 if request.config.getoption("--slow") else 101
     for bit in range(0, 8 * len(saved), step):
@@ -204,7 +200,7 @@ def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, reques
         damaged[bit // 8] ^= 1 << bit % 8
         (folder / ".metadata").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
-            read_rest(folder)
+            read_folder(folder)
     assert bit > 10_000 and not parsed
 
 
@@ -219,7 +215,8 @@ class Harm:
 
 
 def test_a_folder_becomes_plain_files(whole, tmp_path, monkeypatch, capsys):
-    folder = whole / "checkpoints/pretrain_32_resume"
+    folder = tmp_path / "folder"
+    write_folder(read_file(whole / "checkpoints/pretrain_32_resume.pth"), folder)
     weights, state = tmp_path / "w.pth", tmp_path / "pretrain_32_resume.pth"
     for form, output in (("pth", weights), ("checkpoint", state)):
         call = ["convert_model", "--model", str(folder), "--to", form, "--output", str(output)]
@@ -245,13 +242,3 @@ def test_a_folder_becomes_plain_files(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", call)
     with pytest.raises(UserError, match="none: not a readable checkpoint"):
         main()
-
-
-def test_tensors_are_taken_out_and_put_back():
-    one = torch.ones(2)
-    tree = {"a": one, "b": [one, (1, "a")], 3: {"c": torch.zeros(()), "d": None}}
-    taken = {}
-    rest = take_tensors(tree, taken, "x")
-    assert rest == {"a": "x/a", "b": ["x/a", (1, "a")], 3: {"c": "x/3/c", "d": None}}
-    back = put_tensors(rest, dict(taken.values()))
-    assert back["a"] is one and back["b"][0] is one and back["b"][1] == (1, "a") and back[3]["d"] is None

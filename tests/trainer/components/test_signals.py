@@ -7,16 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.errors import Interrupted, UserError
+from common.errors import Interrupted
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
-from trainer.components import signals
 from trainer.components.metrics import read_metrics
 from trainer.components.signals import StopRequest
 
@@ -173,28 +171,6 @@ def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path, target):
         assert f"traceback : {said[0]}" in err[err.rindex("Root Cause") :]
     done = int(said[0].split("after update ")[1].split()[0])
     assert saved_state(tmp_path)["update"] == done >= 3
-
-
-@pytest.mark.parametrize(
-    ("pid", "name", "command", "gone"),
-    [
-        (77, "python", ["python", "-m", "torch.distributed.run"], False),
-        (1, "python", ["/usr/bin/python", "/usr/bin/torchrun"], False),  # the first process of a container
-        (1, "sh", ["sh", "-c", "sleep 1d"], True),  # that one adopts orphans
-        (900, "systemd", ["/lib/systemd/systemd", "--user"], True),
-    ],
-)
-def test_a_torchrun_that_ended_before_its_rank_began(monkeypatch, pid, name, command, gone):
-    """Killed during the start: the kernel's signal was not asked for yet."""
-    parent = SimpleNamespace(pid=pid, name=lambda: name, cmdline=lambda: command)
-    monkeypatch.setattr(signals.dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(signals.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(signals.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
-    if gone:
-        with pytest.raises(UserError, match="the torchrun that started this process has ended"):
-            signals.end_with_launcher()
-    else:
-        signals.end_with_launcher()
 
 
 def test_one_rank_is_killed(corpus, tmp_path):

@@ -1,6 +1,5 @@
 """Whatever SwanLab does, training goes on: a stub module takes its place and misbehaves."""
 
-import json
 import sys
 import time
 import types
@@ -9,7 +8,7 @@ import pytest
 
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.components.tracker import Tracker, earlier_points
+from trainer.components.tracker import Tracker
 
 CALLS = ("init", "log", "finish")
 
@@ -65,20 +64,6 @@ def test_a_resumed_run_goes_on_under_its_id(monkeypatch):
     assert stub.settings["id"] == "run3" and stub.settings["resume"] == "allow" and stub.settings["mode"] == "online"
 
 
-EARLIER = [({"loss": 3.0}, 1), ({"loss": 2.0}, 2)]
-
-
-@pytest.mark.parametrize(("mode", "drawn"), [("cloud", [3]), ("local", [1, 2, 3]), ("offline", [1, 2, 3])])
-def test_a_resumed_run_that_cannot_be_continued_begins_with_the_points_before(monkeypatch, mode, drawn):
-    stub = Stub()
-    monkeypatch.setitem(sys.modules, "swanlab", stub)
-    tracker = Tracker("project", "name", mode, {}, run_id="run3", last_step=2, earlier=EARLIER)
-    tracker.log({"loss": 2.0}, 2)  # reported again after the resume
-    tracker.log({"loss": 1.0}, 3)
-    tracker.finish()
-    assert [step for step, _ in stub.points] == drawn
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_a_failure_is_one_warning(monkeypatch, capsys, call):
     tracker = track(monkeypatch, Stub(fail=call))
@@ -117,22 +102,12 @@ def test_a_run_that_cannot_be_continued_gives_way_to_a_new_one(monkeypatch, caps
 
     stub = Deleted()
     monkeypatch.setitem(sys.modules, "swanlab", stub)
-    tracker = Tracker("project", "name", "cloud", {}, run_id="run3", last_step=4, earlier=[({"loss": 2.0}, 4)])
+    tracker = Tracker("project", "name", "cloud", {}, run_id="run3", last_step=4)
     tracker.log({"loss": 1.0}, 4)
     tracker.log({"loss": 1.0}, 5)
     tracker.finish()
-    assert tracker.id == "run7" and [step for step, _ in stub.points] == [4, 5]
+    assert tracker.id == "run7" and [step for step, _ in stub.points] == [5]
     assert capsys.readouterr().err.count("warning: SwanLab cannot continue run run3 (run3 was deleted)") == 1
-
-
-def test_the_points_before_come_from_the_metrics_file(tmp_path):
-    path = tmp_path / "a_metrics.jsonl"
-    records = [{"update": n, "seconds": 1.0, "loss": 4.0 - n, "expert_load": [0.5, 0.5]} for n in (1, 2, 3)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"cut off')
-    point = {"expert_load/0": 0.5, "expert_load/1": 0.5}
-    assert earlier_points(path, 2) == [({**point, "loss": 3.0}, 1), ({**point, "loss": 2.0}, 2)]
-    path.write_text("damaged\n")
-    assert earlier_points(path, 2) == earlier_points(tmp_path / "none.jsonl", 2) == []
 
 
 STUB = """

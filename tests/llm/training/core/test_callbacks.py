@@ -56,9 +56,7 @@ class FakeEngine:
         self.config = SimpleNamespace(to_args=lambda: args)
         self.is_main_process = rank == 0
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99))
-        self.state = SimpleNamespace(
-            args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, records=None, shown=()
-        )
+        self.state = SimpleNamespace(args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, shown=())
         self.state.optimizer = optimizer
         self.run_name, self.scheduler, self.checkpoint_manager = "task_16", None, None
         self.lines, self._reason = [], None
