@@ -23,7 +23,7 @@ from trainer.components.distributed import gather, is_main_process, reduce_sum, 
 from trainer.components.meter import Size
 from trainer.components.optimizer import set_learning_rate, should_step
 from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
-from trainer.components.saving import interrupted, save_and_stop, save_best_weights, save_checkpoint
+from trainer.components.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.components.state import Batch, TrainState
 from trainer.components.tracker import drawable
 
@@ -125,7 +125,9 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     losses = losses * math.nan if is_empty else losses
-    add_to_mean_loss(state, losses)
+    loss = losses[:2].sum()
+    sums = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
+    state.losses += torch.where(torch.isfinite(loss), sums, 0.0)  # for the means over the updates since the last record
     return losses, grad_norm
 
 
@@ -184,14 +186,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return batch | {k: v.to(device, non_blocking=True) for k, v in batch.items() if isinstance(v, Tensor)}
-
-
-def add_to_mean_loss(state: TrainState, losses: Tensor) -> None:
-    """Add the update to the means over the updates since the last log point, on the device; not if its loss is not
-    finite."""
-    loss = losses[:2].sum()
-    sums = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
-    state.losses += torch.where(torch.isfinite(loss), sums, 0.0)
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------
@@ -254,13 +248,16 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
     """
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        held_out = validate(state)
-        if held_out is None:
+        run = partial(evaluate, state, state.eval_loader)
+        for hook in reversed(state.hooks):  # what they do before and after
+            run = partial(hook.validate, state, run)
+        held_out = run()
+        if held_out is None:  # a signal interrupted it
             raise interrupted(state)
         record |= held_out
         is_best = state.is_best(held_out)
         if is_best:
-            save_best_weights(state)
+            write_weights(state, f"{state.args.save_weight}_best")
         for hook in state.hooks:
             hook.validation_end(state, held_out, is_best)
     iters = record.pop("iters")
@@ -275,14 +272,6 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
 
 
 # --- held-out data ---------------------------------------------------------------------------------------------------
-
-
-def validate(state: TrainState) -> dict[str, float | None] | None:
-    """Evaluate the held-out data, within what the hooks do before and after; None if a signal interrupted it."""
-    run = partial(evaluate, state, state.eval_loader or [])
-    for hook in reversed(state.hooks):
-        run = partial(hook.validate, state, run)
-    return run()
 
 
 @torch.no_grad()
@@ -310,11 +299,8 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
             sums[name] = sums.get(name, 0.0) + float(value)
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
-    for module in (
-        model.modules() if is_sharded(model) else ()
-    ):  # what the forward pass gathered may be of other weights
-        if is_sharded(module):
-            cast(Any, module).reshard()
+    for module in filter(is_sharded, model.modules()):  # what the forward pass gathered may be of other weights
+        cast(Any, module).reshard()
     names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
     host = torch.tensor([*(sums.get(name, 0.0) for name in names), targets, text_bytes, stop], dtype=torch.float64)
     *totals, all_targets, all_bytes, any_stop = reduce_sum(host).tolist()

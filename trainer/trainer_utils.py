@@ -19,7 +19,7 @@ from common.locks import lock_output
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.components.bad_updates import BadUpdates
-from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.components.compiling import compiles
 from trainer.components.data import (
     StageData,
@@ -28,7 +28,7 @@ from trainer.components.data import (
     epoch_samples,
     held_out_loader,
     source_of,
-    train_loader,
+    train_loader,  # noqa: F401
 )
 from trainer.components.device import (
     describe_device,
@@ -37,18 +37,18 @@ from trainer.components.device import (
     select_device,
     use_deterministic_kernels,
 )
-from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group
+from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
 from trainer.components.flops import peak_rate
 from trainer.components.language_model import (
     SHAPE,
     check_tokenizer,
     describe_size,
     model_config,
-    next_token_loss,
-    target_log_probs,
-    target_logits,
+    next_token_loss,  # noqa: F401
+    target_log_probs,  # noqa: F401
+    target_logits,  # noqa: F401
 )
-from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch
+from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
 from trainer.components.model_files import described_config, load_weights, missing_weights, read_model
 from trainer.components.parallel import freeze, wrap_model
 from trainer.components.resume import (
@@ -68,38 +68,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-
-__all__ = [
-    "Logger",
-    "SkipBatchSampler",
-    "begin_run",
-    "compile_and_wrap",
-    "device_and_precision",
-    "epoch_loader",
-    "eval_loader",
-    "get_lr",
-    "identify_run",
-    "init_distributed_mode",
-    "init_model",
-    "is_main_process",
-    "leave_process_group",
-    "lm_checkpoint",
-    "load_tokenizer",
-    "model_config",
-    "next_token_loss",
-    "read_settings",
-    "setup_seed",
-    "start_model_config",
-    "start_shape",
-    "start_weights",
-    "steps_per_epoch",
-    "take_over",
-    "target_log_probs",
-    "target_logits",
-    "train_loader",
-    "warmup_cosine",
-]
-
 
 A = TypeVar("A", bound=StageArgs)
 

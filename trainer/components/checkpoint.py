@@ -268,7 +268,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         one of UNREADABLE: it is missing, damaged or something else.
     """
-    state = read_folder(path) if path.is_dir() else read_file(path)
+    state = read_state_folder(path) if path.is_dir() else read_file(path)
     if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
         raise ValueError("it is not a state to resume from")
     return state
@@ -352,7 +352,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_state_folder(folder: Path) -> dict[str, Any]:
     """The state in a folder, with whole tensors; every byte is checked.
 
     Raises:

@@ -5,8 +5,6 @@ import glob
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from common.errors import UserError, reason, warn
 from common.settings import StageArgs
 from trainer.components.distributed import is_main_process
 from trainer.components.run_files import is_state, resume_path, run_name
-from trainer.components.state import Hooks, TrainState
+from trainer.components.state import Hooks, TrainState, monitored
 from trainer.components.tracker import drawable
 
 
@@ -32,18 +30,6 @@ def hooks_of_settings(args: StageArgs) -> list[Hooks]:
         folder = Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard")
         hooks.append(TensorBoardCurves(folder / run_name(args.save_weight, args)))
     return hooks
-
-
-def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
-    """The value of a held-out metric; `who` monitors it.
-
-    Raises:
-        UserError: validation does not report it.
-    """
-    if monitor not in metrics:
-        there = ", ".join(sorted(metrics)) or "nothing"
-        raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
-    return metrics[monitor]
 
 
 class Patience(Hooks):
@@ -187,23 +173,18 @@ class TensorBoardCurves(Hooks):
 
     def write(self, record: dict[str, Any], resumed_update: int | None) -> None:
         """Add the points of a record. resumed_update: the last one reported before the resume; None in a new run."""
-        with self._writing():
+        try:
             if self.log is None:
                 self.log = self._open(0 if resumed_update is None else resumed_update + 1)
             for name, value in drawable(record, leave_out=("update",)).items():
                 self.log.add_scalar(name, value, record["update"])
             self.log.flush()  # so that a kill loses no point of an update that a resume continues from
+        except OSError as error:
+            why = f"{self.log_dir} cannot be written ({error.strerror or error})"
+            raise UserError(f"TensorBoard: {why}; make room or give another folder, then resume") from error
 
     def _open(self, first_update: int) -> Any:
         # event files are read in the order of their names, which start with the second of their creation
         seconds = [path.name.split(".")[3] for path in self.log_dir.glob("events.out.tfevents.[0-9]*.*")]
         time.sleep(min(max(0.0, int(max(seconds, default=0)) + 1 - time.time()), 1.0))
         return self.writer_class(str(self.log_dir), purge_step=first_update)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            why = f"{self.log_dir} cannot be written ({error.strerror or error})"
-            raise UserError(f"TensorBoard: {why}; make room or give another folder, then resume") from error

@@ -31,63 +31,40 @@ from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 
 
-def open_metrics(state: TrainState) -> MetricsLog | None:
-    """The metrics file, on rank 0; a resumed run keeps the records up to its checkpoint."""
-    if not is_main_process():
-        return None
-    path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.args))
-    shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
-    return MetricsLog(path, state.resumed_update, shown)
-
-
 def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
-    """Move the checkpoints, metrics and best weights of an earlier run of this name into a folder `earlier_<n>` beside
-    them, and keep its weights there: a forgotten --from_resume 1 loses nothing, and a new run never continues an old
-    one's files. Weights that the new run starts from stay where they are, too.
+    """Move the checkpoints, metrics and weights of an earlier run of this name into a folder `earlier_<n>` beside them:
+    a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files. Weights that the new
+    run starts from stay where they are, too.
 
     Raises:
         UserError: the disk is full ...
     """
-    run, best = (run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
+    run, best = (run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
     old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if is_state(run, path.name)]
+    weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
+    weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
+    weights = [path for path in weights if path.is_file()]
     metrics, start = metrics_path(out, run), start_path(out, args.from_weight, lm_config)
-    old_best = [out / f"{best}.pth", out / f"{best}.json", *(out / best).glob("adapter_*")]
-    weights = [out / f"{run}.pth", out / f"{run}.json", *(out / run).glob("adapter_*"), *old_best]
-    old_files = [path for path in weights if path.is_file() and not _is_kept(path, out)]
-    if old_states or old_files:  # else it ended before it saved anything
-        old_files += [metrics] if metrics.is_file() else []
+    if not (old_states or weights):  # it ended before it saved anything
+        return
+    # states last: a run killed before that finds the rest and sets it aside again
+    files = [(out, metrics)] * metrics.is_file() + [(out, path) for path in weights]
+    files += [(states, path) for path in old_states]
     taken = [re.fullmatch(r"earlier_(\d+)", path.name) for folder in (states, out) for path in folder.glob("earlier_*")]
     name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
-    places = [folder / name for folder, files in ((states, old_states), (out, old_files)) if files]
     try:
-        for place in places:
-            place.mkdir(exist_ok=True)
-        for path in old_files:  # a second name: other ranks may still read weights
-            kept = out / name / path.relative_to(out)
-            kept.parent.mkdir(exist_ok=True)
-            link(path, kept)
-            sync_folder(kept.parent)
-        for place in places:
-            sync_folder(place)
-        for path in old_states:  # after all else is kept: a run killed here finds the rest and sets it aside again
-            os.replace(path, states / name / path.name)
-        for path in (metrics, *old_best):
-            if not same_file(start, path):
-                path.unlink(missing_ok=True)
-        for folder in filter(Path.is_dir, {states, out, *places}):
-            sync_folder(folder)
+        for folder, path in files:
+            kept = folder / name / path.relative_to(folder)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            link(path, kept) if same_file(start, path) else os.replace(path, kept)
+            for changed in {kept.parent, folder / name, path.parent, folder}:
+                sync_folder(changed)
     except OSError as error:
         raise write_error(out / name, error) from error
-    if places:
-        text = f"a run named {run} was here; its files are kept in {' and '.join(map(str, dict.fromkeys(places)))}"
-        Logger(text + " (--from_resume 1 would have continued it)" * bool(old_states))
-
-
-def _is_kept(path: Path, out: Path) -> bool:
-    """Whether this very file of `out` is in one of the folders `earlier_<n>`."""
-    same_name = out.glob(f"earlier_*/{glob.escape(str(path.relative_to(out)))}")
-    return any(os.path.samefile(path, kept) for kept in same_name)
+    places = dict.fromkeys(str(folder / name) for folder, _ in files)
+    text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
+    Logger(text + " (--from_resume 1 would have continued it)" * bool(old_states))
 
 
 def save_checkpoint(state: TrainState, wandb=None) -> None:
@@ -124,20 +101,6 @@ def description(state: TrainState) -> Description:
     return {"stage": stage, "from_weight": parent} | position | {"data": data, "code": state.code}
 
 
-def save_best_weights(state: TrainState) -> None:
-    """Write the weights of this update as `<save_weight>_best`, in the background."""
-    write_weights(state, f"{state.args.save_weight}_best")
-
-
-def save_final_weights(state: TrainState) -> None:
-    """Write the weights at the end of training, and wait for the disk."""
-    if state.save_due:
-        save_checkpoint(state)
-    path = write_weights(state, state.args.save_weight)
-    state.writer.wait()
-    Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
-
-
 def save_and_stop(state: TrainState, wandb=None) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
     state.expert_load.read(unwrap(state.model))
@@ -167,11 +130,18 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     if state.resumed_update is None and is_main_process():
         set_earlier_run_aside(state.args, state.lm_config)
-    state.metrics = open_metrics(state)
+    if is_main_process():
+        path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.args))
+        shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
+        state.metrics = MetricsLog(path, state.resumed_update, shown)
     try:
         state.stop.defer = True
         yield
-        save_final_weights(state)
+        if state.save_due:
+            save_checkpoint(state)
+        path = write_weights(state, state.args.save_weight)
+        state.writer.wait()
+        Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
         tracker_timeout = None
     finally:
         state.stop.defer = False

@@ -33,6 +33,18 @@ Schedule = Callable[[int, int, StageArgs], float | None]
 SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "save_due")
 
 
+def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
+    """The value of a held-out metric; `who` monitors it.
+
+    Raises:
+        UserError: validation does not report it.
+    """
+    if monitor not in metrics:
+        there = ", ".join(sorted(metrics)) or "nothing"
+        raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
+    return metrics[monitor]
+
+
 class Hooks:
     """No-op base of what takes part in a run, such as rollouts, early stopping or the engine with its callbacks: the
     loop calls each method of each one in `state.hooks`, on every rank, in the order in docs/dev/ARCHITECTURE.md."""
@@ -160,12 +172,8 @@ class TrainState:
             UserError: there is no such metric.
         """
         name, mode = self.monitor
-        if name not in metrics:
-            raise UserError(f"--monitor {name}: validation gives no such metric, only {', '.join(sorted(metrics))}")
-        if metrics[name] is None:
-            return False
-        value = metrics[name] if mode == "min" else -metrics[name]
-        if value >= self.best_eval:
+        value = monitored("--monitor", name, metrics)
+        if value is None or (value := value if mode == "min" else -value) >= self.best_eval:
             return False
         self.best_eval, self.eval_data = value, held_out_fingerprint(self.eval_loader)
         return True

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from common.errors import UserError
 from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, Engine, State
-from trainer.components.run_hooks import Patience, TensorBoardCurves, monitored
+from trainer.components.run_hooks import Patience, TensorBoardCurves
+from trainer.components.state import monitored
 from trainer.components.tracker import MODES, Tracker, drawable
 
 __all__ = [

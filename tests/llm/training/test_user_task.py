@@ -297,7 +297,7 @@ def broken(home) -> Path:
         (
             TASK,
             ["--monitor", "eval_f1"],
-            "--monitor eval_f1: validation gives no such metric, only eval_accuracy, eval_loss",
+            "--monitor: validation gives no 'eval_f1' to monitor; it gives eval_accuracy, eval_loss",
         ),
         (TASK, ["--set", "batch_size=3"], "--set batch_size is a built-in setting, in section training"),
         (TASK, ["--batchsize", "3"], "--batchsize is unknown; did you mean --batch_size"),

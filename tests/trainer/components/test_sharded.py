@@ -27,7 +27,7 @@ from trainer.components.checkpoint import (
     UNREADABLE,
     file_digest,
     read_file,
-    read_folder,
+    read_state_folder,
     shard_like,
     snapshot,
     write_file,
@@ -150,21 +150,21 @@ def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
     for damage in (bytes(content), bytes(content[:-100]), None):
         shard.write_bytes(damage) if damage is not None else shard.unlink()
         with pytest.raises(UNREADABLE):
-            read_folder(folder)
+            read_state_folder(folder)
     assert state_of(tmp_path)["update"] < state_of(whole)["update"]
     assert f"warning: damaged checkpoint {folder}" in capsys.readouterr().err
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     (folder / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
     with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
-        read_folder(folder)
+        read_state_folder(folder)
     rest = read_file(folder / REST)
     for digests in (None, {}):  # as somebody who means harm
         rest = {key: value for key, value in rest.items() if key != DIGESTS}
         rest |= {DIGESTS: digests} if digests is not None else {}
         atomic_write(folder / REST, lambda file, rest=rest: write_file(rest, file))
         with pytest.raises(UNREADABLE, match=DIGESTS if digests is None else "does not belong in a checkpoint"):
-            read_folder(folder)
+            read_state_folder(folder)
     assert not (tmp_path / "harm").exists()
 
 
@@ -200,7 +200,7 @@ def test_a_flipped_bit_of_the_list_of_tensors_is_noticed(whole, tmp_path, reques
         damaged[bit // 8] ^= 1 << bit % 8
         (folder / ".metadata").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"the digest of \.metadata is wrong"):
-            read_folder(folder)
+            read_state_folder(folder)
     assert bit > 10_000 and not parsed
 
 
