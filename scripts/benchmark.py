@@ -116,7 +116,7 @@ class Block(NamedTuple):
     wait: float  # seconds of these spent waiting for the loader
     tokens: float
     flops: float
-    samples: int
+    samples: float
 
     @property
     def rate(self) -> float:
@@ -191,7 +191,8 @@ class Ours:
                 raise UserError("--data_path holds too few samples; use fewer --updates or a smaller --batch_size")
             loss = self.update(window, meter)
         float(loss)  # waits for the device
-        return Block(time.perf_counter() - meter.mark["clock"], meter.wait, meter.tokens, meter.flops, meter.samples)
+        seconds, counts = time.perf_counter() - meter.begin, meter.counts
+        return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
 
 
 def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:

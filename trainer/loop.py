@@ -99,7 +99,7 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
-    set_learning_rate(optimizer, state.learning_rate(state.update + 1))
+    set_learning_rate(optimizer, state.schedule(state.update + 1, state.total_updates, args))
     is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)
     sums = torch.zeros_like(state.losses)

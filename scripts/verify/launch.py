@@ -25,7 +25,7 @@ from trainer import (
     train_pretrain,
 )
 from trainer.components.adapters import WEIGHTS as ADAPTER
-from trainer.components.checkpoint import UNREADABLE, newest_first, read_state
+from trainer.components.checkpoint import UNREADABLE, places, read_state
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
 
 STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
@@ -74,7 +74,7 @@ class Run:
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
-        for path in newest_first(self.checkpoint):
+        for path in places(self.checkpoint):
             with suppress(*UNREADABLE):
                 return read_state(path)["update"]
         return None

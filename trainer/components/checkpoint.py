@@ -96,13 +96,13 @@ def read_file(path: Path) -> Any:
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    content = _load(path, is_whole=comment.startswith(DIGEST_MARK))
+    content = _load_file(path, is_whole=comment.startswith(DIGEST_MARK))
     if isinstance(content, dict) and FORMAT in content and not comment.startswith(DIGEST_MARK):
         raise zipfile.BadZipFile("its digest is missing")
     return content
 
 
-def _load(path: Path, is_whole: bool) -> Any:
+def _load_file(path: Path, is_whole: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (MemoryError, RuntimeError) as error:
@@ -174,38 +174,26 @@ def snapshot(value: Any, copies: dict[int, Tensor] | None = None) -> Any:
 # --- the places of a state
 
 
-def state_paths(path: Path) -> tuple[Path, Path]:
-    """The two forms of a state: the file `<name>.pth`, or the folder `<name>` of an early sharded run."""
-    return path, path.with_suffix("")
+def places(path: Path) -> tuple[Path, ...]:
+    """All places of a resume state: the newest, at `path`, then the previous one; each a file, or the folder of an
+    early sharded run."""
+    previous = path.with_name(f"{path.stem}_previous.pth")
+    return path, path.with_suffix(""), previous, previous.with_suffix("")
 
 
-def previous(path: Path) -> Path:
-    """The file of the state before that of the file `path`."""
-    return path.with_name(f"{path.stem}_previous.pth")
-
-
-def newest_first(path: Path) -> tuple[Path, ...]:
-    """All places of a resume state: the newest in either form, then the previous one."""
-    return *state_paths(path), *state_paths(previous(path))
-
-
-_damaged: set[Path] = set()  # states that this process found to be unreadable
-
-
-def mark_damaged(path: Path) -> None:
-    """Note that a state is unreadable: it never takes the place of the previous one."""
-    _damaged.add(path.absolute())
+_damaged: set[Path] = set()  # states that this process found to be unreadable: they never become the previous one
 
 
 def rotate(path: Path) -> None:
     """Make the state at `path`, in whichever form, the previous one, and delete what was that before."""
-    for current, spare in zip(state_paths(path), state_paths(previous(path)), strict=True):
+    file, folder, *spares = places(path)
+    for current, spare in zip((file, folder), spares, strict=True):
         if current.absolute() in _damaged:
             _damaged.remove(current.absolute())
             if current.is_dir():  # a file is replaced in one step, but not a folder
                 remove(current)
         elif current.exists():
-            for old in state_paths(previous(path)):
+            for old in spares:
                 remove(old)
             os.replace(current, spare)
 
@@ -237,7 +225,7 @@ def lm_checkpoint(
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return _load_newest(path) if resume_from is None else load_state(Path(resume_from))
+        return _load_newest(path) if resume_from is None else _load(Path(resume_from))
     if not (is_sharded(model) or is_main_process()):
         return None
     state = {
@@ -274,12 +262,8 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """The state that --resume_from names.
-
-    Raises:
-        UserError: there is none, or it is damaged or something else.
-    """
+def _load(path: Path) -> dict[str, Any]:
+    """The state that --resume_from names."""
     try:
         return read_state(path)
     except UNREADABLE as error:
@@ -290,12 +274,12 @@ def load_state(path: Path) -> dict[str, Any]:
 def _load_newest(newest: Path) -> dict[str, Any] | None:
     """The first readable state, newest first."""
     damaged = []
-    for path in filter(Path.exists, newest_first(newest)):
+    for path in filter(Path.exists, places(newest)):
         try:
             state = read_state(path)
         except UNREADABLE as error:
             damaged.append(f"{path} ({reason(error)})")
-            mark_damaged(path)
+            _damaged.add(path.absolute())
             continue
         if damaged:
             warn(f"damaged checkpoint {damaged[0]}; going back to {path}")

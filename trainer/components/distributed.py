@@ -21,8 +21,8 @@ from common.machine import available_cores
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
 MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
 # in the messages of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone: there is no exception type of its own
-SILENT = ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", *SILENT)
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+LOST += ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
 LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
 T = TypeVar("T")
 
@@ -69,13 +69,10 @@ def meet() -> None:
 
 
 def lost_rank_message(error: Exception) -> str:
-    """The error line for a failed collective: a rank that ended closes its connections, a network cut off is silent."""
-    if any(phrase in str(error) for phrase in SILENT):
-        what = "no sign of another rank for --rank_timeout seconds: its machine or the network is down, or it hangs"
-        then = "when it is back, the same commands with"
-    else:
-        what, then = "another rank ended while this one waited for it", "the reason is what that rank or torchrun says;"
-    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then} --from_resume 1 go on from the last checkpoint"
+    """The error line for a failed collective."""
+    what = "another rank ended while this one waited for it, hangs, or cannot be reached"
+    then = "the reason is what that rank or torchrun says; --from_resume 1 go on from the last checkpoint"
+    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then}"
 
 
 def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None = None) -> int:

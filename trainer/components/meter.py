@@ -32,21 +32,16 @@ class Meter:
     """
 
     def __init__(self):
-        self.wait = self.comm = self.flops = 0.0
-        self.updates = self.samples = self.tokens = 0
+        self.updates = 0
         self.launched: torch.cuda.Event | None = None  # recorded behind the last update
         self.pace = deque([(0, time.perf_counter())], maxlen=128)  # (updates, clock) at log points
         self.restart()
 
     def restart(self) -> None:
         """Begin a new interval; what passed since the last reading (saving, evaluating) was not training."""
-        self.mark = self.now()
+        self.counts, self.begin = dict.fromkeys(COUNTS, 0.0), time.perf_counter()
         if not self.updates:  # nor was what came before the first update
-            self.pace[0] = (0, self.mark["clock"])
-
-    def now(self) -> dict[str, float]:
-        """All counts, and the clock."""
-        return {name: getattr(self, name) for name in COUNTS} | {"clock": time.perf_counter()}
+            self.pace[0] = (0, self.begin)
 
     @contextmanager
     def timing(self, kind: str) -> Iterator[None]:
@@ -54,7 +49,7 @@ class Meter:
         begin = time.perf_counter()
         yield
         is_busy = self.launched is not None and not self.launched.query()
-        setattr(self, kind, getattr(self, kind) + (0.0 if is_busy else time.perf_counter() - begin))
+        self.counts[kind] += 0.0 if is_busy else time.perf_counter() - begin
 
     def fetch(self, batches: Iterable[dict], count: int) -> list[dict]:
         """The next `count` micro-batches, timed as `wait`."""
@@ -65,7 +60,7 @@ class Meter:
         """Note an update that was launched: the sizes of its micro-batches."""
         self.updates += 1
         for name in ("samples", "tokens", "flops"):
-            setattr(self, name, getattr(self, name) + sum(getattr(size, name) for size in sizes))
+            self.counts[name] += sum(getattr(size, name) for size in sizes)
         if device.type == "cuda":
             self.launched = torch.cuda.Event()
             self.launched.record()
@@ -75,10 +70,9 @@ class Meter:
         interval begins. Sync point."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        now = self.now()
-        host = torch.tensor([now[name] - self.mark[name] for name in COUNTS], dtype=torch.float64)
-        seconds = now["clock"] - self.mark["clock"]
-        self.pace.append((self.updates, now["clock"]))
+        host = torch.tensor([*self.counts.values()], dtype=torch.float64)
+        seconds = time.perf_counter() - self.begin
+        self.pace.append((self.updates, time.perf_counter()))
         self.restart()
         return dict(zip(COUNTS, reduce_sum(host).tolist(), strict=True)) | {"clock": seconds}
 

@@ -150,15 +150,6 @@ class TrainState:
         """The size of a micro-batch."""
         return self.size_fn(batch, self.lm_config)
 
-    def learning_rate(self, update: int) -> float | None:
-        """Learning rate of an update, from 1: a pure function, so there is nothing to save."""
-        return self.schedule(update, self.total_updates, self.args)
-
-    @property
-    def monitor(self) -> tuple[str, str]:
-        """The held-out metric that decides which weights are best, and whether its `min` or its `max` is."""
-        return self.args.monitor, self.args.mode
-
     def finish(self, reason: str) -> None:
         """End training after this update. To be called on all ranks, at the same update."""
         if not self.finished:
@@ -171,30 +162,26 @@ class TrainState:
         Raises:
             UserError: there is no such metric.
         """
-        name, mode = self.monitor
-        value = monitored("--monitor", name, metrics)
-        if value is None or (value := value if mode == "min" else -value) >= self.best_eval:
+        value = monitored("--monitor", self.args.monitor, metrics)
+        if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
             return False
         self.best_eval, self.eval_data = value, held_out_fingerprint(self.eval_loader)
         return True
 
-    @property
-    def samples_done(self) -> int:
-        """Samples of the current epoch that are trained, over all ranks."""
-        return min(self.run["samples"], self.step * self.args.batch_size * world_size())
-
-    @property
-    def reported_update(self) -> int:
-        """The last update whose record, if it has one, is in the metrics file."""
-        return self.update - (self.record is not None)
-
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
         hooks = self.unclaimed | {key: value for hook in self.hooks for key, value in hook.state_dict().items()}
-        parts = {"scaler": self.scaler, "bad_updates": self.bad_updates, "hooks": hooks, "code": self.code}
-        parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "monitor": self.monitor}
-        parts |= {"computing": self.computing()}
-        return {key: getattr(self, key) for key in (*SAVED, "samples_done", "run")} | parts
+        parts: dict[str, Any] = {
+            "scaler": self.scaler,
+            "bad_updates": self.bad_updates,
+            "hooks": hooks,
+            "code": self.code,
+        }
+        parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "computing": self.computing()}
+        parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
+        # samples of the epoch, over all ranks
+        parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
+        return {key: getattr(self, key) for key in SAVED} | parts
 
     def computing(self) -> dict[str, Any]:
         """What bitwise identical results need besides settings and code."""
@@ -214,25 +201,24 @@ class TrainState:
         warn_of_changes(checkpoint, self.code, self.computing())
         saved = shard_like(unwrap(self.model), checkpoint)
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
-        scales = [group.get("lr_scale") for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(saved["optimizer"])
-        for group, scale in zip(self.optimizer.param_groups, scales, strict=True):
-            if scale is not None:  # code, like the schedule: what the present code says counts
-                group["lr_scale"] = scale
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])
         self.expert_load.load_state_dict(saved["expert_load"])
-        self._restore_hooks(saved["hooks"])
+        for hook in self.hooks:
+            hook.load_state_dict(saved["hooks"])
+        claimed = {key for hook in self.hooks for key in hook.state_dict()}
+        self.unclaimed = {key: value for key, value in saved["hooks"].items() if key not in claimed}
+        if callbacks := self.unclaimed.get("callbacks"):
+            warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")
         for key in SAVED:
             setattr(self, key, saved.get(key))
-        self.resumed_update = self.reported_update
-        if tuple(saved["monitor"]) != self.monitor:
-            warn(f"the best weights are now judged by {self.monitor[0]}, which was {saved['monitor'][0]}: none yet")
-            self.best_eval = math.inf
+        self.resumed_update = self.update - (self.record is not None)
         held_out = held_out_fingerprint(self.eval_loader)
-        if None not in (held_out, self.eval_data) and held_out != self.eval_data:
-            warn("the held-out data are not those of before: the best weights are looked for anew")
+        is_other = None not in (held_out, self.eval_data) and held_out != self.eval_data
+        if is_other or tuple(saved["monitor"]) != (self.args.monitor, self.args.mode):
+            warn("the held-out data or --monitor are not those of before: the best weights are looked for anew")
             self.best_eval = math.inf
         sums = saved["loss_sum"]
         self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)
@@ -247,11 +233,3 @@ class TrainState:
                 f"--extend_epochs 1: {self.run['epochs']} epochs instead of {saved['run']['epochs']}, with a learning "
                 "rate schedule that spans all of them: the result is not that of a run of so many from the start"
             )
-
-    def _restore_hooks(self, saved: dict[str, Any]) -> None:
-        for hook in self.hooks:
-            hook.load_state_dict(saved)
-        claimed = {key for hook in self.hooks for key in hook.state_dict()}
-        self.unclaimed = {key: value for key, value in saved.items() if key not in claimed}
-        if callbacks := self.unclaimed.get("callbacks"):
-            warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")

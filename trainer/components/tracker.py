@@ -62,7 +62,7 @@ class Tracker:
         try:
             import swanlab
 
-            run = self._start(swanlab, settings)
+            run = swanlab.init(**settings)
             self.id = getattr(run, "id", None)
             self._ready.set()
             while (item := self._queue.get()) is not None:
@@ -74,17 +74,6 @@ class Tracker:
             warn(f"SwanLab stopped ({why}); training goes on, the metrics file is complete")
         finally:
             self._ready.set()
-
-    def _start(self, swanlab: Any, settings: dict[str, Any]) -> Any:
-        """The run; a new one if the earlier one cannot be continued (deleted, another account)."""
-        try:
-            return swanlab.init(**settings)
-        except Exception as error:
-            if "id" not in settings:
-                raise
-            run = swanlab.init(**{key: value for key, value in settings.items() if key not in ("id", "resume")})
-            warn(f"SwanLab cannot continue run {settings['id']} ({reason(error)}); the curves go on in a new run")
-            return run
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Queue the points of update `step`; never waits. An update is drawn at most once."""

@@ -65,7 +65,7 @@ def test_each_kind_of_time_is_noted_and_saving_is_not_training(clock):
     clock.now += 1.0
     record = read_meter(state)
     assert record["tokens_per_second"] == pytest.approx(20.0) and record["data_wait"] == 0 and record["tokens"] == 180
-    assert (meter.updates, meter.samples, meter.flops) == (5, 24, 8000.0)
+    assert meter.updates == 5 and not any(meter.counts.values())
 
 
 @pytest.mark.parametrize("pause", [0.0, 30.0])

@@ -418,7 +418,7 @@ def test_other_held_out_data_have_a_best_of_their_own(corpus, tmp_path):
     torch.save({key: value for key, value in state.items() if key != FORMAT} | {"best_eval": 0.1}, path)
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the river walks"}])
     resumed = [*flags(corpus, tmp_path, "pretrain", **settings, from_resume=1), "--eval_data_path", other]
-    told = "the held-out data are not those of before: the best weights are looked for anew"
+    told = "the held-out data or --monitor are not those of before: the best weights are looked for anew"
     assert told in run("pretrain", resumed).err
     last = saved_state(tmp_path)
     assert last["eval_data"] != state["eval_data"] and 1 < last["best_eval"] < 20

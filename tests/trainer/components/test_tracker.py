@@ -93,23 +93,6 @@ def test_a_hanging_tracker_holds_nobody_up(monkeypatch, capsys, call):
     assert "did not finish" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_be_continued_gives_way_to_a_new_one(monkeypatch, capsys):
-    class Deleted(Stub):
-        def init(self, **settings):
-            if "id" in settings:
-                raise RuntimeError("run3 was deleted")
-            return super().init(**settings)
-
-    stub = Deleted()
-    monkeypatch.setitem(sys.modules, "swanlab", stub)
-    tracker = Tracker("project", "name", "cloud", {}, run_id="run3", last_step=4)
-    tracker.log({"loss": 1.0}, 4)
-    tracker.log({"loss": 1.0}, 5)
-    tracker.finish()
-    assert tracker.id == "run7" and [step for step, _ in stub.points] == [5]
-    assert capsys.readouterr().err.count("warning: SwanLab cannot continue run run3 (run3 was deleted)") == 1
-
-
 STUB = """
 import types, time
 from trainer.components import tracker
