@@ -83,7 +83,9 @@ def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
     assert [rank.wait(RANK_TIMEOUT + 30) for rank in ranks] == [2, 2]
     assert time.monotonic() - begin > RANK_TIMEOUT - 1  # it was the time-out that told, not the system
     for number, rank in enumerate(ranks):
-        assert rank.error_lines[-1].startswith(f"error: rank {number}: another rank ended while this one waited for it, hangs")
+        assert rank.error_lines[-1].startswith(
+            f"error: rank {number}: another rank ended while this one waited for it, hangs"
+        )
         assert "--from_resume 1 go on" in rank.error_lines[-1] and "Traceback" not in rank.err
     done = saved_state(tmp_path)["update"]
     assert 5 <= done < 120

@@ -8,8 +8,6 @@ import resource
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -17,7 +15,6 @@ from common.errors import UserError, warn
 from common.launcher import launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # its values with reproducible products
 
 
@@ -34,8 +31,6 @@ def select_device(device: str) -> torch.device:
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"
-        if device == "cpu" and NVIDIA_DRIVER.exists():
-            warn_of_unused_gpu()
     try:
         chosen = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
     except RuntimeError:
@@ -51,14 +46,6 @@ def select_device(device: str) -> torch.device:
     if not alone and (chosen.type == "mps" or ":" in device):
         raise UserError(f"--device {device} cannot be shared by several processes; with auto each takes its own")
     return chosen
-
-
-@cache
-def warn_of_unused_gpu() -> None:
-    """Warn, once, that torch cannot use this machine's GPU."""
-    is_cpu_build = torch.version.cuda is None
-    what = "install a CUDA build of torch" if is_cpu_build else "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-    warn(f"--device auto: there is an NVIDIA GPU, but this torch cannot use it ({what}); this process runs on the CPU")
 
 
 def use_deterministic_kernels(enabled: bool) -> None:

@@ -45,19 +45,6 @@ def test_alone_any_gpu_can_be_named(two_gpus):
         select_device("cuda:2")
 
 
-@pytest.mark.parametrize(("cuda_build", "advice"), [(None, "install a CUDA build of torch"), ("13.0", "nvidia-smi")])
-def test_a_gpu_that_torch_cannot_use_is_a_warning(cuda_build, advice, monkeypatch, tmp_path, capsys):
-    driver = tmp_path / "version"
-    driver.touch()
-    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda_build)
-    device_module.warn_of_unused_gpu.cache_clear()
-    assert [select_device(name).type for name in ("cpu", "auto", "auto")] == ["cpu"] * 3
-    message = capsys.readouterr().err
-    assert message.count("warning:") == 1 and advice in message
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_several_processes_take_one_gpu_each_and_all_refuse_a_named_one(two_gpus, rank):
     two_gpus(rank)
