@@ -1,19 +1,21 @@
 """A user's own code: classes and functions of modules that are named on the command line, and calls of it."""
 
-import importlib
+import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from common.errors import Interrupted, UserError, reason
 
 
 def import_named(flag: str, name: str) -> Any:
-    """What `package.module:Name` names, given to `flag`. An exception raised inside the module keeps its traceback.
+    """What `package.module:Name` or `path/file.py:Name` names, given to `flag`. An exception raised inside the module
+    keeps its traceback.
 
     Raises:
         UserError: there is no such module, its syntax is wrong, or it has no such name.
@@ -22,7 +24,7 @@ def import_named(flag: str, name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
     try:
-        imported = importlib.import_module(module)
+        imported = _import_file(module) if module.endswith(".py") else importlib.import_module(module)
     except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
@@ -34,6 +36,22 @@ def import_named(flag: str, name: str) -> Any:
     if not hasattr(imported, class_name):
         raise UserError(f"{flag} {name}: {getattr(imported, '__file__', module)} has no {class_name!r}")
     return getattr(imported, class_name)
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module in a file, under its path as its name; what lies beside it can be imported, too."""
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, os.path.expanduser(path))
+        if not os.path.isfile(os.path.expanduser(path)) or spec is None or spec.loader is None:
+            raise ModuleNotFoundError("no such file", name=path)
+        sys.path.insert(0, str(Path(path).expanduser().resolve().parent))
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[path])
+        except BaseException:
+            del sys.modules[path]
+            raise
+    return sys.modules[path]
 
 
 def source_files(name: str) -> list[Path]:

@@ -21,6 +21,12 @@ T = TypeVar("T")
 Switch = bool | Literal["auto"]  # auto: the program decides
 
 
+def data_file(*names: str) -> str:
+    """The first of these files of dataset/ that is there, else the first of them."""
+    paths = [str(ROOT / "dataset" / name) for name in names]
+    return next(filter(os.path.exists, paths), paths[0])
+
+
 def setting(default: T, help: str, unit: str = "", **limits: Any) -> T:
     """A field of a section; `limits` are pydantic's: ge, gt, le, lt, multiple_of."""
     return cast(T, field(default=default, metadata={"help": help, "unit": unit, "limits": limits}))

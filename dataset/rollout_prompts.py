@@ -1,8 +1,9 @@
 """Prompts of reinforcement learning: conversations for which the model writes the next turn.
 
 A record is a conversation, whose last turn, if the assistant speaks it, is the reference answer and no part of the
-prompt; or {"prompt": text or messages, "answer": reference}, beside it "system" and "tools". Without a reference answer
-the reward must do without one. Every other field is left for the reward, which receives the record as it is.
+prompt, unless it is blank or MiniMind's placeholder for that; or {"prompt": text or messages, "answer": reference},
+beside it "system" and "tools". MiniMind's "gt", a list, is a reference, too. Without a reference answer the reward must
+do without one. Every other field is left for the reward, which receives the record as it is.
 
 Prompts are held in memory with their records: there are few of them, compared with the texts that are written to them.
 """
@@ -27,6 +28,9 @@ from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+NO_ANSWER = ("", "无")  # what stands in MiniMind's data where the model is to write
 
 
 class RolloutPrompt(NamedTuple):
@@ -133,6 +137,8 @@ class PromptDataset(Dataset):
 def to_prompt(record: dict) -> tuple[Chat, Any]:
     """The conversation before the turn to be written, and the reference answer or None. Raises BadRecord."""
     answer = record.get("answer")
+    if answer is None and (answer := record.get("gt")) and isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
     if record.get("prompt") is not None:
         prompt = record["prompt"]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -143,7 +149,7 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
     last = chat.messages[-1]
     if last["role"] == "assistant":
         chat = chat._replace(messages=chat.messages[:-1])
-        answer = last["content"] if answer is None else answer
+        answer = last["content"] if answer is None and last["content"].strip() not in NO_ANSWER else answer
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")
     return chat, answer

@@ -69,7 +69,7 @@ MADE = {"out/", "checkpoints/"}  # by the runs
 FOLDERS = r"\.ci|\.github|common|dataset|docs|llm|model|scripts|tests|trainer"  # whose files are looked for by name
 ENDINGS = "py|sh|md|json|jinja|yaml|yml|png"
 GENERATED = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")
-USERS_OWN = {"dataset/pretrain_hq.jsonl", "dataset/sft_mini_512.jsonl"}  # what --data_path names by default
+USERS_OWN = {"dataset/pretrain_t2t_mini.jsonl", "dataset/sft_t2t_mini.jsonl"}  # what --data_path names by default
 # Scripts with a command line of their own: path -> module to run with -m, if it must be started that way.
 SCRIPTS = {
     "trainer/train_pretrain.py": None,

@@ -23,7 +23,7 @@ from common.settings import ROOT, setting
 from trainer import trainer_utils as utils
 from trainer.components import policy_loss
 from trainer.components.data import open_prompts
-from trainer.components.environments import load_environment
+from trainer.components.environments import check_tools, load_environment
 from trainer.components.failures import training_errors
 from trainer.components.optimizer import build_optimizer
 from trainer.components.reinforcement import ReinforcementArgs, add_rollouts
@@ -60,7 +60,10 @@ schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learni
 
 def open_data(args, tokenizer):
     """The training and held-out (or None) prompts, with the tools of the environment."""
-    return open_prompts(args, tokenizer, load_environment(args.environment).tools)
+    environment = load_environment(args.environment)
+    train_set, eval_set = open_prompts(args, tokenizer, environment.tools)
+    check_tools(environment, [*train_set.prompts, *(eval_set.prompts if eval_set else ())])
+    return train_set, eval_set
 
 
 def extend_run(state, tokenizer, train_set, eval_set):

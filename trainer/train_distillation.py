@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.settings import ROOT, setting
+from common.settings import data_file, setting
 from dataset.lm_dataset import SFTDataset
 from trainer import trainer_utils as utils
 from trainer.components import distillation
@@ -42,7 +42,7 @@ class Args(distillation.TeacherArgs):
 
     removed = {"divergence": "forward_kl", "jsd_beta": 0.5}  # noqa: RUF012 (a constant)
 
-    data_path: str | None = str(ROOT / "dataset" / "sft_mini_512.jsonl")
+    data_path: str | None = data_file("sft_t2t_mini.jsonl", "sft_mini_512.jsonl")
     save_weight: str = "full_dist"
     from_weight: str = "full_sft"
     epochs: int = 6

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.settings import ROOT, StageArgs
+from common.settings import StageArgs, data_file
 from dataset.lm_dataset import SFTDataset
 from trainer import trainer_utils as utils
 from trainer.components.data import open_datasets
@@ -37,7 +37,7 @@ class Args(StageArgs):
     """The defaults of this stage (MiniMind's; after a short pretraining a learning rate of 1e-4 to 1e-3 is better).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
 
-    data_path: str | None = str(ROOT / "dataset" / "sft_mini_512.jsonl")
+    data_path: str | None = data_file("sft_t2t_mini.jsonl", "sft_mini_512.jsonl")
     save_weight: str = "full_sft"
     from_weight: str = "pretrain"
     epochs: int = 2

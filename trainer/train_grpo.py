@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.settings import ROOT
+from common.settings import data_file
 from trainer import trainer_utils as utils
 from trainer.components.data import open_prompts
 from trainer.components.failures import training_errors
@@ -37,7 +37,7 @@ class Args(ReinforcementArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in components/reinforcement.py."""
 
-    data_path: str | None = str(ROOT / "dataset" / "rlaif-mini.jsonl")
+    data_path: str | None = data_file("rlaif.jsonl", "rlaif-mini.jsonl")
     save_weight: str = "grpo"
     from_weight: str = "full_sft"
     epochs: int = 1

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.settings import ROOT, setting
+from common.settings import data_file, setting
 from trainer import trainer_utils as utils
 from trainer.components import ppo
 from trainer.components.data import open_prompts
@@ -44,7 +44,7 @@ class Args(RolloutArgs):
         "value_clip": "cliprange_value",
     }
 
-    data_path: str | None = str(ROOT / "dataset" / "rlaif-mini.jsonl")
+    data_path: str | None = data_file("rlaif.jsonl", "rlaif-mini.jsonl")
     save_weight: str = "ppo_actor"
     from_weight: str = "full_sft"
     epochs: int = 1

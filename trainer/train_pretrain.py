@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.settings import ROOT, StageArgs
+from common.settings import StageArgs, data_file
 from dataset.lm_dataset import PretrainDataset
 from trainer import trainer_utils as utils
 from trainer.components.data import open_datasets
@@ -37,7 +37,7 @@ class Args(StageArgs):
     eight times as many updates). A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)` of common/settings.py."""
 
-    data_path: str | None = str(ROOT / "dataset" / "pretrain_hq.jsonl")
+    data_path: str | None = data_file("pretrain_t2t_mini.jsonl", "pretrain_hq.jsonl")
     save_weight: str = "pretrain"
     from_weight: str = "none"
     epochs: int = 2

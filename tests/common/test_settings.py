@@ -97,7 +97,7 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
 }
 STAGE_DEFAULTS = {
     "train_pretrain": {
-        "data_path": str(ROOT / "dataset/pretrain_hq.jsonl"),
+        "data_path": str(ROOT / "dataset/pretrain_t2t_mini.jsonl"),
         "save_weight": "pretrain",
         "from_weight": "none",
         "epochs": 2,
@@ -107,7 +107,7 @@ STAGE_DEFAULTS = {
         "max_seq_len": 340,
     },
     "train_full_sft": {
-        "data_path": str(ROOT / "dataset/sft_mini_512.jsonl"),
+        "data_path": str(ROOT / "dataset/sft_t2t_mini.jsonl"),
         "save_weight": "full_sft",
         "from_weight": "pretrain",
         "epochs": 2,

@@ -24,7 +24,11 @@ ANSWER = {"role": "assistant", "content": "2"}
         ({"conversations": [QUESTION, ANSWER]}, [QUESTION], "2"),
         ({"messages": [QUESTION]}, [QUESTION], None),
         ({"conversations": [QUESTION, ANSWER, QUESTION]}, [QUESTION, ANSWER, QUESTION], None),
-        ({"conversations": [{"from": "human", "value": "1+1=?"}], "gt": ["2"]}, [QUESTION], None),
+        ({"conversations": [{"from": "human", "value": "1+1=?"}], "gt": ["2"]}, [QUESTION], "2"),
+        ({"conversations": [QUESTION, {"role": "assistant", "content": ""}], "gt": ["2", "3"]}, [QUESTION], ["2", "3"]),
+        ({"conversations": [QUESTION, {"role": "assistant", "content": " \n"}]}, [QUESTION], None),
+        ({"conversations": [QUESTION, {"role": "assistant", "content": "无"}]}, [QUESTION], None),
+        ({"prompt": "1+1=?", "answer": "无"}, [QUESTION], "无"),
         ({"prompt": "1+1=?", "system": "Count."}, [{"role": "system", "content": "Count."}, QUESTION], None),
     ],
 )

@@ -74,7 +74,7 @@ def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
         ({"packing": 1}, "error: --packing 1 has no effect"),
         ({"parallel": "fsdp"}, "error: --parallel fsdp: completions are sampled from whole weights"),
         ({"batch_size": 40}, "error: --data_path holds 24 prompts, and an update takes 40"),
-        ({"reward": "exact_answer"}, r"rl.jsonl:\d+: reward exact_answer failed \(KeyError: .*no reference answer"),
+        ({"reward": "exact_answer"}, r"rl.jsonl:\d+: reward exact_answer failed \(ValueError: .*no reference answer"),
     ],
 )
 def test_a_mistake_is_one_line(prompts, tmp_path, settings, line):

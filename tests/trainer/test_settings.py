@@ -90,7 +90,7 @@ def test_all_of_them_are_told_at_once(corpus, tmp_path):
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
 def test_the_default_data_that_are_not_there(corpus, tmp_path, stage):
-    data = {"pretrain": "pretrain_hq.jsonl", "sft": "sft_mini_512.jsonl"}[stage]
+    data = {"pretrain": "pretrain_t2t_mini.jsonl", "sft": "sft_t2t_mini.jsonl"}[stage]
     if (ROOT / "dataset" / data).exists():
         pytest.skip("they are there")
     argv = flags(corpus, tmp_path, stage)

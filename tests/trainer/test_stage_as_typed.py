@@ -42,7 +42,7 @@ def typed(clone: Path, line: str, status: int = 0) -> StageProcess:
 @pytest.mark.parametrize("stage", ["pretrain", "full_sft"])
 def test_without_data_one_line_says_how_to_get_some(clone, stage):
     done = typed(clone, f"train_{stage}.py", status=2)
-    name = {"pretrain": "pretrain_hq", "full_sft": "sft_mini_512"}[stage]
+    name = {"pretrain": "pretrain_t2t_mini", "full_sft": "sft_t2t_mini"}[stage]
     assert re.fullmatch(
         rf"error: \S+/dataset/{name}\.jsonl: no such file; .*python -m dataset\.demo_corpus.*\n", done.err
     )
@@ -86,7 +86,7 @@ def edited(clone: Path, old: str, new: str) -> Path:
 
 Z_LOSS = """
 def loss_fn(model, batch, args):
-    logits, aux_loss = target_logits(model, batch)  # [M, V]
+    logits, aux_loss = utils.target_logits(model, batch)  # [M, V]
     loss = torch.nn.functional.cross_entropy(logits.float(), batch["targets"], reduction="sum")
     return loss + args.z_loss * logits.float().logsumexp(-1).square().sum(), aux_loss
 
@@ -99,8 +99,7 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
     another value is refused."""
     small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, save_interval=1000, eval_interval=0))
     edited(clone, "    max_seq_len: int = 768\n", "    max_seq_len: int = 768\n    z_loss: float = 0.0\n")
-    edited(clone, "    next_token_loss,\n", "    target_logits,\n")
-    script = edited(clone, "loss_fn = next_token_loss  #", "#")
+    script = edited(clone, "loss_fn = utils.next_token_loss  #", "#")
     script.write_text(script.read_text().replace("schedule = ", f"import torch\n{Z_LOSS}schedule = ", 1))
     found = {}
     for z in ("0", "1e-3"):
@@ -124,11 +123,11 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
         "    max_seq_len: int = 768\n",
         '    max_seq_len: int = 768\n    floor: float = setting(0.0, "lowest rate", ge=0)\n',
     )
-    edited(clone, "import ROOT, StageArgs\n", "import ROOT, StageArgs, setting\n")
+    edited(clone, "import StageArgs, data_file\n", "import StageArgs, data_file, setting\n")
     edited(
         clone,
-        "schedule = warmup_cosine",
-        "schedule = lambda u, total, args: max(args.floor, warmup_cosine(u, total, args))",
+        "schedule = utils.warmup_cosine",
+        "schedule = lambda u, total, args: max(args.floor, utils.warmup_cosine(u, total, args))",
     )
     small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, from_resume=1))
     assert typed(clone, f"train_full_sft.py {small} --floor -1", status=2).err.startswith(

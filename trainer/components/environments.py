@@ -7,6 +7,7 @@ its record; replies are a pure function of the record and the calls, so a resume
 import ast
 import json
 import operator
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from common.errors import UserError
 from common.plugins import import_named
 from dataset.json_records import BadRecord, check_value, kind_of
 from dataset.messages import parse_message
+from dataset.rollout_prompts import RolloutPrompt
 
 Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
 
@@ -72,6 +74,7 @@ OPERATIONS: dict[type, Any] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+SIGNS = str.maketrans("×÷−（）", "*/-()")
 MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
 
 
@@ -84,7 +87,7 @@ def calculate(expression: str) -> str:
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _value(ast.parse(expression.strip().translate(SIGNS), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an arithmetic expression") from None
     except ZeroDivisionError:
@@ -110,8 +113,9 @@ def _value(node: ast.expr) -> Fraction:
 
 
 class Calculator:
-    """A calculator: `calculate(expression)`."""
+    """A calculator: `calculate(expression)`, or `calculate_math`, as MiniMind's data name it, is the same."""
 
+    answers = ("calculate", "calculate_math")
     tools = [tool_schema("calculate", "Compute an arithmetic expression.", expression="such as 12 * (3 + 4)")]  # noqa: RUF012
 
     def __init__(self, record: dict):
@@ -123,11 +127,11 @@ class Calculator:
 
     @staticmethod
     def _answer(call: Call) -> str:
-        if call["name"] != "calculate":
+        if call["name"] not in Calculator.answers:
             return f"error: no tool named {call['name']}"
         expression = call["arguments"].get("expression")
         if not isinstance(expression, str):
-            return "error: calculate needs an expression"
+            return f"error: {call['name']} needs an expression"
         try:
             return calculate(expression)
         except ValueError as error:
@@ -135,6 +139,21 @@ class Calculator:
 
 
 SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator}
+
+
+def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]) -> None:
+    """Raise UserError where a record names a tool that the environment does not answer, if this says what it answers:
+    the model would learn from error messages."""
+    answers = getattr(environment, "answers", None)
+    if answers is None:
+        return
+    for prompt in prompts:
+        for name in (tool.get("function", tool).get("name") for tool in prompt.tools or ()):
+            if name not in answers:
+                raise UserError(
+                    f"{prompt.source}: the record names the tool {name}, but {environment.__name__} answers only "
+                    f"{' and '.join(answers)}; give --environment module:Class of your own"
+                )
 
 
 def load_environment(name: str) -> type[Environment]:

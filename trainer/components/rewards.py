@@ -46,10 +46,21 @@ def exact_answer(prompt: list[dict], completion: str, record: dict) -> float:
 
 def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
     """1 if the last number of the completion, without its thoughts, equals the last number of the reference answer."""
-    given, wanted = last_number(spoken(completion)), last_number(str(reference(record)))
-    if wanted is None:
-        raise ValueError(f"the reference answer {reference(record)!r} holds no number")
+    answer = reference(record)
+    given, wanted = last_number(spoken(completion)), last_number(str(answer))
+    if wanted is None or isinstance(answer, list):
+        raise ValueError(f"the reference answer {answer!r} is not one number; use contains_answer")
     return float(given is not None and given == wanted)
+
+
+def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
+    """The share of the texts in the reference answer (a text, or a list of them, such as MiniMind's `gt`) that occur in
+    the completion, without its thoughts; a number occurs where a number equals it."""
+    wanted, text = reference(record), spoken(completion).lower()
+    wanted = [str(part).strip().lower() for part in (wanted if isinstance(wanted, list) else [wanted])]
+    given = {number_of(found) for found in NUMBER.findall(text)}
+    hits = [number_of(part) in given if NUMBER.fullmatch(part) else part in text for part in wanted]
+    return sum(hits) / len(hits)
 
 
 def think_format(prompt: list[dict], completion: str, record: dict) -> float:
@@ -76,7 +87,7 @@ def tool_used(prompt: list[dict], completion: str, record: dict) -> float:
     return float(any(message["role"] == "tool" for message in since))
 
 
-FUNCTIONS = (exact_answer, numeric_answer, think_format, length, repetition, tool_used)
+FUNCTIONS = (exact_answer, numeric_answer, contains_answer, think_format, length, repetition, tool_used)
 SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNCTIONS}
 
 
@@ -88,16 +99,21 @@ def spoken(completion: str) -> str:
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; commas between digits separate thousands."""
     numbers = NUMBER.findall(text)
+    return number_of(numbers[-1]) if numbers else None
+
+
+def number_of(text: str) -> Decimal | None:
+    """The number that NUMBER found."""
     try:
-        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+        return Decimal(text.replace(",", ""))
     except InvalidOperation:
         return None
 
 
 def reference(record: dict) -> Any:
-    """The reference answer of a record. Raises KeyError with what to do."""
-    if record.get("answer") is None:
-        raise KeyError("the record has no reference answer; add an 'answer', or end the conversation with one")
+    """The reference answer of a record. Raises ValueError with what to do."""
+    if record.get("answer") in (None, []):
+        raise ValueError("the record has no reference answer: add one, or use --reward_model or --reward length")
     return record["answer"]
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from trainer.components.environments import Calculator, calculate, load_environment
+from dataset.rollout_prompts import RolloutPrompt
+from trainer.components.environments import Calculator, calculate, check_tools, load_environment, tool_schema
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
@@ -88,3 +89,18 @@ def test_the_calculator_replies_to_each_call():
 def test_a_mistake_is_one_line(name, line):
     with pytest.raises(UserError, match=line):
         load_environment(name)
+
+
+def test_minimind_s_name_and_signs():
+    calls = [{"name": "calculate_math", "arguments": {"expression": "（3 + 4）× 6 ÷ 2 − 1"}}]
+    assert [reply["content"] for reply in Calculator({}).reply(calls)] == ["20"]
+
+
+def test_a_tool_that_nothing_answers_is_refused():
+    """What the environment does not say it does not answer, it may answer."""
+    known, unknown = ([tool_schema(name, "")] for name in ("calculate_math", "get_current_weather"))
+    prompts = [RolloutPrompt([], [], tools, {}, 0, "rl.jsonl:7") for tools in (None, known, unknown)]
+    check_tools(Calculator, prompts[:2])
+    with pytest.raises(UserError, match=r"^rl.jsonl:7: the record names the tool get_current_weather, but Calculator"):
+        check_tools(Calculator, prompts)
+    check_tools(type("Any", (), {"tools": []}), prompts)

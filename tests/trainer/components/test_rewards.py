@@ -29,6 +29,9 @@ EXAMPLES = [
     ("repetition", "a b c a b c", {}, 3 / 4 - 1),
     ("repetition", "铃谷铃谷铃谷", {}, 2 / 4 - 1),
     ("repetition", "", {}, 0.0),
+    ("contains_answer", "<think>28</think>It is 28.0 degrees and Sunny", {"answer": ["28", "sunny", "rain", "2"]}, 0.5),
+    ("contains_answer", "The result is 9,472.", {"answer": "9472"}, 1.0),
+    ("contains_answer", "", {"answer": ["28°C"]}, 0.0),
 ]
 
 
@@ -46,6 +49,21 @@ def test_a_tool_counts_since_the_users_last_message():
         ([asked], 0.0),
     ):
         assert SHIPPED["tool_used"](prompt, "2", {}) == value
+
+
+def test_a_reward_in_a_file(tmp_path):
+    file = tmp_path / "my file.py"
+    file.write_text("import beside\ndef politeness(prompt, completion, record): return beside.word in completion")
+    (tmp_path / "beside.py").write_text("word = 'please'")
+    (reward,) = load_rewards(f"{file}:politeness=2")
+    assert (reward.name, reward.weight) == ("politeness", 2.0) and reward.function([], "please", {})
+    for spec, says in ((f"{tmp_path}/no.py:f", "no such file"), (f"{file}:rudeness", "my file.py has no 'rudeness'")):
+        with pytest.raises(UserError, match=says):
+            load_rewards(spec)
+    file = tmp_path / "wrong.py"
+    file.write_text("def politeness(:")
+    with pytest.raises(UserError, match=r"wrong.py:1: invalid syntax"):
+        load_rewards(f"{file}:politeness")
 
 
 def test_several_rewards_with_weights(tmp_path, monkeypatch):
@@ -130,7 +148,7 @@ def leave(prompt, completion, record):
     ("function", "line"),
     [
         (divide, "rl.jsonl:7: reward mine failed .ZeroDivisionError: division by zero.; the last checkpoint is intact"),
-        (SHIPPED["exact_answer"], "rl.jsonl:7: reward mine failed .KeyError: .*no reference answer"),
+        (SHIPPED["exact_answer"], "rl.jsonl:7: reward mine failed .ValueError: .*no reference answer"),
         (hang, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
         (hang_and_catch, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
         (leave, "rl.jsonl:7: reward mine failed .SystemExit: 0.; the last checkpoint is intact"),
