@@ -95,6 +95,7 @@ def draw(runs: dict[str, Records], x: str, panels: Sequence[str] = PANELS) -> An
         for number, (name, run) in enumerate(runs.items()):
             at, values = points(run, panel, x)
             style: dict[str, Any] = {"color": f"C{number % 10}", "marker": "." if len(values) < 40 else None}
+            style["linestyle"] = ("-", "--", ":")[number % 3]  # a run over another one hides it only in part
             axes.plot(at, values, label=name, **style)
         axes.set(title=panel, xlabel=x)
         axes.grid(alpha=0.3)

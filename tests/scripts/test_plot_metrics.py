@@ -44,6 +44,12 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
     assert "eval_loss" not in drawn(plot_metrics.draw({"b": runs["b"]}, "update"))  # nothing to draw
 
 
+def test_a_run_over_another_one_lets_it_show():
+    records = [{"update": i, "tokens": i, "seconds": i, "loss": 1.0} for i in range(60)]
+    lines = draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
+    assert [line.get_linestyle() for line in lines] == ["-", "--", ":"]
+
+
 def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
     figures = {"reward": 0.25, "kl": 0.5, "entropy": 1.5, "completion_length": 3.0, "samples": [{"reward": 1.0}]}
     run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
