@@ -46,7 +46,7 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
 
 def test_a_run_over_another_one_lets_it_show():
     records = [{"update": i, "tokens": i, "seconds": i, "loss": 1.0} for i in range(60)]
-    lines = draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
+    lines = plot_metrics.draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
     assert [line.get_linestyle() for line in lines] == ["-", "--", ":"]
 
 
