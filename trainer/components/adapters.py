@@ -6,6 +6,7 @@ keeps those in one tensor. Merged, such an adapter works everywhere.)
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -107,16 +108,15 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
 
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config of an adapter, and its tensors under the model's names.
+    """The config of an adapter, and its tensors under the model's names. MiniMind's file of an adapter is read, too.
 
     Raises:
         UserError: the folder is missing or damaged, the adapter is of another kind or of another model.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {CONFIG}")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        tensors = {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
+        config, tensors = _read_folder(folder) if folder.is_dir() else _read_minimind(folder)
         config["lora_alpha"] / config["r"], list(config["target_modules"])
     except (SafetensorError, ZeroDivisionError, *UNREADABLE) as error:
         raise UserError(f"adapter {folder}: it is not readable ({reason(error)})") from error
@@ -135,3 +135,19 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
         shapes = f"{name} is {given.get(name, 'missing')}, the model wants {wanted.get(name, 'none')}"
         raise UserError(f"adapter {folder} is of another model: {shapes}")
     return config, tensors
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return config, {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
+
+
+def _read_minimind(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What MiniMind's `save_lora` writes: `<layer>.lora.A.weight` and `.lora.B.weight`, whose product is not scaled."""
+    file = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = {name.removeprefix("module.").replace(".lora.", ".lora_"): value for name, value in file.items()}
+    if others := [name for name in tensors if not re.search(r"\.lora_[AB]\.weight$", name)]:
+        raise UserError(f"adapter {path}: it holds {others[0]}, which is not a tensor of an adapter")
+    rank = next((len(value) for name, value in tensors.items() if ".lora_A." in name), 0)
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    return {"r": rank, "lora_alpha": rank, "target_modules": targets}, tensors

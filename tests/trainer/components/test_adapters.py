@@ -145,3 +145,26 @@ def test_alpha_over_the_root_of_the_rank(tmp_path):
     change_config(folder, use_rslora=True)
     change = merge_adapter(base(), folder).get_parameter(name) - base().get_parameter(name)
     assert (change - 2 * usual).abs().max() <= 1e-6 < usual.abs().max()
+
+
+def test_minimind_s_file_of_an_adapter(tmp_path):
+    """In its form, of its square layers: the merged model computes what its `forward` with the adapter beside does."""
+    model, path, saved = base(), tmp_path / "lora_medical_32.pth", {}
+    ids, wanted = torch.arange(3, 11)[None], base()
+    for name, module in wanted.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features == module.out_features:
+            a, b = torch.randn(4, 32) * 0.1, torch.randn(32, 4) * 0.1
+            saved |= {f"module.{name}.lora.A.weight": a.half(), f"module.{name}.lora.B.weight": b.half()}
+            a, b = a.half().float(), b.half().float()
+            module.register_forward_hook(lambda _, x, y, a=a, b=b: y + x[0] @ a.T @ b.T)
+    torch.save(saved, path)
+    assert {name.split(".")[-4] for name in saved} == {"q_proj", "o_proj"}
+    with torch.no_grad():
+        merged, plain = merge_adapter(model, path)(ids).logits, base()(ids).logits
+        assert torch.allclose(merged, wanted(ids).logits, atol=1e-5) and not torch.allclose(merged, plain, atol=1e-3)
+    torch.save({"model.norm.weight": torch.ones(32)}, path)
+    with pytest.raises(UserError, match=r"it holds model.norm.weight, which is not a tensor of an adapter"):
+        merge_adapter(base(), path)
+    path.write_bytes(b"no")
+    with pytest.raises(UserError, match="it is not readable"):
+        merge_adapter(base(), path)
