@@ -217,7 +217,7 @@ class Decoder:
         positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
         end = min(self.length, max(row.cached for row in chosen) + width)
         hidden = self._hidden(tokens, positions, slots, slots, end)
-        read = [i for i, (row, chunk) in enumerate(zip(chosen, chunks, strict=True)) if _left(row) == len(chunk)]
+        read = [i for i, row in enumerate(chosen) if row.cached + len(chunks[i]) == len(row.tokens)]
         answers = [answer for i in read for answer in chosen[i].answers]
         of_prompt = [i for i in read for _ in chosen[i].answers]
         last = torch.tensor([len(chunks[i]) - 1 for i in of_prompt], dtype=torch.int64, device=self.device)
@@ -300,11 +300,6 @@ class Decoder:
         self._swap(row.slot, len(self.rows) - 1)
         self.rows.pop()
         row.slot = -1
-
-
-def _left(prompt: PromptRow) -> int:
-    """Tokens of a prompt that are still to be read."""
-    return len(prompt.tokens) - prompt.cached
 
 
 def generate(

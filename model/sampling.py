@@ -35,7 +35,7 @@ DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)  # of a chat, on the t
 
 def default_sampling(model: Any) -> Sampling:
     """How answers of a model are drawn unless asked otherwise: as the generation config beside its weights says
-    (`read_sampling` of trainer/components/hugging_face.py), else DEFAULTS."""
+    (`read_sampling` of trainer/components/model_import.py), else DEFAULTS."""
     return getattr(model, "sampling", DEFAULTS)
 
 

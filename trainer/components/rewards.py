@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -102,12 +102,9 @@ def last_number(text: str) -> Decimal | None:
     return number_of(numbers[-1]) if numbers else None
 
 
-def number_of(text: str) -> Decimal | None:
+def number_of(text: str) -> Decimal:
     """The number that NUMBER found."""
-    try:
-        return Decimal(text.replace(",", ""))
-    except InvalidOperation:
-        return None
+    return Decimal(text.replace(",", ""))
 
 
 def reference(record: dict) -> Any:
