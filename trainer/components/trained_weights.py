@@ -41,7 +41,9 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
         "--model", metavar="PATH", help="the model: a weights file, a checkpoint or a Hugging Face folder; or --weight"
     )
     parser.add_argument("--weight", help=f"name of the weights in --save_dir (default: {WEIGHT})")
-    parser.add_argument("--lora", metavar="PATH", help="adapter (LoRA) to merge into the model: its folder, or a file of MiniMind")
+    parser.add_argument(
+        "--lora", metavar="PATH", help="adapter (LoRA) to merge into the model: its folder, or a file of MiniMind"
+    )
     add_flags(parser, (rows[name] for name in ("save_dir", "device")[: 1 + device]))
     beside = replace(rows["tokenizer_path"], default=None)
     beside = replace(beside, help=f"{beside.help} (default: that of --model, or {ROOT / 'model'})")
