@@ -150,7 +150,7 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
     if checkpoint is None or not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
         return args
     if ranks == checkpoint["world_size"] or wanted % micro_batch:
-        return args  # check_resume refuses it, with what would work
+        return args  # check_resume refuses it
     steps = wanted // micro_batch
     Logger(
         f"{ranks} ranks instead of {checkpoint['world_size']}: --accumulation_steps is now {steps}, "
@@ -169,6 +169,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     Raises:
         UserError: the checkpoint belongs to another run, or the ranks do not all see the same.
     """
+    from model.model_minimind import MiniMindConfig
+
     _check_ranks_agree(run, checkpoint)
     if checkpoint is None:
         if args.from_resume:
@@ -183,7 +185,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     aliases = aliases_of(type(args))
     saved = {aliases.get(name, name): value for name, value in saved.items()}  # a flag may have had another name
     saved = {name: value for name, value in saved.items() if args.removed.get(name, ...) != value}
-    saved = defaults | fields_before(saved, run) | saved  # what was added since: the run did what the default does
+    defaults |= {name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__.keys() & run.keys()}
+    saved = defaults | saved  # a flag or a field of the model was added since: the run did what its default does
     start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
     if same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
@@ -199,14 +202,6 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         hint += "" if is_path(args.from_weight) else ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
     return run
-
-
-def fields_before(saved: Fingerprint, run: Fingerprint) -> Fingerprint:
-    """The fields of the model's config that a saved fingerprint lacks, as they were added since: the defaults."""
-    from model.model_minimind import MiniMindConfig
-
-    own = MiniMindConfig.__annotations__.keys() & run.keys()
-    return {name: getattr(MiniMindConfig, name) for name in own - saved.keys()}
 
 
 def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
