@@ -7,7 +7,6 @@ import numpy as np
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.json_records import short
 
 COUNTS = {  # what becomes of the records of each kind of training, as the report calls it
     "documents": "documents",
@@ -26,8 +25,7 @@ COUNTS = {  # what becomes of the records of each kind of training, as the repor
 }
 TOTALS = ("records", "samples", "tokens", "targets", "target_bytes")
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
-MOST_FIELDS = 100  # of the fields that nothing reads, the most frequent ones stand in the report
-SHOWN_FIELDS = 12  # and fewer in its text
+MOST_FIELDS = 12  # of the fields that nothing reads, the most frequent ones stand in the report
 
 
 def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_length: int) -> dict:
@@ -63,15 +61,8 @@ def format_report(report: dict) -> str:
         f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",
         f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens",
     ]
-    return "\n".join(lines + _unused_lines(r["unused_fields"]))
-
-
-def _unused_lines(fields: dict[str, int]) -> list[str]:
-    """The lines of the report about fields that nothing reads."""
-    names = {name: short(name)[1:-1] if not name.isprintable() or len(name) > 40 else name for name in fields}
-    listed = ", ".join(f"{names[name]} {fields[name]:,}" for name in list(fields)[:SHOWN_FIELDS])
-    more = f", and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
-    return [f"  unused fields: {listed}{more}"] if names else []
+    fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in r["unused_fields"].items()]
+    return "\n".join(lines + ([f"  unused fields: {', '.join(fields)}"] if fields else []))
 
 
 def first_bad_record(report: dict, paths: list[str]) -> str:

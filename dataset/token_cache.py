@@ -20,38 +20,60 @@ import platform
 import shutil
 import time
 import uuid
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
+from tqdm import tqdm
 
 from common.durable_files import atomic_write, sync_folder, write_json
 from common.errors import UserError, reason, say, warn
+from common.launcher import launch
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig
-from dataset.cache_build import build_arrays
-from dataset.data_files import describe_files, expand_paths, how_read
-from dataset.report import first_bad_record, format_report, judge_bad_records, stop_at_bad_record
-from dataset.tokenizing import TokenizerSpec
+from dataset import blocks
+from dataset.blocks import Block
+from dataset.data_files import describe_files, expand_paths, how_read, iter_blocks
+from dataset.packing import pack
+from dataset.report import (
+    describe_records,
+    first_bad_record,
+    format_report,
+    judge_bad_records,
+    make_report,
+    stop_at_bad_record,
+)
+from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
+from dataset.worker_pool import in_processes
 
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
-LAYOUT_VERSION = 6  # raise it when the same samples are stored in other files, or counted in another way
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 CODE = ("formats.py", "messages.py", "json_records.py", "text_files.py", "tokenizing.py", "chat_labels.py")
-CODE += ("packing.py",)  # what makes samples of records: another cache after a change
-KEY_LENGTH = 32  # hexadecimal digits in a cache's name
+CODE += ("packing.py", "token_cache.py")  # what makes samples of records: another cache after a change
 LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
+ARRAYS = {  # what a block's samples are appended to, each in a file; for their meaning see TokenCache
+    "tokens": "",  # the smallest type that holds every id
+    "offsets": "int64",
+    "loss_mask": "bool",
+    "target_bytes": "int64",
+    "num_targets": "int64",
+    "sources": "int64",
+}
+PROGRESS = {"delay": 10, "mininterval": 10, "leave": False}  # seconds: nothing is shown of a short build
+SMALL = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
 
 
 class TokenCache:
     """An open cache: S samples of N tokens in all, as memory maps. Pickled as its path.
 
-    report: counts of records, samples, tokens, cuts and drops, and the lengths. fingerprint: SHA-256 of data, tokenizer
-    and settings.
+    report: counts of records, samples, tokens, cuts and drops, and the lengths.
     """
 
     tokens: np.ndarray  # unsigned [N]: sample i is tokens[offsets[i]:offsets[i + 1]]
@@ -67,7 +89,6 @@ class TokenCache:
         self.path, self.files = Path(path), files
         self.meta = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
         self.report: dict = self.meta["report"]
-        self.fingerprint: str = self.meta["fingerprint"]
         for name, dtype in self.meta["types"].items():
             setattr(self, name, np.memmap(self.path / f"{name}.bin", dtype, mode="r"))
         self.sources = self.sources.reshape(-1, 2)
@@ -123,12 +144,10 @@ def build_token_cache(
         hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)
-        settings |= {"code": hashlib.sha256(code).hexdigest()}
-        settings |= {"layout": LAYOUT_VERSION, "tokenizer": spec.fingerprint()}
+        settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        folder = cache_dir / key[:KEY_LENGTH]
+        folder = cache_dir / key[:32]
         if not _is_complete(folder):
-            settings |= {"fingerprint": key}
             options = (num_proc or available_cores(), on_bad_data, text_separator or "")
             _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, settings, options)
         cache = TokenCache(folder, paths)
@@ -161,28 +180,18 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
             _build(building, stamps, spec, settings, options)
-            _put_in_place(building, folder)
+            if not _is_complete(folder):  # without locks another process may have been faster
+                shutil.rmtree(folder, ignore_errors=True)  # exists but is incomplete: damaged
+                os.rename(building, folder)
+            sync_folder(folder.parent)
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _put_in_place(building: Path, folder: Path) -> None:
-    """Rename a finished cache, unless another process (on a file system without locks) was faster."""
-    if _is_complete(folder):
-        return
-    shutil.rmtree(folder, ignore_errors=True)  # exists but is incomplete: damaged
-    try:
-        os.rename(building, folder)
-    except OSError:
-        if not _is_complete(folder):
-            raise
-    sync_folder(folder.parent)
-
-
 def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple) -> None:
     begin = time.monotonic()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # see cache_build: the processes are the parallelism
-    report, types = build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], *options)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+    report, types = _build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], *options)
     changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
@@ -193,6 +202,83 @@ def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings:
     say(describe_files(list(stamps)))
     say(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
     say(format_report(report))
+
+
+def _build_arrays(
+    folder: Path,
+    paths: list[str],
+    spec: TokenizerSpec,
+    kind: str,
+    max_length: int,
+    num_proc: int,
+    on_bad_data: str,
+    text_separator: str,
+) -> tuple[dict, dict[str, str]]:
+    """Tokenise the files into `folder`: an array in NAME.bin for each array of TokenCache, and bad_records.txt. Returns
+    the report, and the type of each array. Several processes tokenise blocks, which are written in order, so the result
+    does not depend on their number, nor the memory on the size of the corpus."""
+    total = sum(os.path.getsize(path) for path in paths)
+    tokenizer = TOKENIZERS[kind](spec, max_length)  # also validates the tokenizer
+    num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
+    unread = iter_blocks(paths, text_separator)
+    counts, unused = Counter(), Counter()
+    first_bad: tuple[int, int, str] | None = None  # index of the file, line, reason
+    with ExitStack() as stack:
+        names = [name for name in ARRAYS if kind != "pretrain" or name != "loss_mask"]
+        files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in names}
+        files["offsets"].write(np.zeros(1, dtype=np.int64).data)
+        text = {"encoding": "utf-8", "errors": "backslashreplace"}
+        listed = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
+        progress = stack.enter_context(tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS))
+        if num_proc > 1 and total > SMALL:
+            results = in_processes(unread, (spec, kind, max_length), num_proc)
+        else:
+            results = ((block, tokenizer(block)) for block in unread)
+        for block, samples in stack.enter_context(closing(results)):
+            counts.update(samples.counts)
+            unused.update(samples.unused_fields)
+            if samples.bad:
+                first_bad = first_bad or (block.file, *samples.bad[0])
+                counts["skipped_bad_records"] += len(samples.bad)
+                lines = [f"{block.path}:{line}: {reason}" for line, reason in samples.bad]
+                stop_at_bad_record(lines[0], on_bad_data)
+                listed.writelines(f"{line}\n" for line in lines)
+            _write(files, block, samples, counts)
+            progress.update(block.size)
+    lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(np.min_scalar_type(max_length))
+    report = {"kind": kind, "max_length": max_length, "files": len(paths), "first_bad_record": first_bad}
+    report |= make_report(counts, unused, lengths, max_length)
+    first = first_bad_record(report, paths) if first_bad else ""
+    if not counts["samples"]:
+        where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
+        raise UserError(
+            f"{where}: none of the {counts['records']} records gives a sample with something to train on "
+            f"({describe_records(report)}{first and f'; the first bad one: {first}'}); raise --max_seq_len or check "
+            "the data with python -m dataset.show_samples"
+        )
+    types = {name: dtype for name, dtype in ARRAYS.items() if name in files} | {"tokens": tokenizer.dtype.name}
+    for name, values in zip(("row_samples", "row_offsets"), pack(lengths, max_length), strict=True):
+        types[name] = np.min_scalar_type(len(lengths)).name
+        values.astype(types[name]).tofile(folder / f"{name}.bin")
+    return report, types
+
+
+def _write(files: Mapping[str, BinaryIO], block: Block, samples: Samples, counts: Counter) -> None:
+    """Append the samples of one block, and count them."""
+    arrays = {
+        "tokens": samples.tokens,
+        "offsets": counts["tokens"] + np.cumsum(samples.lengths),
+        "loss_mask": samples.loss_mask,
+        "target_bytes": samples.target_bytes,
+        "num_targets": samples.num_targets,
+        "sources": np.stack([np.full_like(samples.lines, block.file), samples.lines], axis=1),
+    }
+    for name, file in files.items():
+        file.write(arrays[name].data)
+    counts["samples"] += len(samples.lengths)
+    counts["tokens"] += len(samples.tokens)
+    counts["targets"] += int(samples.num_targets.sum())
+    counts["target_bytes"] += int(samples.target_bytes.sum())
 
 
 def _is_complete(folder: Path) -> bool:
@@ -207,40 +293,27 @@ def _is_complete(folder: Path) -> bool:
 
 
 def file_hash(path: str, cache_dir: Path) -> str:
-    """SHA-256 of a file's content, stored in the cache folder by path, size and times of modification and change.
-
-    Only one of several ranks reads the file, and later runs do not read it again.
-    """
+    """SHA-256 of a file's content, remembered in the cache folder by path, size and times, so that later runs do not read
+    the file again."""
     known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
-    with contextlib.suppress(OSError):  # a read-only folder, a full disk: then the hash is not remembered
-        known.parent.mkdir(parents=True, exist_ok=True)
-    if digest := _remembered_hash(known, _stamp(path)):
-        return digest
-    with locked(cache_dir / "hashes" / ".lock", f"waiting for another process that reads {path}"):
-        stamp = _stamp(path)
-        if digest := _remembered_hash(known, stamp):
-            return digest
-        begin = time.time()
-        if stamp[0] > 2e9:
-            say(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to compute its hash")
-        try:
-            digest = _sha256(path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its permissions") from error
-        # A file modified just now may change again within the same time stamp, so its hash is not stored.
-        if _stamp(path) == stamp and max(stamp[1:]) < (begin - 2) * 1e9:
-            entry = json.dumps({"path": path, "stamp": stamp, "sha256": digest})
-            with contextlib.suppress(UserError):
-                atomic_write(known, lambda file: file.write(entry.encode()))
-        return digest
-
-
-def _remembered_hash(known: Path, stamp: list[int]) -> str:
+    stamp, begin = _stamp(path), time.time()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads(known.read_text(encoding="utf-8"))
         if entry["stamp"] == stamp:
             return entry["sha256"]
-    return ""
+    if stamp[0] > 2e9 and launch().local_rank == 0:
+        say(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to compute its hash")
+    try:
+        digest = _sha256(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its permissions") from error
+    # A file modified just now may change again within the same time stamp, so its hash is not stored.
+    if _stamp(path) == stamp and max(stamp[1:]) < (begin - 2) * 1e9:
+        entry = json.dumps({"path": path, "stamp": stamp, "sha256": digest}).encode()
+        with contextlib.suppress(OSError, UserError):  # a read-only folder, a full disk: then it is not remembered
+            known.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(known, lambda file: file.write(entry))
+    return digest
 
 
 def _sha256(path: str | Path) -> str:

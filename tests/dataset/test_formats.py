@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset import blocks, cache_build, formats
+from dataset import blocks, formats, token_cache
 from dataset.data_files import iter_blocks, parse_block
 from dataset.formats import Chat, known_fields, to_chat, to_text, unread_fields
 from dataset.json_records import BadRecord
@@ -319,7 +319,7 @@ def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_toke
 
 
 def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
-    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(token_cache, "SMALL", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
     records = [chat_of(USER, {**BOT, "x": 1}, **{f"k{n % 5}": 1}) for n in range(200)]
     path = write("data.jsonl", records)
@@ -331,9 +331,9 @@ def test_the_same_report_from_several_processes(write, cache_dir, other_tokenize
 def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, capsys):
     path = write("data.jsonl", [{"text": "a", **{f"x{number:03}": 1 for number in range(250)}}])
     cache = build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir)
-    assert list(cache.report["unused_fields"]) == [f"x{number:03}" for number in range(100)]
+    assert list(cache.report["unused_fields"]) == [f"x{number:03}" for number in range(12)]
     out = capsys.readouterr().out
-    assert "unused fields: x000 1, x001 1," in out and "x011 1, and 88 more\n" in out and "warning" not in out
+    assert "unused fields: x000 1, x001 1," in out and "x011 1\n" in out and "warning" not in out
 
 
 def test_a_report_without_unused_fields_says_nothing_of_them(write, cache_dir, other_tokenizer, capsys):

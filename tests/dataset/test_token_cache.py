@@ -21,7 +21,7 @@ import pytest
 from common.command_line import one_line_errors
 from common.errors import UserError
 from common.settings import ROOT
-from dataset import blocks, cache_build, show_samples, token_cache
+from dataset import blocks, show_samples, token_cache
 from dataset.token_cache import build_token_cache, file_hash
 from dataset.tokenizing import BlockTokenizer
 
@@ -55,7 +55,7 @@ import os, time
 from types import SimpleNamespace
 from tokenizers import Tokenizer
 from common.command_line import one_line_errors
-from dataset import blocks, cache_build, token_cache
+from dataset import blocks, token_cache
 from dataset.token_cache import build_token_cache
 
 tokenizer = SimpleNamespace(
@@ -67,7 +67,7 @@ tokenizer = SimpleNamespace(
 
 def slowed(seconds):
     """Code that lets a build rest after each block."""
-    return f"write = cache_build._write\ncache_build._write = lambda *args: time.sleep({seconds}) or write(*args)\n"
+    return f"write = token_cache._write\ntoken_cache._write = lambda *args: time.sleep({seconds}) or write(*args)\n"
 
 
 def start(code, **options):
@@ -101,7 +101,7 @@ def test_what_a_cache_holds(write, tokenizer, cache_dir):
     assert report["length_percentiles"]["100"] == lengths.max() and report["length_mean"] == round(lengths.mean(), 1)
     assert report["real_share_if_padded"] == round(len(cache.tokens) / (64 * len(cache)), 4)
     assert cache.source(len(cache) - 1) == f"{path}:400"
-    assert pickle.loads(pickle.dumps(cache)).fingerprint == cache.fingerprint
+    assert pickle.loads(pickle.dumps(cache)).path == cache.path
 
 
 def test_targets_per_sample_of_sft(write, tokenizer, cache_dir):
@@ -117,7 +117,7 @@ def test_a_cache_is_found_again_wherever_the_same_content_lies(write, tokenizer,
     made = (first.path / "tokens.bin").stat()
     assert "built in" in capsys.readouterr().out
     again = build_token_cache("pretrain", write("sub/b.jsonl", TEXTS), tokenizer, 64, cache_dir, on_bad_data="skip")
-    assert again.path == first.path and again.fingerprint == first.fingerprint
+    assert again.path == first.path
     assert (again.path / "tokens.bin").stat() == made
     assert again.source(0).endswith("sub/b.jsonl:1")  # the name of today, not that of the first build
     assert capsys.readouterr().out == ""
@@ -126,20 +126,20 @@ def test_a_cache_is_found_again_wherever_the_same_content_lies(write, tokenizer,
 def test_another_content_tokenizer_or_setting_is_another_cache(write, tokenizer, other_tokenizer, cache_dir):
     path = write("a.jsonl", TEXTS)
     build = build_token_cache
-    prints = {build("pretrain", path, tokenizer, 64, cache_dir).fingerprint}
-    prints.add(build("pretrain", path, tokenizer, 65, cache_dir).fingerprint)
-    prints.add(build("pretrain", path, other_tokenizer, 64, cache_dir).fingerprint)
+    prints = {build("pretrain", path, tokenizer, 64, cache_dir).path}
+    prints.add(build("pretrain", path, tokenizer, 65, cache_dir).path)
+    prints.add(build("pretrain", path, other_tokenizer, 64, cache_dir).path)
     write("a.jsonl", [*TEXTS[:-1], {"text": "changed"}])
-    prints.add(build("pretrain", path, tokenizer, 64, cache_dir).fingerprint)
+    prints.add(build("pretrain", path, tokenizer, 64, cache_dir).path)
     both = write("c.jsonl", TEXTS)
-    prints.add(build("pretrain", f"{path},{both}", tokenizer, 64, cache_dir).fingerprint)
-    prints.add(build("pretrain", f"{both},{path}", tokenizer, 64, cache_dir).fingerprint)
+    prints.add(build("pretrain", f"{path},{both}", tokenizer, 64, cache_dir).path)
+    prints.add(build("pretrain", f"{both},{path}", tokenizer, 64, cache_dir).path)
     sft = write("s.jsonl", chats(5))
-    prints.add(build("sft", sft, other_tokenizer, 64, cache_dir).fingerprint)
+    prints.add(build("sft", sft, other_tokenizer, 64, cache_dir).path)
     template = other_tokenizer.chat_template
     try:
         other_tokenizer.chat_template = template.replace("|im_start|>{{", "|im_start|> {{")
-        prints.add(build("sft", sft, other_tokenizer, 64, cache_dir).fingerprint)
+        prints.add(build("sft", sft, other_tokenizer, 64, cache_dir).path)
     finally:
         other_tokenizer.chat_template = template
     assert len(prints) == 8
@@ -151,15 +151,15 @@ def test_the_number_of_processes_changes_no_bit(kind, write, tokenizer, tmp_path
     records = [*records[:300], {"neither": 1}, *records[300:]]
     path = write("a.jsonl", records)
     alone = build_token_cache(kind, path, tokenizer, 32, tmp_path / "one", 1, "skip")
-    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(token_cache, "SMALL", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1500)
     several = build_token_cache(kind, path, tokenizer, 32, tmp_path / "two", 2, "skip")
     assert contents(alone) == contents(several) and alone.report == several.report
-    assert alone.fingerprint == several.fingerprint
+    assert alone.path == several.path
 
 
 def test_worker_processes_report_the_first_bad_record(write, tokenizer, cache_dir, monkeypatch):
-    monkeypatch.setattr(cache_build, "SMALL", 0)
+    monkeypatch.setattr(token_cache, "SMALL", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
     path = write("a.jsonl", [{"text": None} if i % 100 == 50 else record for i, record in enumerate(TEXTS)])
     with pytest.raises(UserError, match=r"a\.jsonl:51: 'text' is null instead of text"):
@@ -168,14 +168,14 @@ def test_worker_processes_report_the_first_bad_record(write, tokenizer, cache_di
 
 
 def test_worker_processes_need_neither_torch_nor_the_started_script():
-    code = "import sys, dataset.cache_build; sys.exit('torch' in sys.modules)"
+    code = "import sys, dataset.token_cache; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_script_without_a_main_guard_can_build_with_several_processes(write, cache_dir, tmp_path):
     script, path = tmp_path / "script.py", write("a.jsonl", TEXTS)
     build = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 2)\n"
-    small = "cache_build.SMALL, blocks.BLOCK_BYTES = 0, 5000\n"
+    small = "token_cache.SMALL, blocks.BLOCK_BYTES = 0, 5000\n"
     script.write_text("print('script runs')\n" + PRELUDE + small + build)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
@@ -217,7 +217,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir,
     exec(PRELUDE, here := {})
     tokenizer, path = here["tokenizer"], write("a.jsonl", TEXTS)
     code = (
-        "cache_build.SMALL, blocks.BLOCK_BYTES = 0, 500\n"
+        "token_cache.SMALL, blocks.BLOCK_BYTES = 0, 500\n"
         f"{slowed(0.1)}"  # some 100 blocks: slow enough to be killed
         f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})\n"
     )
@@ -242,7 +242,7 @@ def long_file(tmp_path_factory):
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(20_000)]
     records = [json.dumps({"text": " ".join(rng.choices(words, k=900))}) for _ in range(500)]
     path.write_text("".join(f"{record}\n" for record in records) * 8, encoding="utf-8")
-    assert path.stat().st_size > 2 * cache_build.SMALL
+    assert path.stat().st_size > 2 * token_cache.SMALL
     return path
 
 
@@ -475,14 +475,14 @@ def test_a_cache_folder_that_cannot_be_one(write, tokenizer, tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_refused(write, tokenizer, cache_dir, monkeypatch):
     path = write("a.jsonl", TEXTS)
 
-    write_block = cache_build._write
+    write_block = token_cache._write
 
     def append(*args):
         write_block(*args)
         with open(path, "a") as file:
             file.write('{"text": "more"}\n')
 
-    monkeypatch.setattr(cache_build, "_write", append)
+    monkeypatch.setattr(token_cache, "_write", append)
     with pytest.raises(UserError, match="changed while it was read"):
         build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
     assert not list(cache_dir.glob("*/meta.json"))
