@@ -2,11 +2,8 @@
 
 import gzip
 import io
-import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO
-
-from common.errors import reason
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 1 << 20  # of a file; large enough to outweigh the cost of passing a block on, small enough for memory
@@ -24,7 +21,7 @@ class Block:
 
 
 class DataFile:
-    """A file that is being read. A damaged or cut off compressed file raises an error for which `damage` has a message.
+    """A file that is being read.
 
     Attributes:
         content: its bytes, decompressed; for readers that go from the beginning to the end.
@@ -49,11 +46,3 @@ class DataFile:
     def close(self) -> None:
         """Close the file."""
         self.stored.close()
-
-    def damage(self, error: Exception) -> str | None:
-        """The message for an error that comes from damage in a compressed file; None for any other error."""
-        suffix = self.path[self.path.rfind(".") :].lower()
-        of_system = isinstance(error, OSError) and error.errno is not None
-        if suffix not in COMPRESSED or of_system or not isinstance(error, (EOFError, OSError, zlib.error)):
-            return None
-        return f"after this line the {suffix} file is damaged or cut off ({reason(error)}); get it again"

@@ -7,6 +7,7 @@ Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1.
 
 import glob
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatch
@@ -156,10 +157,11 @@ def _blocks_of_file(index: int, file: DataFile) -> Iterator[Block]:
             if len(rows) == blocks.BLOCK_ROWS or position - begin >= blocks.BLOCK_BYTES:
                 yield Block(index, file.path, rows, max(0, position - begin))
                 rows, begin = [], position
-    except Exception as error:
-        if damage := file.damage(error):
-            raise UserError(f"{file.path}:{max(1, line)}: {damage}") from error
-        raise
+    except (EOFError, OSError, zlib.error) as error:
+        if not file.path.lower().endswith(COMPRESSED) or getattr(error, "errno", None) is not None:
+            raise
+        why = f"the compressed file is damaged or cut off ({reason(error)}); get it again"
+        raise UserError(f"{file.path}:{max(1, line)}: after this line {why}") from error
     if line == 0:
         raise UserError(f"{file.path} holds no record; remove it from --data_path or write it again")
     yield Block(index, file.path, rows, max(0, os.path.getsize(file.path) - begin))

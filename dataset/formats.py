@@ -139,11 +139,13 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
             f'{hint}write {{"conversations": [{{"role": ..., "content": ...}}, ...]}}'
         )
     turns = FORMS[mark].read(record, mark)
-    turns = _masked(record, _with_system(record, turns + _answer(record, answer) if answer else turns))
+    turns = _with_system(record, turns + _answer(record, answer) if answer else turns)
     messages = [turn.message for turn in turns]
     _check_order(messages, answered)
-    masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
-    return Chat(messages, _tools(record, turns), masked)
+    masked = {index for index, turn in enumerate(turns) if turn.is_masked}
+    if switch_of(record, "mask_history"):
+        masked.update([index for index, message in enumerate(messages) if message["role"] == "assistant"][:-1])
+    return Chat(messages, _tools(record, turns), tuple(sorted(masked)))
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
@@ -238,11 +240,3 @@ def _check_order(messages: list[dict], answered: bool = True) -> None:
         raise BadRecord("the system message is not the first one; move it to the front")
     if answered and "assistant" not in roles:
         raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
-
-
-def _masked(record: dict, turns: list[Turn]) -> list[Turn]:
-    """The turns after the switch that stands beside the conversation."""
-    if switch_of(record, "mask_history"):
-        spoken = [index for index, turn in enumerate(turns) if turn.message["role"] == "assistant"]
-        turns = [turn._replace(is_masked=True) if index in spoken[:-1] else turn for index, turn in enumerate(turns)]
-    return turns

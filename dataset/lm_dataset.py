@@ -69,16 +69,6 @@ class TokenDataset(Dataset):
         target_bytes = int(cache.target_bytes[sample_id])
         return {"input_ids": tokens, "loss_mask": loss_mask, "sample_id": sample_id, "target_bytes": target_bytes}
 
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """int64 [S]: tokens of each sample."""
-        return np.diff(self.cache.offsets)
-
-    @property
-    def num_targets(self) -> np.ndarray:
-        """int64 [S]: targets of each sample."""
-        return np.array(self.cache.num_targets)
-
 
 class StageDataset(TokenDataset):
     """The data of a training stage. For the arguments, `options` included, see `build_token_cache`."""

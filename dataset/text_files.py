@@ -53,7 +53,7 @@ def read_text(file: DataFile) -> Iterator[tuple[int, DocumentPart | BadRecord]]:
         goes_on = bool(read) and not ends
         if taken:
             yield from _documents(taken, line, [] if goes_on else separators, context, goes_on)
-            context = _end_of(taken) if goes_on else b""
+            context = taken[-CONTEXT_BYTES:].lstrip(bytes(range(0x80, 0xC0))) if goes_on else b""  # whole characters
             line += taken.count(b"\n")
         if not read:
             return
@@ -73,11 +73,6 @@ def _division(data: bytes) -> int:
         return 0
     divided = (pattern.match(data) for pattern in DIVISIONS)
     return next((match.end() for match in divided if match), 0)
-
-
-def _end_of(part: bytes) -> bytes:
-    """The last characters of a part."""
-    return part[-CONTEXT_BYTES:].lstrip(bytes(range(0x80, 0xC0)))
 
 
 def _documents(

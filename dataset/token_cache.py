@@ -293,8 +293,8 @@ def _is_complete(folder: Path) -> bool:
 
 
 def file_hash(path: str, cache_dir: Path) -> str:
-    """SHA-256 of a file's content, remembered in the cache folder by path, size and times, so that later runs do not read
-    the file again."""
+    """SHA-256 of a file's content, remembered in the cache folder by path, size and times, so that later runs do not
+    read the file again."""
     known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
     stamp, begin = _stamp(path), time.time()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -296,12 +296,9 @@ KINDS = tuple(TOKENIZERS)
 
 def bytes_before(text: str) -> np.ndarray:
     """int64 [len(text) + 1]: UTF-8 bytes before each character, and of the full text."""
-    if text.isascii():
-        return np.arange(len(text) + 1, dtype=np.int64)
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    widths = np.ones(len(text), dtype=np.int8)
+    widths = np.ones(len(text) + 1, dtype=np.int64)
+    widths[0] = 0
     for limit in (0x80, 0x800, 0x10000):
-        widths += code_points >= limit
-    edges = np.zeros(len(text) + 1, dtype=np.int64)
-    np.cumsum(widths, out=edges[1:])
-    return edges
+        widths[1:] += code_points >= limit
+    return np.cumsum(widths)

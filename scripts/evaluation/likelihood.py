@@ -51,11 +51,13 @@ def batches(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> Iterator[np
 def held_out(model: Any, dataset: StageDataset, max_tokens: int) -> list[Item]:
     """Loss in nats per target and bits per byte, one item for each record of the file."""
     cache, nats = dataset.cache, np.zeros(len(dataset))
-    for picked in batches(dataset.num_tokens, max_tokens):
+    for picked in batches(np.diff(dataset.cache.offsets), max_tokens):
         nats[picked] = -log_likelihoods(model, [sample for i in picked for sample in dataset[int(i)]])
         cache.release()
     records, record = np.unique(np.array(cache.sources), axis=0, return_inverse=True)  # a record may be several samples
-    sums = [np.bincount(record, weights) for weights in (nats, dataset.num_targets, np.array(cache.target_bytes))]
+    sums = [
+        np.bincount(record, weights) for weights in (nats, np.array(cache.num_targets), np.array(cache.target_bytes))
+    ]
     return [
         Item(f"{cache.files[file]}:{line}", {"loss": (loss, targets), "bits per byte": (loss / math.log(2), size)})
         for (file, line), loss, targets, size in zip(records, *sums, strict=True)

@@ -120,7 +120,7 @@ def test_gzip_reads_like_the_plain_file_and_reports_damage(tmp_path, write, monk
     assert [r[1:] for r in records_of(str(packed))] == [r[1:] for r in records_of(plain)]
     assert sum(block.size for block in iter_blocks([str(packed)])) == len(content)
     packed.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line the .gz file is damaged or cut off"):
+    with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line the compressed file is damaged or cut off"):
         records_of(str(packed))
     packed.write_bytes(content[:500] + b"garbage" + content[507:])
     with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line"):

@@ -108,13 +108,16 @@ def test_an_empty_micro_batch():
 
 def test_items_and_targets_of_sft(sft, tokenizer):
     ds = sft()
-    assert len(ds) == 60 and ds.num_tokens.sum() == len(ds.cache.tokens)
+    assert len(ds) == 60 and np.diff(ds.cache.offsets).sum() == len(ds.cache.tokens)
     for i, answer in enumerate(ANSWERS):
         (sample,) = ds[i]
         assert sample["sample_id"] == i and type(sample["sample_id"]) is int and type(sample["target_bytes"]) is int
         assert tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist()) == answer + "<|im_end|>"
         assert sample["target_bytes"] == len(answer.encode())
-        assert ds.num_tokens[i] == len(sample["input_ids"]) and ds.num_targets[i] == sample["loss_mask"].sum()
+        assert (
+            np.diff(ds.cache.offsets)[i] == len(sample["input_ids"])
+            and ds.cache.num_targets[i] == sample["loss_mask"].sum()
+        )
         batch = collate_flat([[sample]])
         assert tokenizer.decode(batch["targets"].tolist()) == answer + "<|im_end|>"
         assert torch.equal(batch["targets"], batch["input_ids"][batch["target_index"] + 1])
@@ -177,7 +180,7 @@ def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cach
     ds = PretrainDataset(write("pre.jsonl", [{"text": t} for t in texts]), tokenizer, 32, True, cache_dir)
     batch = collate_flat([ds[i] for i in range(len(ds))])
     assert batch["target_bytes"] == sum(len(t.encode()) for t in texts)
-    assert len(batch["targets"]) == len(batch["input_ids"]) - len(batch["sample_ids"]) == ds.num_targets.sum()
+    assert len(batch["targets"]) == len(batch["input_ids"]) - len(batch["sample_ids"]) == ds.cache.num_targets.sum()
     total = sum(len(tokenizer.encode(t, add_special_tokens=False)) + 1 for t in texts)
     assert len(batch["targets"]) == total
     assert ds.cache.loss_mask is None
@@ -186,8 +189,8 @@ def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cach
 def test_real_conversations_pack_well(tokenizer, shared, cache_dir):
     ds = SFTDataset(shared("sft_zh_en.jsonl"), tokenizer, 768, True, cache_dir)
     assert ds.cache.report["records"] == 1999
-    assert ds.num_tokens.sum() / (768 * len(ds)) > 0.98
-    assert ds.num_tokens.sum() == ds.cache.report["tokens"]
+    assert np.diff(ds.cache.offsets).sum() / (768 * len(ds)) > 0.98
+    assert np.diff(ds.cache.offsets).sum() == ds.cache.report["tokens"]
     with open(shared("sft_zh_en.jsonl"), encoding="utf-8") as file:
         answers = [json.loads(line)["conversations"][1]["content"] for line in file]
     checked = 0

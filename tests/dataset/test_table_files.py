@@ -173,5 +173,7 @@ def test_zstd_reads_like_the_plain_file_and_reports_damage(write, monkeypatch):
     ]
     for damaged in (packed[:-100], packed[:8] + b"\xff" * 9 + packed[17:], b"not zstd at all", packed + b"garbage"):
         for name in ("x.jsonl.zst", "x.json.zst"):
-            with pytest.raises(UserError, match=rf"{name}:\d+: after this line the .zst file is damaged or cut off"):
+            with pytest.raises(
+                UserError, match=rf"{name}:\d+: after this line the compressed file is damaged or cut off"
+            ):
                 records_of(write(name, damaged))

@@ -58,7 +58,7 @@ def test_compressed_text(write):
     assert documents(write("a.txt.gz", gzip.compress(text.encode()))) == [(1, {"text": text.strip("\n")})]
     packed = pyarrow.compress(text.encode(), "zstd", asbytes=True)
     assert documents(write("a.txt.zst", packed)) == [(1, {"text": text.strip("\n")})]
-    with pytest.raises(UserError, match=r"b.txt.zst:1: after this line the .zst file is damaged or cut off"):
+    with pytest.raises(UserError, match=r"b.txt.zst:1: after this line the compressed file is damaged or cut off"):
         documents(write("b.txt.zst", packed[:-9]))
 
 
