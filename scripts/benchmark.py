@@ -29,35 +29,25 @@ from common.command_line import Parser, one_line_errors  # before torch, as in t
 # isort: split
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.config_sources import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, setting, settings_of
 from dataset.lm_dataset import PretrainDataset, SFTDataset
-from scripts.bench.comparison import Peer, check_peer, compare_losses
+from scripts.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
-from trainer.components.checkpoint import snapshot
-from trainer.components.compiling import compiles
 from trainer.components.data import open_datasets
-from trainer.components.device import (
-    mixed_precision,
-    peak_memory_mb,
-    prepare_device,
-    select_device,
-    use_deterministic_kernels,
-)
+from trainer.components.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
 from trainer.components.distributed import world_size
 from trainer.components.flops import peak_rate
 from trainer.components.meter import Meter
 from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import unwrap, wrap_model
-from trainer.components.resume import data_fingerprint, run_fingerprint
+from trainer.components.parallel import unwrap
 from trainer.components.state import TrainState
 from trainer.loop import train_update, update_size
 from trainer.trainer_utils import (
     Logger,
-    epoch_loader,
+    compile_and_wrap,
     init_distributed_mode,
     init_model,
     is_main_process,
@@ -66,6 +56,7 @@ from trainer.trainer_utils import (
     model_config,
     next_token_loss,
     setup_seed,
+    train_loader,
 )
 
 STAGES = {"pretrain": (PretrainDataset, train_pretrain.Args), "sft": (SFTDataset, train_full_sft.Args)}
@@ -75,6 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "moe": {"hidden_size": 512, "num_hidden_layers": 8, "use_moe": True},
     "0.6b": {"hidden_size": 1024, "num_hidden_layers": 28},
 }
+TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the updates of a benchmark
 SHAPES: dict[str, dict[str, int]] = {  # settings without a flag
     "0.6b": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}
 }
@@ -94,7 +86,6 @@ class BenchmarkArgs(StageArgs):
     repeat: int = setting(3, "timed blocks; with --peer pairs of blocks, ours and the peer's", ge=1)
     peer: Literal["minimind", "trl", "none"] = setting("none", "another trainer to compare with")
     peer_path: str | None = setting(None, "folder of a checkout of jingyaogong/minimind")
-    peer_python: str | None = setting(None, "Python that has the peer's packages (default: this one)")
     json: str | None = setting(None, "JSON file to write the figures to")
 
 
@@ -134,49 +125,25 @@ class Ours:
         self.tokenizer = load_tokenizer(args.tokenizer_path)
         self.train_set, _ = open_datasets(STAGES[args.stage][0], args, self.tokenizer)
         init_distributed_mode(args.rank_timeout, device)
-        prepare_device(device)
         setup_seed(args.seed)
         config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
         model, _ = init_model(config, "none", args.tokenizer_path, args.save_dir)
-        self.initial = snapshot(model.state_dict()) if args.peer != "none" else {}
-        data = data_fingerprint(self.train_set.cache)
-        run = run_fingerprint(args, config.own_fields(), data, len(self.train_set))
-        compiled = compiles(args, self.train_set)
-        wrapped = wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
+        wrapped = compile_and_wrap(model, args, device, autocast, self.train_set)
         self.state = TrainState(
             args=args,
             lm_config=config,
             model=wrapped,
-            optimizer=self.new_optimizer(wrapped),
+            optimizer=build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer),
             scaler=scaler,
             autocast=autocast,
             device=device,
             loss_fn=next_token_loss,
             schedule=lambda update, total, args: args.learning_rate,
-            run=run,
+            run={"samples": len(self.train_set), "global_batch": args.batch_size, "epochs": 1},
         )
-        loaders = (
-            epoch_loader(self.train_set, args.batch_size, args.seed, epoch, 0, args.num_workers) for epoch in range(100)
-        )
+        loaders = (train_loader(self.train_set, args, epoch) for epoch in range(100))
         self.batches: Iterator[dict] = chain.from_iterable(loaders)
-
-    def new_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """A fresh optimizer."""
-        return build_optimizer(model, self.args.learning_rate, self.args.weight_decay, self.args.optimizer)
-
-    def restart(self) -> None:
-        """Restore the initial weights."""
-        unwrap(self.state.model).load_state_dict(self.initial)
-        self.state.optimizer = self.new_optimizer(self.state.model)
-
-    def update(self, window: list[dict], meter: Meter | None = None) -> Tensor:
-        """One update on these micro-batches, counted by the meter; returns the loss per target, on the device."""
-        sizes = [self.state.size(batch) for batch in window]
-        targets, tokens, _ = update_size(self.state, sizes)
-        losses, _ = train_update(self.state, window, targets, tokens)
-        if meter is not None:
-            meter.count(sizes, self.state.device)
-        return losses[0]
+        self.losses: list[float] = []  # per target, of each update
 
     def train(self, updates: int) -> Block:
         """Time the next updates with their data loading. As in training, only the end waits for the device.
@@ -184,13 +151,16 @@ class Ours:
         Raises:
             UserError: there are too few data.
         """
-        meter, loss = Meter(), torch.zeros(())
+        meter, losses = Meter(), []
         for _ in range(updates):
             window = meter.fetch(self.batches, self.args.accumulation_steps)
             if len(window) < self.args.accumulation_steps:
                 raise UserError("--data_path holds too few samples; use fewer --updates or a smaller --batch_size")
-            loss = self.update(window, meter)
-        float(loss)  # waits for the device
+            sizes = [self.state.size(batch) for batch in window]
+            targets, tokens, _ = update_size(self.state, sizes)
+            losses.append(train_update(self.state, window, targets, tokens)[0][0])
+            meter.count(sizes, self.state.device)
+        self.losses += torch.stack(losses).tolist()  # waits for the device
         seconds, counts = time.perf_counter() - meter.begin, meter.counts
         return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
 
@@ -202,39 +172,44 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     peak = peak_rate(ours.state.autocast, ours.state.device)
     return {
         "tokens_per_second": total.rate * ranks,
-        "tokens_per_second_median": statistics.median(block.rate for block in blocks) * ranks,
         "mfu": total.flops / total.seconds / peak * ranks,
         "matmul_peak_tflops": peak / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,
         "peak_memory_mb": memory,
-        "tokens_per_update": total.tokens / (len(blocks) * ours.args.updates),
     }
 
 
 def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
-    """Alternate blocks of updates, in changing order: our blocks, and the peer's figures with its `micro_batches`."""
+    """Alternate blocks of updates, in changing order; returns our blocks, and the comparison with the peer."""
     args, blocks, pairs = ours.args, [], []
-    count = args.updates * args.accumulation_steps
-    seen = peer.train(args.warmup * args.accumulation_steps)["micro_batches"]
+    seen = [peer.train(args.warmup * args.accumulation_steps)]
     for pair in range(args.repeat):
-        done: dict[str, Any] = {}
         for who in ("ours", "peer") if pair % 2 else ("peer", "ours"):
-            done[who] = ours.train(args.updates) if who == "ours" else peer.train(count)
-        blocks.append(done["ours"])
-        seen += done["peer"]["micro_batches"]
-        mine, theirs = done["ours"].rate, done["peer"]["tokens"] / done["peer"]["seconds"]
+            if who == "ours":
+                blocks.append(ours.train(args.updates))
+            else:
+                seen.append(peer.train(args.updates * args.accumulation_steps))
+        mine, theirs = blocks[-1].rate, sum(seen[-1]["tokens"]) / seen[-1]["seconds"]
         pairs.append({"ours": mine, "peer": theirs, "ratio": mine / theirs})
         Logger(f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}")
-    tokens = sum(len(row["input_ids"]) for batch in seen for row in batch["rows"])
-    return blocks, {
+    tokens, targets, size, loss = (
+        np.concatenate([each[n] for each in seen]) for n in ("tokens", "targets", "size", "loss")
+    )
+    sums, counts = ((x.reshape(-1, args.accumulation_steps)).sum(1) for x in (loss * targets, targets))
+    figures = {
         "peer": args.peer,
         "pairs": pairs,
         "ratio_median": statistics.median(pair["ratio"] for pair in pairs),
         "peer_tokens_per_second": statistics.median(pair["peer"] for pair in pairs),
-        "peer_padded_share": 1 - tokens / sum(batch["padded"] for batch in seen),
-        "micro_batches": seen,
+        "peer_padded_share": 1 - tokens.sum() / size.sum(),
     }
+    if not args.packing:  # else our micro-batches hold more samples
+        theirs = (sums / counts).tolist()
+        largest = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs, strict=True))
+        agree = largest <= TOLERANCE
+        figures["losses"] = {"ours": ours.losses, "peer": theirs, "largest_difference": largest, "agree": agree}
+    return blocks, figures
 
 
 def print_figures(figures: dict[str, Any]) -> None:
@@ -258,26 +233,22 @@ def device_name(device: torch.device) -> str:
 
 def measure(ours: Ours) -> dict[str, Any]:
     """All figures: of ours alone, or of ours and the peer."""
-    args = ours.args
-    ours.train(args.warmup)
-    comparison: dict[str, Any] = {}
+    args, comparison = ours.args, {}
     if args.peer != "none":
-        with Peer(args, ours.train_set, ours.tokenizer, ours.initial, ours.state) as peer:
+        with Peer(args, ours.train_set, ours.tokenizer, ours.state) as peer:
+            ours.train(args.warmup)
             blocks, comparison = measure_pairs(ours, peer)
     else:
+        ours.train(args.warmup)
         blocks = [ours.train(args.updates) for _ in range(args.repeat)]
-    figures = figures_of(ours, blocks)
-    if comparison:
-        seen = comparison.pop("micro_batches")
-        comparison["losses"] = compare_losses(ours, seen, args.accumulation_steps)
-    return figures | comparison
+    return figures_of(ours, blocks) | comparison
 
 
 def main() -> None:
     """Set up, measure, print the figures and write them to --json."""
     args = read_args()
     if args.peer != "none":
-        check_peer(args.peer, args.stage, args.peer_path, args.peer_python)
+        check_peer(args.peer, args.stage, args.peer_path)
     if args.json and not (folder := Path(args.json).parent).is_dir():
         raise UserError(f"--json {args.json}: there is no folder {folder}; create it first")
     ours = Ours(args)
@@ -285,7 +256,7 @@ def main() -> None:
     print_figures(figures)
     if args.json and is_main_process():
         about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": device_name(ours.state.device)}
-        about |= {"torch": torch.__version__, "device": str(ours.state.device), "run": ours.state.run}
+        about |= {"torch": torch.__version__, "device": str(ours.state.device)}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)
     leave_process_group()

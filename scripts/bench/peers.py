@@ -1,8 +1,8 @@
 """Another trainer's loop, controlled through a pipe: `scripts/benchmark.py` starts this file in that trainer's Python.
 
 The first line of stdin is a JSON object of settings; every further line is a number of micro-batches to train on, which
-is answered by one JSON line: seconds, and the tokens, labels and loss of every micro-batch. The end of stdin ends the
-process. The time before the first micro-batch is not measured.
+is answered by one JSON line: seconds, and the tokens, targets, padded size and loss of every micro-batch. The end of
+stdin ends the process. The time before the first micro-batch is not measured.
 
 Nothing of this project is imported here: `model`, `dataset` and `trainer` are packages of the other trainer.
 """
@@ -42,7 +42,8 @@ class Gate:
 
     def note(self, input_ids: Tensor, labels: Tensor, loss: Tensor) -> None:
         """Called after a micro-batch: tokens and labels [B, T], and the mean loss over its labels."""
-        self.seen.append((input_ids.detach(), labels.detach(), loss.detach()))
+        counts = [(input_ids != self.pad_id).sum(), (labels[:, 1:] != -100).sum()]
+        self.seen.append((*counts, input_ids.numel(), loss.detach()))
 
     def say(self, **reply: Any) -> None:
         """Write one line."""
@@ -55,21 +56,20 @@ class Gate:
 
     def _answer(self) -> None:
         seconds, seen, self.seen = self._now() - self.start, self.seen, []
-        self.say(seconds=seconds, micro_batches=[self._described(*parts) for parts in seen])
+        columns = ([float(value) for value in column] for column in zip(*seen, strict=True))
+        self.say(seconds=seconds, **dict(zip(("tokens", "targets", "size", "loss"), columns, strict=True)))
 
-    def _described(self, input_ids: Tensor, labels: Tensor, loss: Tensor) -> dict[str, Any]:
-        rows = []
-        for ids, targets in zip(input_ids.tolist(), labels.tolist(), strict=True):
-            end = max((i + 1 for i, token in enumerate(ids) if token != self.pad_id), default=0)
-            rows.append({"input_ids": ids[:end], "labels": targets[:end]})
-        return {"rows": rows, "padded": input_ids.numel(), "loss": float(loss)}
+
+def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """Tokens and labels of our samples."""
+    return [json.loads(line) for line in Path(settings["data"]).read_text(encoding="utf-8").splitlines()]
 
 
 def minimind(settings: dict[str, Any], gate: Gate) -> None:
     """Run jingyaogong/minimind's training script of the stage unmodified, with its own defaults.
 
-    Four things are patched: our initial weights and tokenizer, the order of the samples (that of the file), the gate
-    around its loader, and for SFT no random system prompts, so that both trainers get the same tokens.
+    Patched are: our initial weights and tokenizer, a dataset of the tokens and labels of our samples, padded as its own
+    are, their order, and the gate around its loader.
     """
     import torch.utils.data
 
@@ -94,11 +94,19 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
                 gate.next()
                 yield next(batches)
 
+    def padded(_, tokenizer, max_length):
+        def row(tokens, fill):
+            return torch.tensor(tokens + [fill] * (max_length - len(tokens)))
+
+        return [
+            (row(each["input_ids"], settings["pad_id"]), row(each["labels"], -100)) for each in samples_of(settings)
+        ]
+
     its_model.MiniMindConfig = functools.partial(its_model.MiniMindConfig, **settings["shape"])
     its_utils.init_model = init_model
     its_utils.SkipBatchSampler = lambda indices, *rest: sampler(range(len(indices)), *rest)
     torch.utils.data.DataLoader = GatedLoader
-    lm_dataset.pre_processing_chat = lambda conversations: conversations
+    lm_dataset.PretrainDataset = lm_dataset.SFTDataset = padded
     script = {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[settings["stage"]]
     never = 10**9  # keeps the learning rate at its start, and writes nothing
     flags = settings["flags"] | {"epochs": never, "log_interval": never, "save_interval": never}
@@ -120,7 +128,6 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
     weights = torch.load(settings["weights"], map_location="cpu", weights_only=True)
     stock = getattr(transformers, f"{kind}ForCausalLM")
     model = stock.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
-    samples = [json.loads(line) for line in Path(settings["data"]).read_text(encoding="utf-8").splitlines()]
 
     class Timed(SFTTrainer):
         def _get_train_sampler(self, *_):
@@ -156,7 +163,7 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    data = Dataset.from_list(samples)
+    data = Dataset.from_list(samples_of(settings))
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
     Timed(model=model, args=options, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()]).train()
 
@@ -171,7 +178,7 @@ def main() -> None:
     try:
         PEERS[settings["peer"]](settings, gate)
     except ImportError as error:
-        gate.say(error=f"{error}; install it for {sys.executable}, or give another Python with --peer_python")
+        gate.say(error=f"{error}; install it for {sys.executable}")
 
 
 if __name__ == "__main__":

@@ -16,27 +16,11 @@ MiniMindForCausalLM = Qwen3ForCausalLM
 """,
     "dataset/__init__.py": "",
     "dataset/lm_dataset.py": """
-import json
 import torch
-
-def pre_processing_chat(conversations):
-    raise AssertionError("random system prompts must be off")
 
 class SFTDataset(torch.utils.data.Dataset):
     def __init__(self, path, tokenizer, max_length):
-        self.samples = [json.loads(line) for line in open(path, encoding="utf-8")]
-        self.tokenizer, self.max_length = tokenizer, max_length
-        tokenizer.padding_side = "right"
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        chat = pre_processing_chat(self.samples[index]["conversations"])
-        out = self.tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True,
-            padding="max_length", max_length=self.max_length, truncation=True)
-        ids, mask = torch.tensor(out["input_ids"]), torch.tensor(out["assistant_masks"])
-        return ids, torch.where(mask > 0, ids, -100)
+        raise AssertionError("its samples must be ours")
 """,
     "trainer/trainer_utils.py": """
 from model.model_minimind import MiniMindForCausalLM

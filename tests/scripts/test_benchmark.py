@@ -13,7 +13,7 @@ from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
-from scripts.bench.comparison import Peer, first_samples, flat_batch, minimind_chat, records_of, tokens_of
+from scripts.bench.comparison import Peer, first_samples
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
@@ -76,12 +76,10 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
         run_benchmark(monkeypatch, *data, "--json", "none/a.json")
     with pytest.raises(UserError, match="--repeat must be 1 or more"):
         run_benchmark(monkeypatch, *data, "--repeat", 0)
-    with pytest.raises(UserError, match=r"--peer_python /no/python cannot be started"):
-        run_benchmark(monkeypatch, *data, "--peer", "trl", "--peer_python", "/no/python")
     peer = ["--peer", "minimind", "--peer_path", make_checkout(tmp_path / "a", model_minimind="import no_such_package")]
-    with pytest.raises(UserError, match=r"No module named 'no_such_package'; install it for .* --peer_python"):
+    with pytest.raises(UserError, match=r"No module named 'no_such_package'; install it for"):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 1)
-    with pytest.raises(UserError, match=r"records, .* are needed"):
+    with pytest.raises(UserError, match=r"samples, .* are needed"):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 100)
 
 
@@ -107,36 +105,20 @@ def test_trl_runs_in_the_precision_of_ours(corpus, tmp_path, monkeypatch, precis
     assert [settings["bf16"] for settings in sent] == [precision != "float32"]
 
 
-def test_the_records_of_samples_are_theirs(corpus):
-    """Each record once, in the order of our epoch; a conversation with tools becomes the same text again."""
-    dataset = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 16, cache_dir=corpus["cache"])
-    lines = [json.loads(line)["text"] for line in corpus["pretrain"].read_text(encoding="utf-8").splitlines()]
-    samples = first_samples(dataset, 42, len(lines))
-    assert len(samples) == len(lines) < len(dataset)
-    texts = [record["text"] for record in records_of(dataset.cache, samples)]
-    assert sorted(texts) == sorted(lines) and texts != lines
+def test_a_peer_gets_the_tokens_of_our_epoch(corpus):
+    """Every piece of a document once, in the order of our epoch, packed or not."""
     tokenizer = load_tokenizer(ROOT / "model")
-    for text, row in zip(texts, tokens_of(dataset, samples), strict=True):
-        assert row["input_ids"][1:] == tokenizer(text + tokenizer.eos_token)["input_ids"][:15]
-    assert first_samples(dataset, 42, 3) == samples[:3]
-
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    record = {"messages": [{"role": "user", "content": "1 + 2?"}, call], "tools": tools}
-    theirs = minimind_chat(record)["conversations"]
-    assert all(isinstance(value, str) for message in theirs for value in message.values())
-    back = [m | {"tool_calls": json.loads(m["tool_calls"])} if "tool_calls" in m else m for m in theirs]
-    render = tokenizer.apply_chat_template
-    assert render(back, tools=json.loads(theirs[0]["tools"]), tokenize=False) == render(
-        record["messages"], tools=tools, tokenize=False
-    )
-
-
-def test_a_peers_micro_batch_is_a_flat_batch():
-    rows = [{"input_ids": [1, 5, 6, 2], "labels": [1, -100, 6, 2]}, {"input_ids": [1, 7], "labels": [-100, 7]}]
-    batch = flat_batch({"rows": rows})
-    assert batch["targets"].tolist() == [6, 2, 7] and batch["target_index"].tolist() == [1, 2, 4]
-    assert batch["cu_seqlens"].tolist() == [0, 4, 6]
+    for packing in (False, True):
+        options = {"cache_dir": corpus["cache"], "packing": packing}
+        dataset = PretrainDataset(str(corpus["pretrain"]), tokenizer, 16, **options)
+        loader = epoch_loader(dataset, 1, 42, 0)
+        ours = [token for batch in loader for token in batch["input_ids"].tolist()]
+        count = len(dataset.cache)
+        rows = first_samples(dataset, 42, count)
+        assert [token for row in rows for token in row["input_ids"]] == ours
+        assert first_samples(dataset, 42, 3) == rows[:3]
+        with pytest.raises(UserError, match=f"holds only {count} samples, {count + 1} are needed"):
+            first_samples(dataset, 42, count + 1)
 
 
 @pytest.mark.parametrize("preset", ["30m", "64m", "moe", "0.6b"])
