@@ -3,11 +3,9 @@
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
     python scripts/convert_model.py --model out/full_sft_512.pth --to gguf --output out/full_sft_512.gguf --dtype q8_0
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
-    python scripts/convert_model.py --model checkpoints/sft_512_resume --to checkpoint --output sft_512_resume.pth
 
 hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth: a weights
-file of this project. checkpoint: the folder of a sharded run as the one file of a run that is not; any run, sharded or
-not, on any number of ranks, resumes from either.
+file of this project, also from the checkpoint of a run, sharded or not.
 """
 
 import argparse
@@ -25,16 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors
 from common.durable_files import new_path
-from common.errors import UserError, reason, say
+from common.errors import UserError, say
 from common.settings import ROOT
 from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
-from trainer.components.checkpoint import UNREADABLE, file_digest, read_state, write_file
+from trainer.components.checkpoint import file_digest, write_file
 from trainer.components.model_files import description_of, half_state_dict, write_description
 from trainer.components.run_files import run_name, shape_in_name
-from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
+from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
 CHOICES = {"hf": ("float16", "bfloat16", "float32"), "gguf": ("float16", "float32", QUANTIZED), "pth": ("float16",)}
@@ -43,7 +41,7 @@ CHOICES = {"hf": ("float16", "bfloat16", "float32"), "gguf": ("float16", "float3
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--to", choices=(*CHOICES, "checkpoint"), required=True, help="form to convert to")
+    parser.add_argument("--to", choices=CHOICES, required=True, help="form to convert to")
     parser.add_argument("--output", type=Path, required=True, help="file or folder to write; it must not exist")
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="type of the weights")
     add_trained_model_flags(parser, device=False)
@@ -63,20 +61,6 @@ def write_weights(path: Path, model: MiniMindForCausalLM) -> dict[str, Tensor]:
     with open(path, "w+b") as file:
         write_file(weights, file, json.dumps(description_of(model)).encode())
     return {name: tensor.float() for name, tensor in weights.items()}
-
-
-def write_checkpoint(source: Path, output: Path) -> None:
-    """Write the folder of a sharded run as one file to resume from.
-
-    Raises:
-        UserError: it is no such folder, or the file cannot be written.
-    """
-    try:
-        state = read_state(source)
-    except UNREADABLE as error:
-        raise UserError(f"{source}: not a readable checkpoint ({reason(error)})") from error
-    with new_path(output) as path, open(path, "w+b") as file:
-        write_file(state, file)
 
 
 def convert(
@@ -116,16 +100,13 @@ def main() -> None:
     args = parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if args.to == "checkpoint":
-        write_checkpoint(model_path(args), args.output)
-    elif args.dtype not in CHOICES[args.to]:
+    if args.dtype not in CHOICES[args.to]:
         raise UserError(f"--dtype {args.dtype} does not go with --to {args.to}; use {' or '.join(CHOICES[args.to])}")
-    else:
-        model, tokenizer = load_model(args, "cpu")
-        for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
-            say(line)
-        if args.to == "pth" and Path(tokenizer.name_or_path) != ROOT / "model":
-            say(f"use it with --tokenizer_path {tokenizer.name_or_path}")
+    model, tokenizer = load_model(args, "cpu")
+    for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
+        say(line)
+    if args.to == "pth" and Path(tokenizer.name_or_path) != ROOT / "model":
+        say(f"use it with --tokenizer_path {tokenizer.name_or_path}")
     say(f"wrote {args.output}")
 
 

@@ -6,8 +6,8 @@ A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scri
 The shipped vocabulary, from the files that model/README.md names:
     python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
 
-Input: every kind of file that training takes, with `text`, `conversations`, `messages` or Alpaca fields; of plain text
-each line is a record. All of it is held in memory; ten million characters are plenty for a small vocabulary.
+Input: every kind of file and record that training takes; of plain text each line is a record. All of it is held in
+memory; ten million characters are plenty for a small vocabulary.
 Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
 Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
 """
@@ -28,6 +28,7 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.settings import ROOT
 from dataset.data_files import PLAIN_TEXT, expand_paths, file_kind, iter_blocks, parse_block
+from dataset.formats import PREFERENCE, to_chat, to_pair, to_text
 from dataset.json_records import BadRecord
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
@@ -62,7 +63,6 @@ PROTOCOL = [
     '{"name": "a", "arguments": {"c": "d"}}\n',
 ]
 
-TEXT_FIELDS = ["text", "conversations", "messages", "system", "instruction", "input", "history", "output"]
 ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
 
 
@@ -82,23 +82,25 @@ def strings_in(value: object) -> Iterator[str]:
 def read_records(path: str | Path) -> Iterator[str]:
     """Yield the text of each record of a file or folder, skipping empty ones; of plain text, each line.
 
-    Raises UserError for a missing file, a record that cannot be read, and one without a text field.
+    Raises UserError for a missing file and a record that no stage can read.
     """
     for block in iter_blocks(expand_paths(path)):
         for line, record in parse_block(block):
             if isinstance(record, BadRecord):
                 raise UserError(f"{block.path}:{line}: {record}")
-            text = text_of(record)
-            if text is None:
-                fields = ", ".join(TEXT_FIELDS)
-                raise UserError(f"{block.path}:{line}: needs one of the fields {fields}; add it or remove the record")
+            try:
+                text = text_of(record)
+            except BadRecord as error:
+                raise UserError(f"{block.path}:{line}: {error}") from error
             yield from filter(str.strip, text.split("\n") if file_kind(block.path) == PLAIN_TEXT else [text])
 
 
-def text_of(record: dict) -> str | None:
-    """All text of a record; None if it has none of the known fields."""
-    fields = [record[key] for key in TEXT_FIELDS if key in record]
-    return "\n".join(strings_in(fields)) if fields else None
+def text_of(record: dict) -> str:
+    """All text of a record of any stage. Raises BadRecord."""
+    if "text" in record:
+        return to_text(record)
+    chats = to_pair(record) if record.keys() & {*PREFERENCE} else [to_chat(record, answered=False)]
+    return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
 
 
 def language_of(text: str) -> str:

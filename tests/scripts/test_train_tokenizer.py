@@ -68,7 +68,7 @@ def test_train_reload_and_report(corpus, tmp_path):
     ("content", "says"),
     [
         (b'{"text": "good"}\n{"text": "bad\n', "bad.jsonl:2: not valid JSON"),
-        (b'{"text": "good"}\n{"body": "no known field"}\n', "bad.jsonl:2: needs one of the fields text"),
+        (b'{"text": "good"}\n{"body": "no known field"}\n', "bad.jsonl:2: no 'conversations'"),
         (b'{"text": "good"}\n\n{"text": "\xff"}\n', "bad.jsonl:3: not UTF-8"),
         (b'{"text": "half a pair: \\ud800"}\n', "bad.jsonl:1: lone surrogate"),
         (b"[1, 2]\n", "bad.jsonl:1: a list instead of a JSON object"),
@@ -113,8 +113,12 @@ def test_text_of_every_format(tmp_path):
         },
         {"conversations": [{"from": "human", "value": "e"}]},
         {"output": "h", "instruction": "f", "input": "", "history": [["g", "G"]], "id": "not text"},
+        {"prompt": "i", "chosen": "j", "rejected": "k"},
+        {"prompt": "l", "completion": "m", "tools": [{"type": "function", "function": {"name": "n"}}]},
     ]
-    assert list(read_records(write_lines(tmp_path / "x.jsonl", records))) == ["a", "b\nc\nd", "e", "f\n\ng\nG\nh"]
+    *others, called = read_records(write_lines(tmp_path / "x.jsonl", records))
+    assert others == ["a", "b\nd\nc", "e", "g\nG\nf\nh", "i\nj\ni\nk"]
+    assert {*called.split("\n")} >= {"l", "m", "n"}
 
 
 def test_a_folder_and_other_kinds_of_files(tmp_path):
