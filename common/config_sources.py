@@ -2,8 +2,8 @@
 
 Later sources override earlier ones: the defaults, a YAML file (--config), the environment (MINIMIND_BATCH_SIZE=8), the
 command line (--batch_size 8). Each reader returns the settings that its source gives as {name: (value, where)}, or
-raises one UserError with every mistake in it. PyYAML parses; the settings table (settings.py, with pydantic) converts
-and checks.
+raises one UserError with every mistake in it. Values are text, in YAML as well; the settings table (settings.py, with
+pydantic) converts and checks them.
 """
 
 import argparse
@@ -18,45 +18,33 @@ from typing import Any, TypeVar
 import yaml
 
 from common.command_line import Parser
-from common.errors import UserError
+from common.errors import UserError, reason
 from common.launcher import launch
 from common.settings import Setting, StageArgs, aliases_of, flag_options, settings_of
 
 PREFIX = "MINIMIND_"  # of environment variables
 OTHERS = ("MINIMIND_API_KEY",)  # environment variables of other programs
 OPTIONS = "task_options"  # section for the options of a user's own task
+WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 Settings = Mapping[str, Setting]
 Given = dict[str, tuple[Any, str]]  # name of a setting, or task_options.NAME -> value, where it was given
 A = TypeVar("A", bound=StageArgs)
 
 
-class Loader(yaml.SafeLoader):
-    """SafeLoader that reads numbers as a command line does: 1e-4 is a float, 010 ten; 0x10, 1:30 and dates are text."""
-
-    def number(self, node: yaml.ScalarNode) -> int | float | str:
-        """An int, else a float, else the text."""
-        text = self.construct_scalar(node)
-        for kind in (int, float):
-            with suppress(ValueError):
-                return kind(re.sub(r"(?i)\.(inf|nan)$", r"\1", text))
-        return text
-
-
-TAG = "tag:yaml.org,2002:"
-EXPONENT = "!exponent"  # a plain scalar such as 1e-4: text in YAML 1.1
-Loader.add_implicit_resolver(EXPONENT, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
-Loader.add_constructor(EXPONENT, Loader.number)
-Loader.add_constructor(f"{TAG}int", Loader.number)
-Loader.add_constructor(f"{TAG}float", Loader.number)
-Loader.add_constructor(f"{TAG}timestamp", Loader.construct_yaml_str)
-UNREADABLE = (ValueError, ArithmeticError, LookupError, RecursionError, yaml.YAMLError)  # raised by a bad YAML value
+def option_value(text: str) -> bool | int | float | str | None:
+    """The value of a user's own option: a number as for a flag (1e-4 is a float, 010 ten), true, false, null, or text,
+    which 0x10, 1:30 and dates are."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(re.sub(r"(?i)\.(inf|nan)$", r"\1", text))
+    return WORDS.get(text.lower(), text)
 
 
 def to_yaml(value: Any) -> str:
     """One line of YAML that reads back as the same value."""
     text = yaml.safe_dump(value, allow_unicode=True, width=math.inf).removesuffix("...\n").rstrip("\n")
-    if isinstance(value, str) and (len(text.splitlines()) > 1 or yaml.load(text, Loader) != value):
+    if isinstance(value, str) and (len(text.splitlines()) > 1 or (text == value and option_value(text) != value)):
         text = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
     return text
 
@@ -159,16 +147,16 @@ def print_once(text: str, environ: Mapping[str, str]) -> None:
 
 def described(settings: Settings, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Every setting with its value and source, as YAML that `--config` can read. values: also of task_options."""
-    rows: list[tuple[str, str | None]] = []
-    for section in dict.fromkeys(each.section for each in settings.values()):
-        names = [name for name, each in settings.items() if each.section == section]
-        rows += [(f"{section}:", None)] + [(f"  {name}: {to_yaml(values[name])}", name) for name in names]
-    own = [name for name in values if name not in settings]
-    rows += [(f"{OPTIONS}:", None)] * bool(own)
-    rows += [(f"  {name}: {to_yaml(values[name])}", f"{OPTIONS}.{name}") for name in own]
-    width = min(60, max(len(text) for text, _ in rows))
-    places = {name: "".join(c if c.isprintable() else "?" for c in where) for name, where in sources.items()}
-    lines = [text if name is None else f"{text:{width}}  # {places.get(name, 'default')}" for text, name in rows]
+    by_section: dict[str, list[str]] = {}
+    for name in dict.fromkeys([*settings, *values]):
+        by_section.setdefault(settings[name].section if name in settings else OPTIONS, []).append(name)
+    lines = []
+    for section, names in by_section.items():
+        lines.append(f"{section}:")
+        for name in names:
+            where = sources.get(name if name in settings else f"{OPTIONS}.{name}", "default")
+            shown = "".join(c if c.isprintable() else "?" for c in where)
+            lines.append(f"  {f'{name}: {to_yaml(values[name])}':58}  # {shown}")
     return "\n".join(lines) + "\n"
 
 
@@ -223,13 +211,8 @@ def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | No
         source.take(name, where, f"--{name}", getattr(options, name))
     for pair in getattr(options, "set", []):
         name, equals, text = pair.partition("=")
-        try:
-            value = yaml.load(text, Loader)
-        except UNREADABLE:
-            source.wrong.append(f"--set {name} has a value that is not YAML (put it in quotes)")
-            continue
         if equals:
-            source.option(name, where, f"--set {name}", value)
+            source.option(name, where, f"--set {name}", option_value(text))
         else:
             source.wrong.append(f"--set {pair} must be NAME=VALUE")
     unknown = any(" is unknown" in text for text in source.wrong)
@@ -243,51 +226,33 @@ def read_yaml(args_class: type, path: str) -> Given:
         UserError: FILE:LINE and the mistake, for all settings at once; or the file cannot be read.
     """
     source = Source(args_class)
-    sections = {setting.section for setting in source.settings.values()} | {OPTIONS}
-    for section, line, node in _entries(source, path, _read(path), ""):
-        if section in sections:
-            for name, where, value in _entries(source, path, node, f"{section}."):
-                _take_entry(source, section, name, where, value)
-        elif section in source.settings:
-            source.wrong.append(f"{line}: {section} belongs to section {source.settings[section].section}")
-        else:
-            source.unknown(f"{line}: section {section}", section, sections)
+    for section, _, settings in _entries(source, path, _read(path), ""):
+        for name, where, node in _entries(source, path, settings, f"{section}."):
+            label = f"{where}: {section}.{name}"
+            if not isinstance(node, yaml.ScalarNode):
+                source.wrong.append(f"{label} must be a single value (put text in quotes)")
+            elif section == OPTIONS:
+                source.option(name, where, label, node.value if node.style else option_value(node.value))
+            elif name not in source.settings:
+                source.unknown(label, name, source.settings)
+            elif source.settings[name].section != section:
+                source.wrong.append(f"{label} is unknown; {name} belongs to section {source.settings[name].section}")
+            else:
+                source.take(name, where, label, None if node.tag.endswith(":null") else node.value)
     return source.finish()
 
 
-def first_given(name: str, section: str, argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
-    """The value of a setting on which the other settings depend, before they are known; empty if no source gives it."""
+def given_task(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
+    """The name of the engine's task, on which the other settings depend, before they are read; empty for none."""
     parser = Parser(add_help=False)
-    parser.add_argument(f"--{name}")
+    parser.add_argument("--task")
     parser.add_argument("--config")
     options = parser.parse_known_args(argv)[0]
-    text = getattr(options, name) or environ.get(PREFIX + name.upper())
-    if text is not None or not options.config:
-        return text or ""
-    source = Source(StageArgs)  # whose mistakes are reported when all is read
-    for key, _, node in _entries(source, options.config, _read(options.config), ""):
-        for own, _, value in _entries(source, options.config, node, "") if key == section else ():
-            if own == name and isinstance(value, yaml.ScalarNode):
-                return value.value
-    return ""
-
-
-def _take_entry(source: Source, section: str, name: str, where: str, node: yaml.Node) -> None:
-    label = f"{where}: {section}.{name}"
-    try:
-        is_text = node.tag == EXPONENT and section != OPTIONS  # the setting converts it, if it is a number
-        value = node.value if is_text else Loader("").construct_object(node, deep=True)
-    except UNREADABLE:
-        source.wrong.append(f"{label} has a value that is not YAML (put it in quotes)")
-        return
-    if section == OPTIONS:
-        source.option(name, where, label, value)
-    elif name not in source.settings:
-        source.unknown(label, name, source.settings)
-    elif source.settings[name].section != section:
-        source.wrong.append(f"{label} is unknown; {name} belongs to section {source.settings[name].section}")
-    else:
-        source.take(name, where, label, value)
+    text = options.task or environ.get(f"{PREFIX}TASK")
+    if text is None and options.config:
+        with suppress(Exception), open(options.config, encoding="utf-8-sig") as file:  # mistakes are reported later
+            return str(yaml.load(file, yaml.BaseLoader)["training"]["task"])
+    return text or ""
 
 
 def _entries(source: Source, path: str, node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, str, yaml.Node]]:
@@ -313,23 +278,12 @@ def _entries(source: Source, path: str, node: yaml.Node | None, prefix: str) -> 
 def _read(path: str) -> yaml.Node | None:
     """The root node of a YAML file; nodes know their line numbers."""
     try:
-        with open(path, "rb") as file:
-            text = file.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: is not UTF-8 text") from error
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise UserError(f"--config {path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    try:
-        return yaml.compose(text, Loader)
+        with open(path, encoding="utf-8-sig") as file:
+            return yaml.compose(file.read(), yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        raise UserError(f"{path}:{line}: is not YAML ({error.problem or error.context})") from error
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"{path}:{line}: contains a character that YAML does not allow") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply") from error
-    except (ValueError, ArithmeticError) as error:  # a number that is too large: %YAML 9999.1, "\UFFFFFFFF"
-        raise UserError(f"{path} is not YAML ({error})") from error
+        raise UserError(f"{path}:{mark.line + 1 if mark else 1}: is not YAML ({error.problem})") from error
+    except (OSError, ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8
+        raise UserError(
+            f"--config {path} cannot be read ({getattr(error, 'strerror', None) or reason(error)})"
+        ) from error

@@ -1,24 +1,24 @@
 """The console of a process: it may go away, lines below a level are hidden, and a log file receives all others.
 
-`sys.stdout` and `sys.stderr` are replaced, not only logging's handlers: the lines of progress bars, warnings, libraries
+`sys.stdout` and `sys.stderr` are replaced: the lines of progress bars, warnings, libraries
 and of a `print` in a user's task belong into the log as well.
 """
 
-import logging
 import os
 import re
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from common.errors import UserError
 
-LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
-class LogFile(logging.Handler):
+class LogFile:
     """Appends lines with time and level. Several processes may write to one file; a line is one `os.write`.
 
     Raises:
@@ -26,7 +26,6 @@ class LogFile(logging.Handler):
     """
 
     def __init__(self, path: Path):
-        super().__init__()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -34,24 +33,19 @@ class LogFile(logging.Handler):
             why = error.strerror or error
             raise UserError(f"the log file {path} cannot be written ({why}); give another --log_file") from error
         self.path: Path | None = path
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S"))
 
     def line(self, level: int, text: str) -> None:
-        """Write one line."""
-        self.handle(logging.LogRecord("console", level, "", 0, text, None, None))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record; when the disk is full, say so once and go on without the file."""
+        """Write one line; when the disk is full, say so once and go on without the file."""
         if self.path is None:
             return
+        name = next(name.upper() for name, number in LEVELS.items() if number == level)
         try:
-            os.write(self.descriptor, f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name:7} {text}\n"
+            os.write(self.descriptor, line.encode("utf-8", "backslashreplace"))
         except OSError as error:
-            path, self.path = self.path, None
-            why = error.strerror or error
-            os.write(
-                2, f"warning: the log file {path} cannot be written ({why}); the run goes on without it\n".encode()
-            )
+            warning = f"warning: the log file {self.path} cannot be written ({error.strerror or error})"
+            self.path = None
+            os.write(2, f"{warning}; the run goes on without it\n".encode())
 
 
 class ConsoleStream:

@@ -21,42 +21,45 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[
     Raises:
         UserError: the disk is full, the folder cannot be written ...
     """
+    with _beside(path) as temp:
+        with open(temp, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if rotate is not None:
+            rotate(path)
+        os.replace(temp, path)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, under which it is written, and which the block then renames."""
     temp = path.with_name(f".{path.name}.tmp")  # always the same name, so that what a kill leaves behind is replaced
     try:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove(temp)  # it may be another user's file, which cannot be written but can be deleted
-            with open(temp, "w+b") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            if rotate is not None:
-                rotate(path)
-            os.replace(temp, path)
-            sync_folder(path.parent)  # the rename itself must survive a power cut
-        except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
-            raise write_error(path, error) from error
-    except BaseException:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(temp)  # it may be another user's file, which cannot be written but can be deleted
+        yield temp
+        sync_folder(path.parent)  # the rename itself must survive a power cut
+    except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
+        if (translated := write_error(path, error)) is error:
+            raise
+        raise translated from error
+    finally:
         with suppress(OSError):  # a read-only folder: nothing was written
             remove(temp)
-        raise
 
 
 def write_error(path: Path, error: BaseException) -> BaseException:
     """The UserError for an OSError among the causes of `error`; any other error as it is."""
-    cause = _os_error(error)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
     if cause is None:
         return error
     return UserError(
-        f"{path} cannot be written ({cause.strerror or cause}); the file that was there is untouched. Make room or "
-        "give another folder, then go on with --from_resume 1"
+        f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room or give another "
+        "folder (training goes on with --from_resume 1)"
     )
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def remove(path: Path) -> None:
@@ -105,21 +108,10 @@ def new_path(path: Path) -> Iterator[Path]:
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it, or give another name")
-    temp = path.with_name(f".{path.name}.tmp")  # always the same name: what a kill leaves behind is overwritten
-    try:
-        remove(temp)
-        temp.mkdir(parents=True)
+    with _beside(path) as temp:
+        temp.mkdir()
         yield temp / path.name
         for written in temp.rglob("*"):
             with open(written, "rb") if written.is_file() else nullcontext() as file:
                 os.fsync(file.fileno()) if file else sync_folder(written)
         os.replace(temp / path.name, path)
-        sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
-        if (cause := _os_error(error)) is None:
-            raise
-        why = f"{path} cannot be written ({cause.strerror or cause})"
-        raise UserError(f"{why}; make room or give another place") from error
-    finally:
-        with suppress(OSError):  # a read-only folder: nothing was written
-            remove(temp)

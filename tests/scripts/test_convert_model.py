@@ -139,7 +139,7 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
     texts = ["Hello, it's 2024! 你好，世界。", *parity.HARD_TEXTS]
     assert [other_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
     assert other_tokenizer.eos_token_id == 2 and other.config.eos_token_id == 2
-    fields = gguf_file.optional_package("gguf").GGUFReader(path).fields
+    fields = gguf_file.gguf_package().GGUFReader(path).fields
     experts = own.config.num_experts if own.config.use_moe else 1
     size = sum(p.numel() / (experts if ".experts." in name else 1) for name, p in own.named_parameters())
     label = f"{experts}x{size / 1e3:.0f}K" if own.config.use_moe else f"{size / 1e3:.0f}K"
@@ -155,7 +155,7 @@ def test_eight_bits(convert, tmp_path):
     path = tmp_path / "w.gguf"
     said = convert(saved(tmp_path, intermediate_size=112), "gguf", path, "--dtype", "q8_0")
     assert "as they are stored: the logits differ by at most 0.0e+00" not in said
-    tensors = {each.name: each.tensor_type.name for each in gguf_file.optional_package("gguf").GGUFReader(path).tensors}
+    tensors = {each.name: each.tensor_type.name for each in gguf_file.gguf_package().GGUFReader(path).tensors}
     assert tensors["token_embd.weight"] == tensors["blk.0.attn_q.weight"] == "Q8_0"
     assert tensors["blk.1.ffn_down.weight"] == "F16"  # rows of 112 numbers, not of 32 each
     assert tensors["blk.0.attn_norm.weight"] == "F32"

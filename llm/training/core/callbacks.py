@@ -1,31 +1,139 @@
-"""The callbacks that are included: what the settings add to every run, as callbacks for a list of one's own.
-
-callback_list.py has the interface; docs/CALLBACKS.md shows when it is called."""
+"""What a callback is, the list of those that the engine calls, and the ones that are included. docs/CALLBACKS.md shows
+when each method is called; for what the included ones do there are settings, too."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from common.errors import UserError
-from llm.training.core.callback_list import HOOKS, Callback, CallbackError, CallbackList, Engine, State
+from common.errors import UserError, reason, warn
 from trainer.components.run_hooks import Patience, TensorBoardCurves
 from trainer.components.state import monitored
-from trainer.components.tracker import MODES, Tracker, drawable
 
-__all__ = [
-    "HOOKS",
-    "Callback",
-    "CallbackError",
-    "CallbackList",
-    "EarlyStopping",
-    "LRSchedulerCallback",
-    "MetricsLogger",
-    "SwanLabLogger",
-    "TensorBoardLogger",
-]
+Engine = Any  # the TrainingEngine of engine.py, which imports this file
+State = dict[str, Any]
+PLAIN = (type(None), bool, int, float, str)
+
+
+class Callback:
+    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank."""
+
+    def on_train_start(self, engine: Engine) -> None:
+        """Everything is set up and restored; this process has not made an update yet."""
+
+    def on_train_end(self, engine: Engine) -> None:
+        """Training is finished, or was stopped by `engine.stop`. Not called after an exception."""
+
+    def on_epoch_start(self, engine: Engine, epoch: int) -> None:
+        """Before the first update of an epoch (from 0); not again after a resume within it."""
+
+    def on_epoch_end(self, engine: Engine, epoch: int) -> None:
+        """After the last update of an epoch, its validation and its checkpoint."""
+
+    def on_batch_start(self, engine: Engine, update: int) -> None:
+        """Before an optimizer update; `update` is its number, from 1."""
+
+    def on_optimizer_step(self, engine: Engine, update: int) -> None:
+        """After the optimizer step of an update, before the update is saved, validated or logged."""
+
+    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
+        """After an optimizer update; `record` is its complete log record at a log point, else None."""
+
+    def on_validation_start(self, engine: Engine) -> None:
+        """Before a validation."""
+
+    def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
+        """After a validation; `metrics` are the same on all ranks."""
+
+    def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
+        """The checkpoint of the last update is being written in the background; it may not be complete yet."""
+
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
+
+    def state_dict(self) -> State:
+        """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
+
+
+EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class CallbackList:
+    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called.
+
+    epochs: for each callback the last epoch for which each of EPOCH_HOOKS was called; a checkpoint saves it.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]):
+        self.callbacks: dict[str, Callback] = {}
+        self.epochs: dict[str, dict[str, int]] = {}
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(f"{callback!r} is not a callback, an instance of a subclass of Callback")
+            name = type(callback).__name__
+            for key in dir(callback):
+                if key.startswith("on_") and key not in HOOKS:
+                    raise UserError(f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}")
+            same = sum(type(one).__name__ == name for one in self.callbacks.values())
+            self.callbacks[f"{name}#{same + 1}" if same else name] = callback
+
+    def dispatch(self, name: str, engine: Engine, *args: Any) -> None:
+        """Call a method of each callback; the traceback of an exception names the callback. In `on_exception` one is
+        only a warning, because the other callbacks still have to close their files."""
+        for key, callback in self.callbacks.items():
+            if name in EPOCH_HOOKS:
+                last = self.epochs.setdefault(key, {})
+                if args[0] <= last.get(name, -1):
+                    continue  # before the resume
+                last[name] = args[0]
+            try:
+                getattr(callback, name)(engine, *args)
+            except Exception as error:
+                if name != "on_exception":
+                    error.add_note(f"callback {key} failed in {name}")
+                    raise
+                warn(f"callback {key} failed in {name}: {type(error).__name__}: {reason(error)}")
+
+    def state_dict(self) -> dict[str, State]:
+        """The non-empty states by class name (`EarlyStopping#2` for the second of a class). Raises UserError if one
+        contains a type that a checkpoint cannot hold."""
+        states = {key: _plain(one.state_dict(), f"the state of callback {key}") for key, one in self.callbacks.items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: dict[str, State] | None) -> None:
+        """Restore the state of each callback; warn about callbacks that were added or removed."""
+        states = states or {}
+        keeping = [key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict]
+        changes = [f"{key} has no saved state" for key in keeping if key not in states]
+        gone = [key for key in states if key not in self.callbacks]
+        changes += [f"the saved state of {key} is ignored" for key in gone]
+        if changes:
+            warn(f"the callbacks are not those of the checkpoint: {'; '.join(changes)}")
+        for key in self.callbacks.keys() & states.keys():
+            self.callbacks[key].load_state_dict(states[key])
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file unreadable."""
+    if isinstance(value, dict):
+        return {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise UserError(f"{where} is a {kind}; a checkpoint holds numbers, strings, tensors, lists and dicts")
+
+
+# --- the included ones -----------------------------------------------------------------------------------------------
 
 
 class MetricsLogger(Callback):
@@ -71,132 +179,50 @@ class TensorBoardLogger(Callback):
             self.curves.write(record, engine.resumed_update)
 
 
-class SwanLabLogger(Callback):
-    """Logs the finite numbers of each log record to SwanLab, as --use_wandb does; a resumed run continues its curves
-    (mode cloud).
-
-    Args:
-        project: SwanLab project.
-        mode: where SwanLab stores the run: cloud (or online), local, offline, disabled.
-        name: name of the run; by default the engine's `run_name`.
-    """
-
-    def __init__(self, project: str = "MiniMind-Trainer", mode: str = "cloud", name: str | None = None):
-        if mode not in MODES:
-            raise UserError(f"SwanLabLogger: mode {mode!r} must be one of {', '.join(sorted(MODES))}")
-        self.project, self.mode, self.name = project, mode, name
-        self.run_id: str | None = None
-        self.tracker: Tracker | None = None
-
-    def on_train_start(self, engine: Engine) -> None:
-        if engine.is_main_process:
-            name, settings = self.name or engine.run_name, vars(engine.config.to_args())
-            last = engine.resumed_update or 0
-            self.tracker = Tracker(self.project, name, self.mode, settings, self.run_id, last)
-
-    def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        if self.tracker is not None and record is not None:
-            self.tracker.log(drawable(record, leave_out=("update", "seconds")), update)
-
-    def on_train_end(self, engine: Engine) -> None:
-        self._close(timeout=None)
-
-    def on_exception(self, engine: Engine, error: BaseException) -> None:
-        self._close(timeout=10.0)  # seconds for the network: a stopped run should exit soon
-
-    def _close(self, timeout: float | None) -> None:
-        if self.tracker is not None:
-            self.tracker.finish(timeout)
-            self.run_id, self.tracker = self.tracker.id, None
-
-    def state_dict(self) -> State:
-        return {"id": self.run_id if self.tracker is None else self.tracker.id}
-
-    def load_state_dict(self, state: State) -> None:
-        self.run_id = state["id"]
-
-
 class LRSchedulerCallback(Callback):
-    """Steps a `torch.optim.lr_scheduler` at the end of each update or epoch, `ReduceLROnPlateau` after each validation,
-    and records the learning rate: `rates` has each change, {update: rate}, as seen at the log points.
+    """Steps the scheduler of torch that the task's `build_scheduler` returned: after each update or epoch, as its
+    `scheduler_interval` says, `ReduceLROnPlateau` after each validation. Records the learning rate: `rates` has each
+    change, {update: rate}, as seen at the log points."""
 
-    Args:
-        scheduler: the scheduler, or a function that creates it from the optimizer when training starts. By default the
-            one of the task's `build_scheduler`; if that is none of torch, the callback only records.
-        interval: `update` or `epoch`; by default the task's `scheduler_interval`.
-        monitor: name of the metric for `ReduceLROnPlateau`; by default --monitor.
-    """
-
-    def __init__(
-        self,
-        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
-        interval: str | None = None,
-        monitor: str | None = None,
-    ):
-        if interval not in ("update", "epoch", None):
-            raise UserError(f"LRSchedulerCallback: interval {interval!r} must be update or epoch")
-        self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
-        self.make = None if isinstance(scheduler, LRScheduler) else scheduler
-        self.interval, self.monitor = interval, monitor
+    def __init__(self):
+        self.scheduler: LRScheduler | None = None
         self.rates: dict[int, float] = {}
         self.done = 0  # updates or epochs; a resumed run may report the last one again
         self.saved: State | None = None
 
-    def adopt(self, scheduler: LRScheduler, interval: str) -> None:
-        """Take the task's scheduler and interval where none was given."""
-        if self.make is None and self.scheduler is None:
-            self.scheduler = scheduler
-        self.interval = self.interval or interval
-
     def on_train_start(self, engine: Engine) -> None:
-        optimizer = engine.state.optimizer
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-        if self.make is not None:
-            self.scheduler = self.make(optimizer)
-        if self.scheduler is None:
+        if not isinstance(engine.scheduler, LRScheduler):
             return
-        if self.scheduler.optimizer is not optimizer:
-            raise UserError("LRSchedulerCallback: the scheduler belongs to another optimizer than the engine's")
+        self.scheduler, training = engine.scheduler, engine.config.training
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            self._check_plateau(engine, self.scheduler)
+            if engine.state.eval_loader is None:
+                raise UserError("ReduceLROnPlateau is stepped after each validation, but no data are held out")
+            if self.scheduler.mode != training.mode:
+                modes = f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has --mode"
+                raise UserError(f"{modes} {training.mode}; give both the same")
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
-            for group, restored in zip(optimizer.param_groups, groups, strict=True):
-                group.update(restored)  # creating a scheduler sets its initial rate
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # it stepped before the resume: no warning
-
-    def _check_plateau(self, engine: Engine, scheduler: ReduceLROnPlateau) -> None:
-        if engine.state.eval_loader is None:
-            raise UserError("ReduceLROnPlateau is stepped after each validation, but no data are held out")
-        training = engine.config.training
-        if self.monitor is None and scheduler.mode != training.mode:
-            modes = f"ReduceLROnPlateau has mode {scheduler.mode}, but --monitor {training.monitor} has --mode"
-            raise UserError(f"{modes} {training.mode}; give both the same")
-        self.monitor = self.monitor or training.monitor
+            self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the resume: no warning
 
     def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
-            return
-        value = monitored("ReduceLROnPlateau", str(self.monitor), metrics)
-        before = self.scheduler.get_last_lr()
-        self.scheduler.step(math.nan if value is None else value)  # NaN is no improvement
-        if self.scheduler.get_last_lr() != before:
-            engine.logger.info(f"ReduceLROnPlateau: learning rate {self.scheduler.get_last_lr()[0]:.3e}")
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            value = monitored("ReduceLROnPlateau", engine.config.training.monitor, metrics)
+            self.scheduler.step(math.nan if value is None else value)  # NaN is no improvement
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        self._step("update", update)
+        self._step(engine, "update", update)
         rate = record["learning_rate"] if record else None
         if rate is not None and rate != next(reversed(self.rates.values()), None):
             self.rates[update] = rate
             engine.logger.debug(f"update {update}: learning rate {rate:.3e}")
 
     def on_epoch_end(self, engine: Engine, epoch: int) -> None:
-        self._step("epoch", epoch + 1)
+        self._step(engine, "epoch", epoch + 1)
 
-    def _step(self, interval: str, count: int) -> None:
+    def _step(self, engine: Engine, interval: str, count: int) -> None:
         if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
             return
-        if interval == (self.interval or "update") and count > self.done:
+        if interval == engine.task.scheduler_interval and count > self.done:
             self.scheduler.step()
             self.done = count
 

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from common import settings
 from common.config_sources import (
     OPTIONS,
-    Given,
     Parser,
     described,
-    first_given,
+    given_task,
     print_once,
     read_sources,
     read_task_defaults,
@@ -30,9 +29,7 @@ class ModelConfig(settings.ModelConfig):
     """The shape of the model. `top_k` is another name of `num_experts_per_tok`."""
 
     def __init__(self, *, top_k: int | None = None, **values: Any):
-        if top_k is not None and values.setdefault("num_experts_per_tok", top_k) != top_k:
-            raise UserError(f"top_k {top_k} contradicts num_experts_per_tok {values['num_experts_per_tok']}; give one")
-        super().__init__(**values)
+        super().__init__(**values if top_k is None else values | {"num_experts_per_tok": top_k})
 
     @property
     def top_k(self) -> int:
@@ -92,8 +89,6 @@ class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, Di
         return super().contradictions() + ([] if self.task else [missing])
 
 
-SECTIONS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "distributed": DistributedConfig}
-SECTIONS |= {"optimization": OptimizationConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig}
 SETTINGS = settings_of(EngineArgs)
 
 
@@ -138,50 +133,39 @@ class Config:
         cls,
         argv: Sequence[str] | None = None,
         environ: Mapping[str, str] | None = None,
-        task_defaults: Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None = None,
-        stage_args: Callable[[str], type[StageArgs] | None] = lambda task: None,
+        find_task: Callable[[str], Any] | None = None,
     ) -> "Config":
         """Read the settings from all sources. `validate` checks how they go together.
 
         Args:
             argv: the command line without the program; sys.argv by default.
             environ: the environment; os.environ by default.
-            task_defaults: the task's own defaults, or a function that returns them for the name of the task (called
-                only if a task is given). `save_weight` defaults to the name of the task.
-            stage_args: for the name of a task that is a stage, its settings.
+            find_task: gives the class of a task, for its `defaults` and `stage_args`; called only if a task is given.
+                `save_weight` defaults to the name of the task.
 
         Raises:
             UserError: one line with all unknown names and invalid values of a source.
             SystemExit: after `--help` and `--print_config`.
         """
         environ = os.environ if environ is None else environ
-        task = first_given("task", TrainingConfig.section, argv, environ)
-        stage = stage_args(task) if task else None
-        args_class = engine_args(stage)
-        defaults: dict[str, Any] = {}
-        if stage is not None:
-            defaults = {name: row.default for name, row in settings_of(stage).items() if _differs(row)}
-        if callable(task_defaults):
-            task_defaults = task_defaults(task) if task else None
-        defaults |= task_defaults or {}
-        named = {"save_weight": task.rpartition(":")[2]} if task else {}
-        own = read_task_defaults(args_class, task, named | defaults)
+        name = given_task(argv, environ)
+        task = find_task(name) if name and find_task else None
+        config = cls(stage_args=task.stage_args if task else None, sources=dict.fromkeys(SETTINGS, "default"))
+        args_class = engine_args(config.stage_args)
+        rows = settings_of(args_class)
+        # the defaults of a stage where they are not the engine's, and of its own flags; then those of the task
+        defaults: dict[str, Any] = {"save_weight": name.rpartition(":")[2]} if name else {}
+        defaults |= {key: row.default for key, row in rows.items() if row.default != getattr(EngineArgs, key, row)}
+        own = read_task_defaults(args_class, name, defaults | (task.defaults if task else {}))
         options, given = read_sources(args_class, engine_parser(args_class), argv, environ, own)
-        config = cls._of(stage, given)
+        for key, (value, where) in given.items():
+            config.sources[key] = where
+            if key in SETTINGS:
+                setattr(getattr(config, rows[key].section), key, value)
+            else:
+                config.extra[key.removeprefix(f"{OPTIONS}.")] = value
         if options.print_config:
             print_once(config.describe(), environ)
-        return config
-
-    @classmethod
-    def _of(cls, stage: type[StageArgs] | None, given: Given) -> "Config":
-        config = cls(stage_args=stage, sources=dict.fromkeys(SETTINGS, "default"))
-        rows = settings_of(engine_args(stage))
-        for name, (value, where) in given.items():
-            config.sources[name] = where
-            if name in SETTINGS:
-                setattr(getattr(config, rows[name].section), name, value)
-            else:
-                config.extra[name.removeprefix(f"{OPTIONS}.")] = value
         return config
 
     def values(self) -> dict[str, Any]:
@@ -199,21 +183,10 @@ class Config:
         return described(settings_of(engine_args(self.stage_args)), self.values() | self.extra, self.sources)
 
     def validate(self) -> None:
-        """Convert and check all values, which may have been set in code, and check how they go together.
+        """Check how the values go together; each alone was checked where it was read.
 
         Raises:
             UserError: one line with all mistakes.
         """
-        wrong = []
-        for name, row in SETTINGS.items():
-            try:
-                setattr(getattr(self, row.section), name, row.parse(getattr(getattr(self, row.section), name)))
-            except ValueError as error:
-                wrong.append(f"--{name} {error}")
-        if wrong := wrong or self.to_args().contradictions():
+        if wrong := self.to_args().contradictions():
             raise UserError("; ".join(wrong))
-
-
-def _differs(row: settings.Setting) -> bool:
-    """Whether a stage sets another default than the engine, or its own flag."""
-    return row.name not in SETTINGS or row.default != SETTINGS[row.name].default

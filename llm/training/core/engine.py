@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.errors import UserError
 from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
 from llm.training.core.config import Config
-from llm.training.core.rehearsal import check_criterion, check_forms, checked_loss, rehearse
+from llm.training.core.rehearsal import check_criterion, check_forms, checked_loss, checked_sums, rehearse
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -69,8 +68,6 @@ class TrainingEngine(Hooks):
         setup_seed(task.args.seed)
         data.num_samples()  # refuses to go on without any
         held_out = data.val_dataloader()
-        if text := data.describe():
-            self.logger.info(text)
         checkpoint = self.checkpoint_manager.load_checkpoint()
         task.args = args = keep_global_batch(task.args, checkpoint)
         run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
@@ -83,7 +80,7 @@ class TrainingEngine(Hooks):
         optimizer = task.build_optimizer(model)
         self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()
-        check_criterion(task, task.criterion)
+        check_criterion(task)
         self.state = state = TrainState(
             args=args,
             lm_config=task.lm_config,
@@ -99,16 +96,12 @@ class TrainingEngine(Hooks):
             metric_names=task.metric_names,
             size_fn=lambda batch, _: task.size(batch),
             eval_loader=held_out,
-            eval_fn=lambda model, batch, _: task.validation_step(model, batch),
+            eval_fn=lambda model, batch, _: checked_sums(task, task.validation_step(model, batch)),
         )
         task.extend(state)
         state.hooks.append(self)
         begin_run(state, checkpoint, data, None, task.code_files())
-
-    @property
-    def resumed_update(self) -> int | None:
-        """The last update reported before the resume; None in a new run."""
-        return self.state.resumed_update
+        self.resumed_update = state.resumed_update
 
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
         return checked_loss(self.task, self.task.train_step(model, batch))
@@ -116,23 +109,16 @@ class TrainingEngine(Hooks):
     def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
         """What the task's `build_scheduler` returns, declared with or without `total_updates`."""
         build = self.task.build_scheduler
-        parameters = inspect.signature(build).parameters.values()
-        needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
-        takes_updates = len(needed) > 1 or any(each.name == "total_updates" for each in parameters)
+        _, *more = inspect.signature(build).parameters.values()
+        takes_updates = any(each.name == "total_updates" or each.default is each.empty for each in more)
         return build(optimizer, updates) if takes_updates else build(optimizer)  # type: ignore[call-arg]
 
     def _schedule(self) -> Schedule:
-        scheduler, callbacks, task = self.scheduler, self.callbacks.callbacks, self.task
+        scheduler, callbacks = self.scheduler, self.callbacks.callbacks
         if isinstance(scheduler, LRScheduler):  # LRSchedulerCallback sets the rate
-            own = [each for each in callbacks.values() if isinstance(each, LRSchedulerCallback)]
-            stepping = own[0] if own else LRSchedulerCallback()
-            callbacks |= {} if own else {"LRSchedulerCallback": stepping}
-            stepping.adopt(scheduler, task.scheduler_interval)
+            if not any(isinstance(each, LRSchedulerCallback) for each in callbacks.values()):
+                callbacks["LRSchedulerCallback"] = LRSchedulerCallback()
             return lambda update, total_updates, args: None
-        if scheduler is not None and not callable(scheduler):
-            kind = type(scheduler).__name__
-            what = f"{type(task).__name__}.build_scheduler returns a {kind}; it must return a function of the update"
-            raise UserError(f"{what}, a scheduler of torch.optim.lr_scheduler, or None for a constant rate")
         return lambda update, total_updates, args: scheduler(update) if scheduler is not None else None
 
     def run(self) -> None:
@@ -140,11 +126,11 @@ class TrainingEngine(Hooks):
 
         Raises:
             UserError, Interrupted: see `train_epoch`.
-            CallbackError: a callback failed.
         """
         try:
             if self.task.rehearsed:
                 rehearse(self.task, self.data, self.state)
+                setup_seed(self.state.args.seed)  # the random streams begin here, whatever the rehearsal drew
             self.dispatch("on_train_start")
             with training_files(self.state, self.wandb):
                 for epoch in range(self.state.epoch, self.state.args.epochs):

@@ -1,7 +1,6 @@
 """What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
 
 import math
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.console import LEVELS, copy_console
-from common.errors import UserError, say, warn
+from common.console import copy_console
+from common.errors import say, warn
 from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.config import Config
@@ -44,14 +43,12 @@ class DistributedManager:
         on_gpu = self.config.device in ("auto", "cuda")
         return self.config.world_size or (max(1, torch.cuda.device_count()) if on_gpu else 1)
 
-    def address(self) -> dict[str, str]:
-        """Where spawned processes meet, as the environment variables that torch reads."""
+    def environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """The environment variables of a process that `train.py` spawns, as torchrun would set them."""
         host, port = self.config.master_addr, self.config.master_port
-        if port == 0:
-            with socket.socket() as probe:
-                probe.bind((host, 0))
-                port = probe.getsockname()[1]
-        return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        values = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+        values |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        return {name: str(value) for name, value in values.items()}
 
     def once(self, work: Callable[[], None]) -> None:
         """Run `work` in one process per machine. The others wait for it where the processes meet (`setup`), for as long
@@ -83,24 +80,12 @@ class Logger:
     Args:
         path: the log file.
         level: least severe lines that are shown: debug, info, warning or error.
-        directory: folder of the log file if no `path` is given; the file is then `<name>.log`.
-        name: of the run.
 
     Raises:
-        UserError: there is no such level, or the file cannot be written.
+        UserError: the file cannot be written.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        level: str = "info",
-        directory: str | Path | None = None,
-        name: str = "training",
-    ):
-        if level not in LEVELS:
-            raise UserError(f"Logger: level {level!r} must be one of {', '.join(LEVELS)}")
-        if path is None and directory is not None:
-            path = Path(directory) / f"{name}.log"
+    def __init__(self, path: str | Path | None = None, level: str = "info"):
         self.path, self.level = Path(path) if path is not None else None, level
         copy_console(self.path, level)
 
@@ -108,7 +93,7 @@ class Logger:
     def of(cls, config: Config) -> "Logger":
         """The logger that the settings describe."""
         logging, run = config.logging, run_name(config.checkpoint.save_weight, config.model)
-        return cls(logging.log_file, logging.log_level, logging.log_dir, run)
+        return cls(Path(logging.log_dir) / f"{run}.log" if logging.log_dir else logging.log_file, logging.log_level)
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""
@@ -139,8 +124,7 @@ class PerformanceMonitor:
 
     def update(self, record: dict[str, Any]) -> None:
         """Add a record."""
-        names = ("update", "mean_loss", "tokens_per_second", "mfu", "memory_mb", "seconds")
-        self.records.append({name: record[name] for name in names})
+        self.records.append(record)
 
     def summary(self) -> dict[str, float]:
         """Seconds per update (with saving and evaluating), the last mean loss (NaN: not finite), mean tokens/s and MFU,

@@ -30,10 +30,6 @@ class DataModule(ABC):
     def setup(self) -> None:
         """Open the data, on every rank: set `train_dataset` and `val_dataset`."""
 
-    def describe(self) -> str:
-        """A line to print when training starts; empty for none."""
-        return ""
-
     def fingerprint(self) -> dict[str, Any]:
         """Identifies the data: a run is not resumed on other data."""
         return {"data": type(self).__name__}
@@ -44,9 +40,17 @@ class DataModule(ABC):
 
     def collate(self, rows: list) -> dict[str, Any]:
         """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make a batch
-        of no samples, it is that of the first one, with every tensor cut to length 0."""
+        of no samples, it is that of the first one, with every tensor cut to length 0.
+
+        Raises:
+            UserError: it is no dict.
+        """
         if rows:
-            return self.collate_fn(rows)
+            batch = self.collate_fn(rows)
+            if not isinstance(batch, dict):
+                what = f"{type(self).__name__}: collate_fn returns a {type(batch).__name__}"
+                raise UserError(f"{what}; a batch is a dict of tensors, such as {{'x': ..., 'y': ...}}")
+            return batch
         try:
             return self.collate_fn([])
         except Exception:  # IndexError of default_collate, RuntimeError of torch.stack ...

@@ -30,6 +30,7 @@ class TrainingTask(ABC):
     defaults: ClassVar[dict[str, Any]] = {}  # of settings; a YAML file, the environment and flags override them
 
     data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
+    stage_args: ClassVar[type[StageArgs] | None] = None  # the settings of the stage that it is, whose flags it takes
     scheduler_interval: ClassVar[Literal["update", "epoch"]] = "update"  # when a scheduler of torch is stepped
     rehearsed: ClassVar[bool] = True  # whether the engine tries the methods on two samples before training
     frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
@@ -42,11 +43,6 @@ class TrainingTask(ABC):
         self.config = config
         self.args = config.to_args()  # all settings, flat
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
-
-    @classmethod
-    def stage_args(cls) -> type[StageArgs] | None:
-        """The settings of the stage that the task is, whose flags it takes; None for other tasks."""
-        return None
 
     @abstractmethod
     def build_model(self) -> nn.Module:

@@ -1,7 +1,5 @@
 """MiniMind's stages as tasks, each made from the parts of its stage script: a change there applies here too."""
 
-import ast
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
@@ -9,8 +7,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.errors import UserError
-from common.settings import StageArgs, settings_of
 from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -39,16 +35,11 @@ class StageTask(TrainingTask):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        refuse_flags_of_main(self.script, self.args)
         self.args = start_shape(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = start_model_config(self.tokenizer, self.args)
         self.frozen = getattr(self.script, "frozen", ())
         self.metric_names = getattr(self.script, "METRICS", ())
-
-    @classmethod
-    def stage_args(cls) -> type[StageArgs]:
-        return cls.script.Args
 
     def build_data(self) -> StageDataModule:
         return StageDataModule(self)
@@ -92,81 +83,16 @@ class StageTask(TrainingTask):
         return [self.script.__file__ or ""]
 
 
-def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
-    """Refuse a flag that only `main` of the stage script implements, which the engine does not call.
-
-    Raises:
-        UserError: such a flag is given.
-    """
-    read_in_main, read_elsewhere = set(), set()
-    for node in ast.parse(inspect.getsource(script)).body:
-        is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
-        names = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-        (read_in_main if is_main else read_elsewhere).update(names)
-    rows = settings_of(script.Args)
-    for name in (read_in_main - read_elsewhere) & vars(script.Args).get("__annotations__", {}).keys():
-        if rows[name].section == StageArgs.section and getattr(args, name) != rows[name].default:
-            raise UserError(
-                f"--{name}: only main() in {script.__file__} implements it, and the engine does not call that; run the "
-                "script, or move it into extend_model or extend_run"
-            )
-
-
-class PretrainTask(StageTask):
-    """Documents: every token is a target."""
-
-    script = train_pretrain
-
-
-class FullSFTTask(StageTask):
-    """Conversations: the assistant's turns are targets."""
-
-    script = train_full_sft
-
-
-class LoRATask(StageTask):
-    """SFT of adapters beside the start weights."""
-
-    script = train_lora
-
-
-class DPOTask(StageTask):
-    """Preferences: pairs of a chosen and a rejected answer."""
-
-    script = train_dpo
-
-
-class DistillationTask(StageTask):
-    """SFT of a student beside a teacher."""
-
-    script = train_distillation
-
-
-class GRPOTask(StageTask):
-    """Rewards for what the model writes, compared within a group."""
-
-    script = train_grpo
-
-
-class AgentTask(StageTask):
-    """Rewards for what the model does in several turns with tools."""
-
-    script = train_agent
-
-
-class PPOTask(StageTask):
-    """Rewards, with a critic."""
-
-    script = train_ppo
-
-
+SCRIPTS = {
+    "pretrain": train_pretrain,
+    "full_sft": train_full_sft,
+    "lora": train_lora,
+    "dpo": train_dpo,
+    "distillation": train_distillation,
+    "grpo": train_grpo,
+    "agent": train_agent,
+    "ppo": train_ppo,
+}
 STAGES: dict[str, type[StageTask]] = {
-    "pretrain": PretrainTask,
-    "full_sft": FullSFTTask,
-    "lora": LoRATask,
-    "dpo": DPOTask,
-    "distillation": DistillationTask,
-    "grpo": GRPOTask,
-    "agent": AgentTask,
-    "ppo": PPOTask,
+    name: type(name, (StageTask,), {"script": script, "stage_args": script.Args}) for name, script in SCRIPTS.items()
 }

@@ -23,7 +23,7 @@ from llm.training.data.base import DataModule
 from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.regression_task import RegressionTask
-from llm.training.train import AVAILABLE_TASKS, find_data_module, train_worker
+from llm.training.train import AVAILABLE_TASKS, named_class, train_worker
 from tests.conftest import ROOT
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run, start_ranks
@@ -38,7 +38,7 @@ def _console():
 
 
 def config_of(folder, **extra) -> Config:
-    config = Config.from_args_and_env(regression(folder, **extra), {}, RegressionTask.defaults)
+    config = Config.from_args_and_env(regression(folder, **extra), {}, lambda name: RegressionTask)
     config.validate()
     return config
 
@@ -109,24 +109,25 @@ def test_six_methods_are_a_task(tmp_path, task):
 
 def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "named.py").write_text("from llm.training.data.synthetic import SyntheticDataModule as Points\n")
+    (tmp_path / "named.py").write_text(
+        "from llm.training.data.synthetic import SyntheticDataModule as Points; import os\n"
+    )
     config = config_of(tmp_path, epochs=1)
     assert isinstance(PerEpoch(config).build_data(), SyntheticDataModule)
     with pytest.raises(UserError, match="Six has no data: set its data_module, or give --data_module"):
         Six(config).build_data()
-    assert find_data_module("named:Points") is SyntheticDataModule
+    assert named_class("--data_module", "named:Points", DataModule) is SyntheticDataModule
     for name, told in {
         "nowhere:X": "cannot be imported",
         "named:Y": "has no 'Y'",
-        "synthetic": "is not package",
+        "synthetic": "cannot be imported",
+        "named:os": "is not a subclass of DataModule",
     }.items():
         with pytest.raises(UserError, match=f"--data_module {name}.*{told}"):
-            find_data_module(name)
+            named_class("--data_module", name, DataModule)
     config = config_of(tmp_path, epochs=1, data_module="named:Points", task=f"{__name__}:Six", save_weight="six")
     train_worker(rank=0, world_size=1, config=config)
     assert "done: 8 updates" in capsys.readouterr().out
-    with pytest.raises(UserError, match="train_worker: 2 processes need an address"):
-        train_worker(0, 2, config)
 
 
 def test_no_scheduler_is_a_constant_rate(tmp_path):
@@ -134,15 +135,9 @@ def test_no_scheduler_is_a_constant_rate(tmp_path):
         def build_scheduler(self, optimizer):
             return None
 
-    class Text(PerEpoch):
-        def build_scheduler(self, optimizer, total_updates):
-            return "cosine"
-
     engine = made(Constant, tmp_path, [MetricsLogger()], epochs=2)
     engine.run()
     assert {r["learning_rate"] for r in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")} == {0.1}
-    with pytest.raises(UserError, match=r"Text\.build_scheduler returns a str; it must return a function"):
-        made(Text, tmp_path)
 
 
 class DictRows(DataModule):
@@ -228,18 +223,18 @@ class WrongSize(RegressionTask):
 class Pairs(SyntheticDataModule):
     """Batches (x, y), as torch makes them."""
 
-    collate_fn = staticmethod(torch.utils.data.default_collate)
+    collate_fn = staticmethod(lambda rows: torch.utils.data.default_collate([(row["x"], row["y"]) for row in rows]))
 
 
 REFUSED = [
-    (MeanByHand, "MeanByHand.train_step returns a mean over the batch, but the loop divides"),
-    (Backward, "Backward.train_step calls backward; leave that to the loop"),
-    (Steps, "Steps.train_step changes the weights; leave that to the loop"),
+    (MeanByHand, "MeanByHand.train_step: 'loss' is a mean over the batch, but the loop divides"),
+    (Backward, "Backward.train_step calls backward or changes the weights; leave both to the loop"),
+    (Steps, "Steps.train_step calls backward or changes the weights; leave both to the loop"),
     (Detached, "Detached.train_step returns a loss without a gradient"),
     (ManyLosses, r"ManyLosses.train_step returns a tensor of shape \[1, 1\]|train_step returns a tensor of shape"),
     (Number, "Number.train_step returns a float; it must return a tensor"),
     (BareTensor, "BareTensor.validation_step returns a Tensor; it must return sums by name"),
-    (NoLoss, "NoLoss.validation_step returns error; `loss` must be one of its sums"),
+    (NoLoss, "NoLoss.validation_step returns only error; it must return sums by name"),
     (MeanInValidation, "MeanInValidation.validation_step: 'accuracy' is a mean over the batch"),
     (WrongSize, "WrongSize.size returns a int; it must return Size"),
 ]
@@ -252,8 +247,7 @@ def test_what_a_step_must_not_do_is_told_before_training(tmp_path, task, told):
     with pytest.raises(UserError, match=told):
         engine.run()
     assert engine.state.update == 0 and not list(tmp_path.rglob("*.pth"))
-    if task is not Steps:
-        assert all(torch.equal(a, b) for a, b in zip(before, engine.state.model.state_dict().values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.state.model.state_dict().values(), strict=True))
 
 
 def test_a_criterion_of_means_and_batches_that_are_no_dicts_are_refused(tmp_path):
@@ -353,7 +347,7 @@ def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path
         if "eval_loss" in record:
             scheduler.step(record["eval_loss"])
     assert len({record["learning_rate"] for record in found}) > 2
-    assert "ReduceLROnPlateau: learning rate 2.500e-02" in done.out and "debug: update" in done.out
+    assert "debug: update" in done.out
     broken = regression(tmp_path / "broken", **settings, from_resume=1)
     run("engine", broken, Faults(script=PLATEAU, signals={31: signal.SIGKILL}), status=-9)
     run("engine", broken, Faults(script=PLATEAU))
@@ -464,7 +458,7 @@ def test_an_error_reaches_the_log_file(tmp_path):
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
 def test_levels(tmp_path, capsys, level):
-    logger = Logger(level=level, directory=tmp_path / "logs", name="run_64")
+    logger = Logger(tmp_path / "logs/run_64.log", level)
     for name in ("debug", "info", "warning", "error"):
         getattr(logger, name)(name)
     print("printed\n  twice\n\r 10%\r 20%")
@@ -478,8 +472,6 @@ def test_levels(tmp_path, capsys, level):
     assert sorted(found) == sorted(in_order)
     out = capsys.readouterr()
     assert ("printed" in out.out) == (level in ("debug", "info")) and ("warning: " in out.err) == (level != "error")
-    with pytest.raises(UserError, match="level 'loud' must be one of debug, info, warning, error"):
-        Logger(level="loud")
 
 
 def test_the_sections_of_the_settings_have_what_is_described():
