@@ -79,7 +79,7 @@ import torch
 from trainer import train_pretrain as stage
 from trainer.components.parallel import unwrap
 from trainer.components.state import Hooks
-begin = stage.begin_run
+begin = stage.utils.begin_run
 class Copy(Hooks):
     def after_step(self, state):
         self.copy = [p.detach().clone() for p in unwrap(state.model).parameters()]
@@ -94,7 +94,7 @@ class Copy(Hooks):
 def begin_run(state, *args, **kwargs):
     state.hooks.append(Copy())
     begin(state, *args, **kwargs)
-stage.begin_run = begin_run
+stage.utils.begin_run = begin_run
 """
 
 
