@@ -16,6 +16,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -516,6 +518,38 @@ def test_commands_in_the_text_parse(page):
 def test_the_manual_holds_commands_and_they_were_found():
     for pages in MANUALS:
         assert sum(check_commands(block, page) for page in pages for block in fenced(page, "bash")) >= 45
+
+
+CHEAP = {  # commands that take a second or two, with what keeps their files out of the repository
+    "dataset.show_samples": ["--cache_dir", "cache"],
+    "scripts/plot_metrics.py": [],
+    "scripts/train_tokenizer.py": [],
+}
+
+
+def cheap_commands() -> list[str]:
+    blocks = [block for page in MANUALS[0] for block in fenced(page, "bash")]
+    words = [words for block in blocks for _, _, words in commands(block) if words[0] == "python"]
+    return sorted({shlex.join(each) for each in words if CHEAP.keys() & set(python_words(each)[:2])})
+
+
+@pytest.mark.parametrize("command", cheap_commands())
+def test_the_cheap_commands_run_on_the_files_that_they_name(command, tmp_path, monkeypatch):
+    texts = [json.dumps({"text": f"{i} ships lie in the harbour of Reedmarsh."}) for i in range(40)]
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]
+    record = {"update": 1, "tokens": 9, "seconds": 1.0, "loss": 2.0, "reward": 0.5}
+    runs = ["demo/pretrain_256", "pretrain_512", "full_sft_512", "full_sft_768", "sums_grpo_256"]
+    files = {"data/pretrain.jsonl": texts, "data/sft.jsonl": [json.dumps({"messages": turns})] * 40}
+    files |= {f"out/{name}_metrics.jsonl": [json.dumps(record)] for name in runs}
+    for name, lines in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (tmp_path / "data/pretrain").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "data/pretrain/a.parquet")
+    monkeypatch.chdir(tmp_path)
+    rest = python_words(shlex.split(command))
+    script = rest[1] if rest[0] == "-m" else rest[0]
+    run(script if rest[0] == "-m" else str(ROOT / script), rest[1 + (rest[0] == "-m") :] + CHEAP[script])
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAIRS)
