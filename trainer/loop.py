@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from common.errors import UserError
+from common.errors import UserError, warn
 from trainer.components.device import peak_memory_mb
 from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.components.meter import Size
@@ -69,6 +69,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         for hook in state.hooks:
             hook.after_step(state)
+        if state.update == 1:
+            check_first_loss(state, losses)
 
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
         state.save_due = save_is_due(state, before, evaluate_due)
@@ -188,6 +190,20 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch | {k: v.to(device, non_blocking=True) for k, v in batch.items() if isinstance(v, Tensor)}
 
 
+def check_first_loss(state: TrainState, losses: Tensor) -> None:
+    """Warn if trained weights predict text worse than chance does: they belong to another tokenizer, or are damaged.
+    Only of stages whose loss is the cross entropy alone: the others have metrics. Sync point, once in a run."""
+    vocabulary = getattr(state.lm_config, "vocab_size", 0)
+    if state.args.from_weight == "none" or state.metric_names or not vocabulary:
+        return
+    loss, chance = float(losses[0]), math.log(vocabulary)
+    if loss > 1.01 * chance:  # random weights are about as good as chance
+        warn(
+            f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight "
+            f"{state.args.from_weight} does not fit the text; was it trained with another tokenizer (--tokenizer_path)?"
+        )
+
+
 # --- the log ---------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +250,8 @@ def read_meter(state: TrainState) -> dict[str, float]:
 
 def finish_update(state: TrainState, wandb=None) -> None:
     """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first update."""
+    if state.metrics is not None:
+        state.metrics.tick(state.update)
     record = report(state, wandb) if state.record is not None else None
     for hook in state.hooks:
         hook.batch_end(state, record)

@@ -1,10 +1,13 @@
-"""The log of a run: the metrics file (the source of truth), and a line on the console."""
+"""The log of a run: the metrics file (the source of truth), a line on the console, and on a terminal a live bar."""
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from common.durable_files import atomic_write
 from common.errors import UserError
@@ -43,24 +46,32 @@ class MetricsLog:
 
     Args:
         path: the metrics file.
+        total_updates: length of the whole run, for the bar.
         last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
             an empty file.
         shown: names of the metrics that stand on the console's line, beside the loss.
     """
 
-    def __init__(self, path: Path, last_update: int | None = None, shown: tuple[str, ...] = ()):
+    def __init__(self, path: Path, total_updates: int, last_update: int | None = None, shown: tuple[str, ...] = ()):
         before = map(log_record, _complete_lines(path)) if last_update is not None else ()
         kept = [record for record in before if record is not None and record["update"] <= (last_update or 0)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         self.path, self.shown = path, shown
         atomic_write(path, lambda file: file.write(text.encode()))
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}<{remaining}"
+        options = {"bar_format": form, "file": sys.stdout, "disable": not sys.stdout.isatty()}
+        self.bar = tqdm(total=total_updates, initial=last_update or 0, **options)
 
     def sync(self) -> None:
         """Flush to the disk, before the checkpoint that counts these records."""
         with suppress(OSError):  # a full disk was reported by write
             self.file.flush()
             os.fsync(self.file.fileno())
+
+    def tick(self, update: int) -> None:
+        """Move the bar, at every update."""
+        self.bar.update(update - self.bar.n)
 
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200)`."""
@@ -71,13 +82,16 @@ class MetricsLog:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
             ) from error
-        print(f"{head}, {describe(record, self.shown)}, eta: {duration(record['seconds_left'])}", flush=True)
+        text = f"{head}, {describe(record, self.shown)}, eta: {duration(record['seconds_left'])}"
+        self.bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
     def close(self) -> None:
         """Flush to the disk."""
         self.sync()
         with suppress(OSError):
             self.file.close()
+        self.bar.close()
 
 
 def duration(seconds: float) -> str:

@@ -133,7 +133,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     if is_main_process():
         path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.args))
         shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
-        state.metrics = MetricsLog(path, state.resumed_update, shown)
+        state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, shown)
     try:
         state.stop.defer = True
         yield

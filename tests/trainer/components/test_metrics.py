@@ -1,6 +1,8 @@
 """The metrics file is the source of truth: whole lines only, each update once, also after a resume."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -18,18 +20,18 @@ def record(update: int) -> dict:
 
 def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_path, capsys):
     path = tmp_path / "m.jsonl"
-    log = MetricsLog(path)
+    log = MetricsLog(path, 9)
     for update in (1, 2, 3, 4):
         log.write(record(update), "Epoch:[1/1](4/10)")
     log.close()
     with open(path, "a") as file:
         file.write('{"update": 5, "lo')  # cut off by a kill
     assert [r["update"] for r in read_metrics(path)] == [1, 2, 3, 4]
-    log = MetricsLog(path, last_update=2)
+    log = MetricsLog(path, 9, last_update=2)
     log.write(record(3), "head")
     log.close()
     assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    log = MetricsLog(path)  # a new run starts an empty file
+    log = MetricsLog(path, 9)  # a new run starts an empty file
     log.close()
     assert path.read_text() == ""
     out = capsys.readouterr().out.splitlines()
@@ -48,13 +50,13 @@ def test_a_line_that_is_no_record(tmp_path, line):
     path.write_bytes(b"\n".join([good[0], line, good[2], b""]))
     with pytest.raises(UserError, match=r"m.jsonl:2 is not a log record"):
         read_metrics(path)
-    MetricsLog(path, last_update=3).close()
+    MetricsLog(path, 9, last_update=3).close()
     assert [r["update"] for r in read_metrics(path)] == [1, 3]
     path.write_bytes(b"\n".join([*good, line, b""]))  # behind the checkpoint: written again anyway
-    MetricsLog(path, last_update=3).close()
+    MetricsLog(path, 9, last_update=3).close()
     assert len(read_metrics(path)) == 3
     path.unlink()
-    MetricsLog(path, last_update=3).close()
+    MetricsLog(path, 9, last_update=3).close()
     assert read_metrics(path) == []
 
 
@@ -75,3 +77,20 @@ def test_a_line_tells_of_experts_where_there_are_some():
 def test_a_line_names_the_held_out_loss_where_there_is_one():
     assert "eval_loss" not in describe(record(1))
     assert "eval_loss: 1.2500, eval_bpb: 0.7500" in describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75})
+
+
+def test_a_terminal_gets_a_live_bar_and_the_same_lines(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    log = MetricsLog(tmp_path / "m.jsonl", total_updates=4)
+    for update in range(1, 5):
+        log.tick(update)
+        if update % 2 == 0:
+            log.write(record(update), "head")
+    log.close()
+    text = screen.getvalue()
+    assert text.count("head, loss: 0.5000") == 2 and "100%|" in text and "update 4/4" in text

@@ -154,11 +154,19 @@ def test_another_tokenizer_of_equal_size_is_refused(other_tokenizer, tmp_path):
         init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1), "w", other_tokenizer, tmp_path)
 
 
-def test_weights_from_elsewhere_are_named_in_what_became_of_them(corpus, tmp_path):
+def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):
+    """MiniMind's weights have as many tokens as ours, and nothing says which: the first loss shows it."""
     (tmp_path / "out").mkdir()
-    torch.save(model_of(hidden_size=32, num_hidden_layers=1).half().state_dict(), tmp_path / "out/pretrain_32.pth")
-    run("full_sft", flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1))
+    model = model_of(hidden_size=32, num_hidden_layers=1)
+    for parameter in model.parameters():
+        parameter.data *= 8  # sure of the wrong tokens
+    torch.save(model.half().state_dict(), tmp_path / "out/pretrain_32.pth")
+    argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1)
+    assert "that of guessing: --from_weight pretrain does not fit the text" in run("full_sft", argv).err
     described = json.loads((tmp_path / "out/full_sft_32.json").read_text())
     assert described["stage"] == "trainer/train_full_sft.py" and described["from_weight"]["name"] == "pretrain"
     start = hashlib.sha256((tmp_path / "out/pretrain_32.pth").read_bytes()).hexdigest()
     assert described["from_weight"]["sha256"] == start and described["update"] > 1 and described["data"]["data"]
+    torch.save(model_of(hidden_size=32, num_hidden_layers=1).half().state_dict(), tmp_path / "out/random_32.pth")
+    argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1, save_weight="second", from_weight="random")
+    assert "of guessing" not in run("full_sft", argv).err

@@ -51,7 +51,7 @@ def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
         set_earlier_run_aside(args, args)
     monkeypatch.undo()
     set_earlier_run_aside(args, args)
-    MetricsLog(tmp_path / "out/w_512_metrics.jsonl").close()  # that of the new run
+    MetricsLog(tmp_path / "out/w_512_metrics.jsonl", 9).close()  # that of the new run
     assert not list((tmp_path / "checkpoints").glob("*.pth"))
     kept = {path.name: path.read_text() for path in sorted(tmp_path.glob("*/earlier_*/*"))}
     assert kept == {name: name for name in STATES + OUT}
@@ -93,7 +93,7 @@ def test_an_earlier_run_is_kept_wherever_its_checkpoints_lie(tmp_path, checkpoin
         kept = {f"earlier_1/{name}": name for name in OUT}
         assert {name: text for name, text in everything(tmp_path / "out").items() if text} == kept
         assert checkpoint_dir == "emptied" or len(everything(tmp_path / "checkpoints")) == len(STATES)
-        MetricsLog(tmp_path / "out/w_512_metrics.jsonl").close()
+        MetricsLog(tmp_path / "out/w_512_metrics.jsonl", 9).close()
 
 
 @pytest.mark.parametrize("start", ["w_best", "path", "link"])
