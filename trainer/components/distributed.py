@@ -71,7 +71,7 @@ def meet() -> None:
 def lost_rank_message(error: Exception) -> str:
     """The error line for a failed collective."""
     what = "another rank ended while this one waited for it, hangs, or cannot be reached"
-    then = "the reason is what that rank or torchrun says; --from_resume 1 go on from the last checkpoint"
+    then = "the reason is what that rank or torchrun says; --from_resume 1 goes on from the last checkpoint"
     return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then}"
 
 

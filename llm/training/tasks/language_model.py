@@ -1,5 +1,7 @@
 """MiniMind's stages as tasks, each made from the parts of its stage script: a change there applies here too."""
 
+import ast
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
@@ -7,6 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from common.errors import UserError
+from common.settings import StageArgs, settings_of
 from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -35,6 +39,7 @@ class StageTask(TrainingTask):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        refuse_flags_of_main(self.script, self.args)
         self.args = start_shape(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = start_model_config(self.tokenizer, self.args)
@@ -81,6 +86,26 @@ class StageTask(TrainingTask):
 
     def code_files(self) -> list[str]:
         return [self.script.__file__ or ""]
+
+
+def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
+    """Refuse a flag that only `main` of the stage script implements, which the engine does not call.
+
+    Raises:
+        UserError: such a flag is given.
+    """
+    read_in_main, read_elsewhere = set(), set()
+    for node in ast.parse(inspect.getsource(script)).body:
+        is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
+        names = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        (read_in_main if is_main else read_elsewhere).update(names)
+    rows = settings_of(script.Args)
+    for name in (read_in_main - read_elsewhere) & vars(script.Args).get("__annotations__", {}).keys():
+        if rows[name].section == StageArgs.section and getattr(args, name) != rows[name].default:
+            raise UserError(
+                f"--{name}: only main() in {script.__file__} implements it, and the engine does not call that; run the "
+                "script, or move it into extend_model or extend_run"
+            )
 
 
 SCRIPTS = {

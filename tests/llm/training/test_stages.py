@@ -8,7 +8,7 @@ import torch
 
 from common.settings import ROOT, StageArgs
 from llm.training.core.config import Config
-from llm.training.tasks.language_model import STAGES
+from llm.training.tasks.language_model import STAGES, refuse_flags_of_main
 from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import write_prompts
@@ -85,3 +85,18 @@ def test_every_stage_is_a_task_with_the_flags_and_defaults_of_its_script():
         config = Config.from_args_and_env(["--task", name], {}, find_task)
         args, own = config.to_args(), task.script.Args()
         assert {key: getattr(args, key) for key in vars(own)} == vars(own) and isinstance(args, task.script.Args)
+
+
+def test_a_flag_that_only_main_implements_is_refused(tmp_path, monkeypatch):
+    """Not swallowed: the engine does not call main."""
+    path = tmp_path / "train_own.py"
+    text = (ROOT / "trainer/train_dpo.py").read_text().replace("parents[1]", "parents[0]")
+    text = text.replace("    max_seq_len: int = 1024\n", "    max_seq_len: int = 1024\n    ema: float = 0.0\n")
+    path.write_text(text.replace("    # 8. Train.\n", "    print(args.ema)\n    # 8. Train.\n"))
+    monkeypatch.syspath_prepend(tmp_path)
+    import train_own  # type: ignore[import-not-found]
+
+    refuse_flags_of_main(train_own, train_own.Args(beta=0.5))
+    with pytest.raises(UserError, match=r"--ema: only main\(\) in .*train_own.py implements it"):
+        refuse_flags_of_main(train_own, train_own.Args(ema=0.9))
+    refuse_flags_of_main(train_dpo, train_dpo.Args(beta=0.5))

@@ -67,7 +67,7 @@ def test_a_rank_notices_a_killed_one(ended):
     assert (status, killed) == (2, -signal.SIGKILL)
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and lines[0].startswith("error: rank 0: another rank ended while this one waited for it, ")
-    assert lines[0].endswith("--from_resume 1 go on from the last checkpoint") and "Traceback" not in text
+    assert lines[0].endswith("--from_resume 1 goes on from the last checkpoint") and "Traceback" not in text
 
 
 def test_a_rank_that_ends_with_an_error_ends_the_others(ended):
