@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from llm.training.core.config import Config
 from llm.training.tasks.language_model import STAGES, refuse_flags_of_main
@@ -13,6 +14,7 @@ from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import write_prompts
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
+from trainer import train_dpo
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
