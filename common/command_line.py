@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from common.errors import Interrupted, LostRank, UserError
 from common.launcher import launch
+from common.minimind_flags import USE_INSTEAD
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -43,7 +44,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError; argparse would print the usage and exit."""
-        raise UserError(f"{message}; see --help")
+        words = message.split() if message.startswith("unrecognized arguments") else ()
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        hints = [f"{flag}: {USE_INSTEAD[flag[2:]]}" for flag in flags if flag[2:] in USE_INSTEAD]
+        raise UserError("; ".join([message, *hints, "see --help"]))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import yaml
 from common.command_line import Parser
 from common.errors import UserError, reason
 from common.launcher import launch
+from common.minimind_flags import USE_INSTEAD
 from common.settings import Setting, StageArgs, aliases_of, flag_options, settings_of
 
 PREFIX = "MINIMIND_"  # of environment variables
@@ -82,9 +83,10 @@ class Source:
             self.given[f"{OPTIONS}.{name}"] = value, where
 
     def unknown(self, label: str, name: str, names: Iterable[str], spell: Callable[[str], str] = str) -> None:
-        """Report an unknown name and suggest the closest known one, written by `spell`."""
+        """Report an unknown name and what to use for one of MiniMind's, else the closest known one, by `spell`."""
         near = difflib.get_close_matches(name.lower(), list(names), 1)
-        self.wrong.append(f"{label} is unknown" + (f"; did you mean {spell(near[0])}" if near else ""))
+        hint = f"; did you mean {spell(near[0])}" if near else ""
+        self.wrong.append(f"{label} is unknown" + (f": {USE_INSTEAD[name]}" if name in USE_INSTEAD else hint))
 
     def finish(self, hint: str = "") -> Given:
         """The values that the source gives.

@@ -54,7 +54,8 @@ def parse_args() -> argparse.Namespace:
         help="origins of other web pages that may use the API, such as http://localhost:3000",
     )
     flag("--slots", type=int, default=64, help="answers that are written at once")
-    flag("--context", type=int, default=2048, help="longest prompt together with its answer, in tokens")
+    text = "longest prompt together with its answer, in tokens"
+    flag("--context", "--max_seq_len", type=int, default=2048, help=text)
     flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
     flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
     flag(

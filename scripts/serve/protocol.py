@@ -7,7 +7,7 @@ item of a list, a hundred times as large as the item.
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
@@ -66,9 +66,9 @@ class StreamOptions(Lenient):
 
 
 class TemplateSettings(Lenient):
-    """Settings of the chat template. Only this one: others could replace the template."""
+    """Settings of the chat template. Only this one, under either name: others could replace the template."""
 
-    enable_thinking: bool | None = None
+    enable_thinking: bool | None = Field(None, validation_alias=AliasChoices("enable_thinking", "open_thinking"))
 
 
 class Request(Lenient):

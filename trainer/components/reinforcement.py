@@ -45,6 +45,7 @@ class RolloutArgs(StageArgs):
     epsilon: float = setting(0.2, "lower clip: the ratio is at least 1 - epsilon; needs --num_iterations 2", gt=0, lt=1)
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
 
+    aliases = {"reward_model_path": "reward_model"}  # noqa: RUF012 (a constant: MiniMind's name)
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
 
     def compares_with_start_weights(self) -> bool:

@@ -278,12 +278,13 @@ def test_a_tool_that_must_be_called(scripted):
     assert choice.message.tool_calls[0].function.name == "weather" and choice.message.content is None
 
 
-def test_reasoning_stands_beside_the_content(scripted):
+@pytest.mark.parametrize("name", ["enable_thinking", "open_thinking"])  # Qwen3's and MiniMind's
+def test_reasoning_stands_beside_the_content(scripted, name):
     SAYS["why"] = "<think>\nBecause.\n</think>\n\nSo."
     message = chat(scripted, "why").choices[0].message
     assert (message.reasoning_content, message.content) == ("Because.", "So.")
     SAYS["<think>"] = "\nHm.\n</think>\n\nYes."
-    thinking = {"chat_template_kwargs": {"enable_thinking": True, "chat_template": "{{ evil }}"}}
+    thinking = {"chat_template_kwargs": {name: True, "chat_template": "{{ evil }}"}}
     message = chat(scripted, "x", extra_body=thinking).choices[0].message
     assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
     deltas = [chunk.choices[0].delta for chunk in chat(scripted, "x", stream=True, extra_body=thinking)]
