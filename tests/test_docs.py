@@ -317,7 +317,7 @@ def test_the_tools_flag_table_is_that_of_their_parsers(folder):
     for tool in tools:
         script = f"dataset/{tool}.py" if tool == "show_samples" else f"scripts/{tool}.py"
         listed = {name: (default, meaning) for name, named, _, default, meaning in table if tool in named.split(", ")}
-        actions = {(action.option_strings or [action.dest])[-1]: action for action in parser_of(script)[0]._actions}
+        actions = {"--" * bool(each.option_strings) + each.dest: each for each in parser_of(script)[0]._actions}
         if tool == "benchmark":
             assert listed.keys() == {f"--{name}" for name in settings_of(BenchmarkArgs).keys() - settings_of(STAGES[0])}
             continue
