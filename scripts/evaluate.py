@@ -1,8 +1,8 @@
-"""Judge trained models: held-out loss, the demo exam, multiple choice by likelihood, a probe of how they write.
+"""Judge trained models: held-out loss, the demo exam, multiple choice by likelihood.
 
     python scripts/evaluate.py --task loss --model out/full_sft_512.pth --data_path data/sft_eval.jsonl
-    python scripts/evaluate.py --task choices probe --model out/full_sft_512.pth --choices_path questions.jsonl
-    python scripts/evaluate.py --task probe --model out/full_sft_512.pth --against out/full_sft_768.pth --json p.json
+    python scripts/evaluate.py --task exam choices --model out/full_sft_512.pth --choices_path questions.jsonl
+    python scripts/evaluate.py --task exam --model out/full_sft_512.pth --against out/full_sft_768.pth --json e.json
 
 Every value comes with its 95 % confidence interval. Of several models, each is compared with the first on the same
 items; a star marks a difference whose interval leaves out zero.
@@ -24,7 +24,6 @@ from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.evaluation.exam import ask, is_right, read_exam
 from scripts.evaluation.likelihood import held_out, multiple_choice, read_choices
-from scripts.evaluation.probe import PROMPTS, probe, read_prompts
 from scripts.evaluation.scores import Item, summarize, table
 from trainer.components.adapters import merge_adapter
 from trainer.components.device import prepare_device, select_device
@@ -46,24 +45,21 @@ def parse_args() -> argparse.Namespace:
     flag("--against", nargs="+", metavar="PATH", help="further models, each compared with the first on the same items")
     flag("--json", metavar="FILE", help="file to write the results to, with the score and answer of each item")
     flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
-    form_help = "plain text, or through the chat template (choices: text, as in lm-eval; probe: chat)"
-    flag("--form", choices=("text", "chat"), help=form_help)
+    form_help = "plain text, as in lm-eval, or through the chat template (choices)"
+    flag("--form", choices=("text", "chat"), default="text", help=form_help)
     rows = settings_of(StageArgs)
     held_out_data = replace(rows["data_path"], default=None, help="data that the model was not trained on (loss)")
     add_flags(parser, [held_out_data, rows["text_separator"], replace(rows["max_seq_len"], default=None)])
     flag("--kind", choices=list(DATASETS), default="sft", help="data of documents, or of conversations (loss)")
     flag("--exam_path", default=str(ROOT / "dataset/demo/exam.jsonl"), help="JSONL file with questions (exam)")
     flag("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer (choices)")
-    flag("--prompts_path", metavar="FILE", default=str(PROMPTS), help="JSONL file with prompts (probe)")
     flag("--show", type=int, default=0, help="number of questions to print with each model's answers (exam)")
     thinking_help = "1: have the model reason before it answers (exam)"
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help=thinking_help)
-    flag("--max_new_tokens", type=int, default=256, help="longest text, in tokens (exam, probe)")
-    flag("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (probe)")
-    flag("--seed", type=int, default=42, help="random seed of the sampling (probe)")
+    flag("--max_new_tokens", type=int, default=256, help="longest answer, in tokens (exam)")
     args = parser.parse_args()
-    if min(args.batch_tokens, args.max_new_tokens) < 1 or min(args.temperature, args.show) < 0:
-        raise UserError("--batch_tokens, --max_new_tokens must be at least 1, --temperature, --show not negative")
+    if min(args.batch_tokens, args.max_new_tokens) < 1 or args.show < 0:
+        raise UserError("--batch_tokens and --max_new_tokens must be at least 1, and --show not negative")
     if "loss" in args.task and not args.data_path:
         raise UserError("--task loss needs --data_path, a file that the model was not trained on")
     if "choices" in args.task and not args.choices_path:
@@ -108,18 +104,10 @@ def judge_exam(args: argparse.Namespace) -> Judge:
 def judge_choices(args: argparse.Namespace) -> Judge:
     """Multiple choice by likelihood."""
     questions = read_choices(args.choices_path)
-    form = args.form or "text"
-    return lambda model, tokenizer: multiple_choice(model, tokenizer, questions, form, args.batch_tokens)
+    return lambda model, tokenizer: multiple_choice(model, tokenizer, questions, args.form, args.batch_tokens)
 
 
-def judge_probe(args: argparse.Namespace) -> Judge:
-    """How the model writes."""
-    prompts = read_prompts(args.prompts_path)
-    options = (args.form or "chat", args.max_new_tokens, args.temperature, args.seed)
-    return lambda model, tokenizer: probe(model, tokenizer, prompts, *options)
-
-
-TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices, "probe": judge_probe}
+TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices}
 
 
 # --- the results -----------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Every metric is a ratio of two sums over items: an item adds (value, weight). Fo
 0 or 1, and 1; for bits per byte the bits and the bytes of a record.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,14 @@ class Estimate:
 def ratio(scores: np.ndarray) -> float:
     """Sum of the values over sum of the weights; scores [items, 2]."""
     value, weight = scores.sum(axis=0)
-    return float(value / weight) if weight else float("nan")
+    return float(value / weight)
 
 
 def estimate(scores: np.ndarray) -> Estimate:
     """The ratio of the sums, of scores [items, 2]: with Wilson's interval for a share, else by the bootstrap."""
     if (scores[:, 1] == 1).all() and np.isin(scores[:, 0], (0, 1)).all():
         return wilson(int(scores[:, 0].sum()), len(scores))
-    return Estimate(ratio(scores), *percentiles([ratio(scores[picked]) for picked in resamples(len(scores))]))
+    return bootstrap(scores, ratio)
 
 
 def wilson(right: int, count: int) -> Estimate:
@@ -64,21 +64,14 @@ def wilson(right: int, count: int) -> Estimate:
 def difference(scores: np.ndarray, first: np.ndarray) -> Estimate:
     """How much more a model has than the first one on the same items [items, 2], by the paired bootstrap: both are
     computed on the same resample, so that what makes an item hard for both cancels out."""
-    differences = [ratio(scores[picked]) - ratio(first[picked]) for picked in resamples(len(scores))]
-    return Estimate(ratio(scores) - ratio(first), *percentiles(differences))
+    return bootstrap(np.hstack([scores, first]), lambda both: ratio(both[:, :2]) - ratio(both[:, 2:]))
 
 
-def resamples(count: int) -> Sequence[np.ndarray]:
-    """Items drawn with replacement, RESAMPLES times; always the same."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, count, count) for _ in range(RESAMPLES)]
-
-
-def percentiles(values: list[float]) -> tuple[float, float]:
-    """2.5 % and 97.5 % of the values that are numbers."""
-    known = [value for value in values if not np.isnan(value)]
-    low, high = np.percentile(known, [2.5, 97.5]) if known else (np.nan, np.nan)
-    return float(low), float(high)
+def bootstrap(scores: np.ndarray, value: Callable[[np.ndarray], float]) -> Estimate:
+    """A value of items, and its 2.5 % and 97.5 % quantiles over resamples, which are always the same."""
+    rng, count = np.random.default_rng(0), len(scores)
+    low, high = np.quantile([value(scores[rng.integers(0, count, count)]) for _ in range(RESAMPLES)], [0.025, 0.975])
+    return Estimate(value(scores), float(low), float(high))
 
 
 def summarize(task: str, results: dict[str, list[Item]]) -> list[dict[str, Any]]:
@@ -97,16 +90,10 @@ def _row(metric: str, results: dict[str, list[Item]]) -> dict[str, Any]:
     scores = {name: np.array([item.scores[metric] for item in items]) for name, items in results.items()}
     keys = {name: [item.key for item in items] for name, items in results.items()}
     baseline, *others = results
-    differences = {
-        name: numbers(difference(scores[name], scores[baseline])) for name in others if keys[name] == keys[baseline]
-    }
-    models = {name: numbers(estimate(values)) for name, values in scores.items()}
+    alike = [name for name in others if keys[name] == keys[baseline]]
+    differences = {name: asdict(difference(scores[name], scores[baseline])) for name in alike}
+    models = {name: asdict(estimate(values)) for name, values in scores.items()}
     return {"items": len(keys[baseline]), "models": models, "difference": differences}
-
-
-def numbers(interval: Estimate) -> dict[str, float | None]:
-    """The fields of an estimate; None for what is no number, such as the share of distinct ones among no n-grams."""
-    return {name: None if np.isnan(value) else value for name, value in vars(interval).items()}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -118,22 +105,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [row["task"], name, str(row["items"]), shown(row["models"][baseline])]
         for other in others:
             change = row["difference"].get(other)
-            cells += [shown(row["models"][other]), shown(change, "+") + is_clear(change) if change else "-"]
+            star = " *" if change and not change["low"] <= 0 <= change["high"] else ""
+            cells += [shown(row["models"][other]), shown(change, "+") + star if change else "-"]
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
-def shown(numbers: dict[str, float | None], sign: str = "") -> str:
+def shown(numbers: dict[str, float], sign: str = "") -> str:
     """A value with its interval, in as many digits as it deserves."""
-    if None in numbers.values():
-        return "-"
-    digits = 1 if abs(numbers["value"] or 0) >= 10 else 3
-    low, high = (format(numbers[name], f"{sign}.{digits}f") for name in ("low", "high"))
-    return f"{format(numbers['value'], f'{sign}.{digits}f')} [{low}, {high}]"
-
-
-def is_clear(change: dict[str, float | None]) -> str:
-    """A star where the interval of a difference leaves out zero."""
-    return " *" if (change["low"] or 0) > 0 or (change["high"] or 0) < 0 else ""
+    digits = 1 if abs(numbers["value"]) >= 10 else 3
+    value, low, high = (format(numbers[name], f"{sign}.{digits}f") for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"

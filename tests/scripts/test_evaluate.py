@@ -26,29 +26,26 @@ def models(tmp_path) -> list[str]:
 
 
 def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
-    exam = write_jsonl(tmp_path / "exam.jsonl", make_corpus(0)["exam.jsonl"][::48])
+    exam = write_jsonl(tmp_path / "exam.jsonl", make_corpus(0)["exam.jsonl"][::49])
     choices = write_jsonl(tmp_path / "choices.jsonl", QUESTIONS)
-    prompts = write_jsonl(
-        tmp_path / "prompts.jsonl", [{"prompt": "hi", "language": "en"}, {"prompt": "你好", "language": "zh"}]
-    )
-    args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices", "probe"]
+    args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices"]
     args += ["--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
-    args += ["--prompts_path", prompts, "--max_new_tokens", 8, "--show", 2]
+    args += ["--max_new_tokens", 8, "--show", 2]
     args += ["--json", tmp_path / "new" / "report.json"]
     done = call(evaluate, *args)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert list(report["models"]) == ["a_32", "b_64"] and report["models"]["b_64"]["path"] == models[1]
     rows = {(row["task"], row["metric"], row["group"]): row for row in report["results"]}
-    assert {task for task, _, _ in rows} == {"loss", "exam", "choices", "probe"}
-    assert rows["probe", "stopped", "zh"]["items"] == 1 and rows["choices", "acc", "all"]["items"] == 3
+    assert {task for task, _, _ in rows} == {"loss", "exam", "choices"}
+    assert rows["exam", "right", "zh"]["items"] == 3 and rows["choices", "acc", "all"]["items"] == 3
     assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)  # ln(6400), untrained
     assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
     assert rows["exam", "right", "all"]["items"] == rows["exam", "characters", "all"]["items"] == 6
     assert done.stdout.count("  Q: ") == done.stdout.count("  A: ") == 2 * 2  # of each model
     header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
     assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(rows)
-    assert list(report["items"]["probe"]) == ["a_32", "b_64"]
+    assert list(report["items"]["exam"]) == ["a_32", "b_64"]
     assert report["items"]["choices"]["a_32"][0]["answer"] in QUESTIONS[0]["choices"]
     again = call(evaluate, *args[:-2])
     assert again.stdout.splitlines()[-len(lines) :] == lines  # the same draws, the same resamples
@@ -74,27 +71,16 @@ def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
     assert abs(values[0] - values[1]) > 1e-3 and found["difference"].keys() == {"base_32"}
 
 
-def test_a_pretrained_model_continues_texts(models, tmp_path, call):
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "The river"}])
-    shown = ["--task", "probe", "--prompts_path", prompts, "--max_new_tokens", 8, "--temperature", 0]
-    items = []
-    for form in ("text", "chat"):
-        done = call(evaluate, "--model", models[0], *shown, "--form", form, "--json", tmp_path / "p.json")
-        assert done.returncode == 0, done.stderr
-        items.append(json.loads((tmp_path / "p.json").read_text())["items"])
-    assert items[0] != items[1]
-
-
 @pytest.mark.parametrize(
     ("args", "told"),
     [
         ([], "--task"),
         (["--task", "loss", "choices"], "that the model was not trained on"),
-        (["--task", "probe", "--temperature", -1], "--temperature"),
+        (["--task", "exam", "--show", -1], "--show not negative"),
         (["--task", "choices"], "--task choices needs --choices_path"),
-        (["--task", "probe", "--batch_tokens", 0], "--batch_tokens"),
+        (["--task", "exam", "--batch_tokens", 0], "--batch_tokens"),
         (["--task", "exam", "--show", "many"], "--show"),
-        (["--task", "probe", "--against", "no/such.pth"], "--against no/such.pth: no such file"),
+        (["--task", "loss", "--data_path", "x", "--against", "no/such.pth"], "--against no/such.pth: no such file"),
         (["--task", "exam", "--exam_path", "no/exam.jsonl"], "--exam_path no/exam.jsonl does not exist"),
     ],
 )  # fmt: skip
@@ -105,9 +91,9 @@ def test_mistakes(models, call, args, told):
 
 
 def test_a_model_twice_and_a_file_that_cannot_be_written(models, tmp_path, call):
-    done = call(evaluate, "--model", models[0], "--against", models[0], "--task", "probe")
+    done = call(evaluate, "--model", models[0], "--against", models[0], "--task", "loss", "--data_path", "x")
     assert done.returncode == 2 and "names a model twice" in done.stderr
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x"}])
-    args = ["--task", "probe", "--prompts_path", prompts, "--max_new_tokens", 2, "--json", tmp_path]
+    choices = write_jsonl(tmp_path / "c.jsonl", QUESTIONS)
+    args = ["--task", "choices", "--choices_path", choices, "--json", tmp_path]
     done = call(evaluate, "--model", models[0], *args)
-    assert done.returncode == 2 and "cannot be written" in done.stderr and "stopped" in done.stdout  # the table stays
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "acc_bytes" in done.stdout  # the table stays

@@ -1,12 +1,11 @@
 """Estimates, intervals and differences against formulas that are known, and the table."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 
-from scripts.evaluation.scores import Item, difference, estimate, numbers, summarize, table, wilson
+from scripts.evaluation.scores import Item, difference, estimate, summarize, table, wilson
 
 
 @pytest.mark.parametrize(  # by hand from Wilson's formula; the first two are in Newcombe 1998, table I
@@ -56,11 +55,3 @@ def test_rows_for_all_items_and_for_each_group():
 def test_models_with_other_items_are_not_compared():
     (row,) = summarize("loss", {"a": items([1])[:1], "b": items([1], key="other")[:1]})
     assert row["difference"] == {} and table([row]).splitlines()[1].endswith("-")
-
-
-def test_what_is_no_number_is_null():
-    empty = np.array([[0.0, 0.0]] * 3)
-    found = numbers(estimate(empty))
-    assert found == {"value": None, "low": None, "high": None} and json.dumps(found, allow_nan=False)
-    row = {"task": "t", "metric": "m", "group": "all", "items": 3, "models": {"a": found}, "difference": {}}
-    assert table([row]).splitlines()[1].endswith("-")
