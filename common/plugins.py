@@ -29,6 +29,8 @@ def import_named(flag: str, name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
         raise UserError(f"{flag} {name} cannot be imported ({reason(error)}); start from its folder") from error
+    except SystemExit as error:
+        raise UserError(f"{flag} {name} cannot be imported: the module calls sys.exit({reason(error)})") from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
     if not hasattr(imported, class_name):
@@ -42,7 +44,7 @@ def _import_file(path: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(path, os.path.expanduser(path))
         if not os.path.isfile(os.path.expanduser(path)) or spec is None or spec.loader is None:
             raise ModuleNotFoundError("no such file", name=path)
-        sys.path.insert(0, str(Path(path).expanduser().resolve().parent))
+        sys.path.append(str(Path(path).expanduser().resolve().parent))  # last: it hides nothing
         sys.modules[path] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[path])

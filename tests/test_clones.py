@@ -17,7 +17,10 @@ MAIN = 'if __name__ == "__main__":'
 SCRIPTS = [path for path in SOURCES if not path.startswith("dataset/") and MAIN in (ROOT / path).read_text()]
 OWN = re.compile(r"^(from|import) (common|dataset|llm|model|scripts|trainer)\b", flags=re.M)
 EDIT = re.compile(r"^ *sys\.path\b.*", flags=re.M)
-TASK_FOLDER = "sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it"
+USERS_FOLDERS = (  # of tasks, rewards, environments
+    "sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it",
+    "sys.path.append(str(Path(path).expanduser().resolve().parent))  # last: it hides nothing",
+)
 IN_EACH_PROCESS = "\nimport os\nprint('loaded', __file__, 'in', os.getpid(), flush=True)\n"
 NOT_INSTALLED = f"""
 import runpy, sys
@@ -31,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("path", SOURCES)
 def test_the_head_of_a_script_puts_its_repository_first(path):
     text = (ROOT / path).read_text(encoding="utf-8")
-    edits = [line for line in EDIT.findall(text) if line.strip() != TASK_FOLDER]
+    edits = [line for line in EDIT.findall(text) if line.strip() not in USERS_FOLDERS]
     if path not in SCRIPTS or path == "scripts/bench/peers.py":  # it runs beside another trainer's packages
         assert not edits, "only a file that is run as a script edits sys.path"
         return

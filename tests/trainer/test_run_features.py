@@ -58,8 +58,8 @@ def test_file_environment_and_command_line_in_a_stage_script(corpus, tmp_path):
     ("text", "line"),
     [
         ("training: {batch_siez: 8}", "run.yaml:1: training.batch_siez is unknown; did you mean batch_size"),
-        ("training:\n  epochs: 0", "run.yaml:2: training.epochs must be 1 or more, not 0"),
-        ("stage: {beta: -1}", "run.yaml:1: stage.beta must be above 0, not -1"),
+        ("training:\n  epochs: 0", "run.yaml:2: training.epochs must be 1 or more, not '0'"),
+        ("stage: {beta: -1}", "run.yaml:1: stage.beta must be above 0, not '-1'"),
         ("training: {task: dpo}", "run.yaml:1: training.task is unknown"),
     ],
 )

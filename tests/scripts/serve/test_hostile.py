@@ -17,6 +17,6 @@ def test_honest_answers_beside_a_hostile_client_are_those_of_a_quiet_server(tmp_
     monkeypatch.setattr("sys.argv", ["hostile.py", "--save_dir", str(tmp_path), "--seconds", "4"])
     found = hostile.measure(hostile.parse_args())
     assert found["wrong"] == [] and found["exit_status"] == 0 and "Traceback" not in found["log"]
-    assert found["answers"] >= 8 and found["attacks"] > 2
+    assert found["answers"] >= 8 and found["attacks"] > 0
     early, late = found["memory_mb"]
     assert late < early + hostile.CACHE
