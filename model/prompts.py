@@ -1,4 +1,4 @@
-"""The tokens of a conversation that the model is to continue, and the text of special tokens within one.
+"""The tokens of a conversation or a text that the model is to continue, and the text of special tokens within one.
 
 Only the chat template writes special tokens. The text of one inside a message or a tool (`<|im_end|>`) becomes ordinary
 tokens that spell it, so nobody can end a turn or begin another from within a message.
@@ -100,9 +100,12 @@ def prompt_tokens(
     return encode_pieces(tokenizer, prompt_pieces(tokenizer, messages, tools, **variables))
 
 
-def special_texts(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
-    """What finds the text of any special token."""
-    return _backends(tokenizer)[2].pattern
+def document_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """The token ids of a text that the model is to continue: as a document begins in pretraining, unless the text
+    itself begins with a special token."""
+    usual, _, special = _backends(tokenizer)
+    start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+    return [*([] if special.pattern.match(text) else start), *usual.encode(text, add_special_tokens=False).ids]
 
 
 def plain_backend(backend: Tokenizer) -> Tokenizer:

@@ -4,6 +4,7 @@ python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
 python scripts/chat.py --weight agent --tools calculator              the model's calls are executed
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
+python scripts/chat.py --weight pretrain --form text                  continues texts: for a pretrained model
 """
 
 import argparse
@@ -21,6 +22,7 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
 from model.answers import THINK, answer_message
 from model.generation import Decoder
+from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
 from scripts.serve.answer_stream import IncrementalDecoder
@@ -47,6 +49,8 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
+    text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
+    flag("--form", choices=("chat", "text"), default="chat", help=text)
     flag("--system", default="", help="system prompt")
     flag("--tools", help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas")
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
@@ -61,7 +65,9 @@ def parse_args() -> argparse.Namespace:
     flag("--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}")
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
+    of_chats = [f"--{name}" for name in ("system", "tools", "open_thinking") if getattr(args, name)]
     limits = {
+        f"--form text is no conversation; leave {', '.join(of_chats)} out": args.form == "chat" or not of_chats,
         "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
         "--top_p must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
         "--top_k must not be negative": args.top_k is None or args.top_k >= 0,
@@ -92,6 +98,21 @@ class Chat:
         limit = min(self.args.max_seq_len or longest, longest)
         thinking = {"enable_thinking": bool(self.args.open_thinking)}
         self.conversation = Conversation(self.tokenizer, limit, system, self.toolbox.tools, thinking)
+
+    def say(self, text: str) -> None:
+        """Answer a message, or with `--form text` stream how a document goes on that begins with it.
+
+        Raises:
+            UserError: it is too long, or the chat template refuses it.
+        """
+        if self.args.form == "chat":
+            self.hear({"role": "user", "content": text})
+            return
+        tokens, limit = document_tokens(self.tokenizer, text), self.conversation.limit
+        room = limit - min(self.args.max_new_tokens, limit // 2)
+        if len(tokens) > room:
+            raise UserError(f"the text is too long: {len(tokens)} tokens, and {room} of the {limit} are for it")
+        self.answer(tokens)
 
     def hear(self, message: dict) -> dict[str, Any]:
         """Add a message, stream the answer and return it; `{}` if there was none. The answer's calls of tools are
@@ -152,7 +173,7 @@ class Chat:
         return answer_message(THINK * thinks + written) if written or not self.stop.asked else {}
 
     def take(self, line: str) -> None:
-        """Obey a line that is a command, else answer it; a blank one is skipped.
+        """Obey a line that is a command, else answer it, or continue its text; a blank one is skipped.
 
         Raises:
             UserError: it cannot be done.
@@ -161,6 +182,8 @@ class Chat:
         name, _, rest = line.strip().partition(" ")
         if name == "/exit":
             raise EOFError
+        if self.args.form == "text" and name in ("/reset", "/system", "/save"):
+            raise UserError(f"{name} is for conversations, not for --form text")
         if name == "/help":
             print(HELP)
         elif name in ("/reset", "/system"):
@@ -171,7 +194,7 @@ class Chat:
         elif self.is_terminal and re.fullmatch(r"/\w+", name):
             raise UserError(f"there is no command {name}; /help lists them")
         elif line.strip():
-            self.hear({"role": "user", "content": line})
+            self.say(line)
 
     def save(self, path: str) -> None:
         """Append the conversation to a JSONL file.
@@ -208,7 +231,7 @@ def on_terminal(chat: Chat) -> None:
 
 
 def on_pipe(chat: Chat) -> None:
-    """Answer each line of stdin, in one conversation; blank lines are skipped.
+    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped.
 
     Raises:
         UserError: a line is not UTF-8, or cannot be answered.
@@ -230,7 +253,7 @@ def main() -> None:
     is_terminal = sys.stdout.isatty() and (args.prompt is not None or sys.stdin.isatty())
     chat = Chat(args, is_terminal)
     if args.prompt is not None:
-        chat.hear({"role": "user", "content": args.prompt})
+        chat.say(args.prompt)
     elif is_terminal:
         on_terminal(chat)
     else:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from common.errors import reason
 from dataset.json_records import BadRecord
 from dataset.messages import parse_message
-from model.prompts import encode_pieces, prompt_pieces, special_texts
+from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError
 
 
@@ -30,11 +30,8 @@ class PromptWriter:
     def __init__(self, tokenizer: Any, length: int):
         self.tokenizer, self.length = tokenizer, length
         self.backend: Tokenizer = tokenizer.backend_tokenizer
-        self.special = special_texts(tokenizer)
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.size, self.widest = max(vocabulary.values()) + 1, max(map(len, vocabulary))
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.start = [token for token in (bos, eos) if token is not None][:1]  # as documents begin in pretraining
 
     def chat(
         self, messages: list[Any], tools: list[dict], thinking: bool | None = None, opening: str = ""
@@ -54,8 +51,7 @@ class PromptWriter:
         """The tokens of a text, with the token in front that documents begin with, unless it begins with a special
         one."""
         self._check_size(len(text), "prompt")
-        start = [] if self.special.match(text) else self.start
-        return self._checked(start + self.backend.encode(text, add_special_tokens=False).ids, "prompt")
+        return self._checked(document_tokens(self.tokenizer, text), "prompt")
 
     def tokens(self, tokens: list[int]) -> list[int]:
         """A prompt that is given as tokens."""

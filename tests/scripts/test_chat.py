@@ -131,6 +131,23 @@ def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
     assert record["messages"][-1]["reasoning_content"] == "hm"
 
 
+def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
+    """Each line alone, without the chat template, begun as in pretraining."""
+    said += ["a river.", "a hill.", " and on"]
+    done = pipe(b"There was\n\n<|im_start|>There\n", *weights, "--form", "text")
+    assert done.stdout == "a river.\na hill.\n"
+    call(chat, *weights, "--form", "text", "--prompt", "Two\nlines")
+    assert load_tokenizer(ROOT / "model").batch_decode(said.prompts) == [
+        "<|im_start|>There was",
+        "<|im_start|>There",
+        "<|im_start|>Two\nlines",
+    ]
+    done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
+    assert done.returncode == 2 and "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
+    done = pipe(b"/system be brief\n", *weights, "--form", "text")
+    assert done.returncode == 2 and "line 1 of stdin: /system is for conversations" in done.stderr
+
+
 def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
     said += ["One."]
     done = pipe(b"one\n\xff\xfe\n", *weights)
@@ -165,6 +182,10 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
         (["--temperature", "-1", "--top_p", "0"], "--temperature must not be negative; --top_p must be above 0"),
         (["--top_k", "-1"], "--top_k"),
         (["--open_thinking", "2"], "--open_thinking"),
+        (
+            ["--form", "text", "--system", "x", "--tools", "calculator"],
+            "is no conversation; leave --system, --tools out",
+        ),
         (["--tools", "calculater"], "--tools calculater: give module:Class, or one of calculator"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
     ],
