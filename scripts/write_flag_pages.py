@@ -6,10 +6,10 @@ Flags, values, defaults and English meanings are those of the code; docs/zh/flag
 around the tables stays as it is in the pages. A test fails while a page is not what this script writes.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -81,24 +81,12 @@ def default(setting: Setting | None) -> str:
     return "-" if text in ("None", "") else text.replace("e-0", "e-")
 
 
-class _Reached(Exception):
-    """Carries the parser of a tool out of its `main`."""
-
-
 def tool_flags() -> Iterator[tuple[str, str, str, str, str]]:
     """Tool, flag, value, default and help of each flag of the tools; of the benchmark those that no stage has."""
-
-    def leave(parser: Parser, *_: Any) -> None:
-        raise _Reached(parser)
-
     for tool in TOOLS:
-        actions: list[argparse.Action] = []
-        try:
-            with patch.object(Parser, "parse_args", leave):
-                tool.main()
-        except _Reached as reached:
-            actions = reached.args[0]._actions
-        for action in actions[1:]:  # without --help
+        with patch.object(Parser, "parse_args", autospec=True, side_effect=SystemExit) as parse, suppress(SystemExit):
+            tool.main()
+        for action in parse.call_args.args[0]._actions[1:]:  # without --help
             metavar, stated = str(action.metavar), action.default
             kind = metavar if metavar in METAVARS.values() else METAVARS.get(cast("type", action.type), "TEXT")
             choices = action.choices or (metavar[1:-1].split(",") if metavar[0] == "{" else ())

@@ -130,10 +130,3 @@ class Peer:
             self.process.kill()
         self.log.close()
         self.folder.cleanup()
-
-
-def stock_shape(config: MiniMindConfig) -> dict[str, Any]:
-    """The shape for transformers' Qwen3 classes, which have every field but the model's name."""
-    shape = json.loads(config.to_json_string(use_diff=False))
-    shape.pop("model_type")
-    return shape

@@ -5,12 +5,11 @@
 Both sample the same number of completions to the same prompts at temperature 1, without top-k or top-p. The peer is the
 stock class of transformers with the prompts of a batch padded on the left, as trainers commonly call it. The two
 alternate, and the ratio is the median of those of the rounds. Counted are the tokens up to each completion's end token;
-sampling being random, the completions differ, and their mean lengths are printed.
+sampling being random, the completions differ, and their mean length is printed.
 """
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from scripts.convert.hugging_face import own_tensors, stock_config
 from trainer.components.trained_weights import add_trained_model_flags, load_model
 
 Decoder = Callable[[list[list[int]]], list[int]]  # prompts -> number of tokens of each completion
+GROUP = 8  # completions per prompt
 
 
 def parse_args() -> argparse.Namespace:
@@ -42,38 +42,34 @@ def parse_args() -> argparse.Namespace:
     add_trained_model_flags(parser)
     flag("--data_path", required=True, help="prompts, as train_grpo.py takes them")
     flag("--prompts", type=int, default=16, help="prompts of a rollout")
-    flag("--num_generations", type=int, default=8, help="completions per prompt")
-    flag("--max_seq_len", type=int, default=512, help="tokens of the longest prompt")
     flag("--max_gen_len", type=int, default=64, help="tokens of the longest completion")
     flag("--repeat", type=int, default=5, help="rounds")
-    flag("--json", help="JSON file to write the figures to")
     args = parser.parse_args()
-    if min(args.prompts, args.num_generations, args.max_gen_len, args.repeat) < 1:
-        raise UserError("--prompts, --num_generations, --max_gen_len and --repeat must be at least 1")
+    if min(args.prompts, args.max_gen_len, args.repeat) < 1:
+        raise UserError("--prompts, --max_gen_len and --repeat must be at least 1")
     return args
 
 
-def our_decoder(model: Any, tokenizer: Any, group: int, max_gen_len: int) -> Decoder:
+def our_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
     """Completions as training samples them."""
-
     seeds = itertools.count()
 
     def write(prompts: list[list[int]]) -> list[int]:
-        samplings = [[Sampling(1.0, seed=next(seeds)) for _ in range(group)] for _ in prompts]
-        slots = len(prompts) * group
+        samplings = [[Sampling(1.0, seed=next(seeds)) for _ in range(GROUP)] for _ in prompts]
+        slots = len(prompts) * GROUP
         answers = generate(model, prompts, samplings, max_gen_len, [tokenizer.eos_token_id], slots, with_logprobs=True)
         return [len(answer.tokens) for each in answers for answer in each]
 
     return write
 
 
-def stock_decoder(model: Any, tokenizer: Any, group: int, max_gen_len: int) -> Decoder:
+def stock_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
     """The same by `generate` of the stock class."""
     config = stock_config(model.config)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(model.device)
     stock.load_state_dict(own_tensors(model), strict=not config.tie_word_embeddings)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_return_sequences": group}
+    options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_return_sequences": GROUP}
     options |= {"max_new_tokens": max_gen_len, "eos_token_id": end, "pad_token_id": pad}
 
     def write(prompts: list[list[int]]) -> list[int]:
@@ -85,39 +81,28 @@ def stock_decoder(model: Any, tokenizer: Any, group: int, max_gen_len: int) -> D
     return write
 
 
-def measure(decoders: dict[str, Decoder], batches: list[list[list[int]]]) -> dict[str, dict[str, list[float]]]:
-    """Seconds, tokens per second and mean length of a completion, of each decoder in each round. They take turns, and
-    from round to round another goes first. The first batch of prompts is for warming up."""
-    figures = {name: {"seconds": [], "rates": [], "lengths": []} for name in decoders}
-    for number, prompts in enumerate(batches):
-        for name in list(decoders)[:: 1 if number % 2 else -1]:
-            begin = time.perf_counter()
-            lengths = decoders[name](prompts)
-            seconds = time.perf_counter() - begin
-            values = {"seconds": seconds, "rates": sum(lengths) / seconds, "lengths": statistics.mean(lengths)}
-            for field, value in values.items() if number else ():
-                figures[name][field].append(value)
-    return figures
-
-
 def main() -> None:
-    """Measure and print."""
+    """Measure and print. The decoders take turns, another one first from round to round; round 0 is for warming up."""
     args = parse_args()
     torch.manual_seed(0)
     model, tokenizer = load_model(args)
-    data = PromptDataset(args.data_path, tokenizer, args.max_seq_len, str(Path(args.save_dir) / "cache"))
+    data = PromptDataset(args.data_path, tokenizer, 512, str(Path(args.save_dir) / "cache"))
     endless = itertools.cycle(list(data[i].input_ids) for i in range(len(data)))
-    batches = [list(itertools.islice(endless, args.prompts)) for _ in range(args.repeat + 1)]
-    parts = (model, tokenizer, args.num_generations, args.max_gen_len)
-    figures = measure({"ours": our_decoder(*parts), "generate": stock_decoder(*parts)}, batches)
-    for name, values in figures.items():
-        seconds, rate = statistics.median(values["seconds"]), statistics.median(values["rates"])
-        length = statistics.mean(values["lengths"])
-        say(f"{name}: {rate:,.0f} tokens/s, {seconds:.2f} s per rollout, {length:.1f} tokens per completion")
-    ratios = [a / b for a, b in zip(*(values["rates"] for values in figures.values()), strict=True)]
+    parts = (model, tokenizer, args.max_gen_len)
+    decoders = {"ours": our_decoder(*parts), "generate": stock_decoder(*parts)}
+    rounds: dict[str, list[tuple[float, int]]] = {name: [] for name in decoders}  # seconds and tokens
+    for number in range(args.repeat + 1):
+        prompts = list(itertools.islice(endless, args.prompts))
+        for name in list(decoders)[:: 1 if number % 2 else -1]:
+            begin = time.perf_counter()
+            tokens = sum(decoders[name](prompts))
+            rounds[name] += [(time.perf_counter() - begin, tokens)] * (number > 0)
+    rates = {name: [tokens / seconds for seconds, tokens in each] for name, each in rounds.items()}
+    for name, each in rounds.items():
+        length = statistics.mean(tokens for _, tokens in each) / (args.prompts * GROUP)
+        say(f"{name}: {statistics.median(rates[name]):,.0f} tokens/s, {length:.1f} tokens per completion")
+    ratios = [ours / other for ours, other in zip(*rates.values(), strict=True)]
     say(f"ratio: {statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})")
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures | {"ratios": ratios}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A run that is started, watched from outside and ended in one of several ways; used by verify_resume.py."""
 
+import importlib
 import json
 import re
 import signal
@@ -14,23 +15,10 @@ from subprocess import DEVNULL, STDOUT
 import psutil
 
 from common.config_sources import parse_args as parse_stage_args
-from trainer import (
-    train_agent,
-    train_distillation,
-    train_dpo,
-    train_full_sft,
-    train_grpo,
-    train_lora,
-    train_ppo,
-    train_pretrain,
-)
 from trainer.components.adapters import WEIGHTS as ADAPTER
 from trainer.components.checkpoint import UNREADABLE, places, read_state
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
 
-STAGES = {"pretrain": train_pretrain, "sft": train_full_sft}
-STAGES |= {"dpo": train_dpo, "distillation": train_distillation, "lora": train_lora}
-STAGES |= {"grpo": train_grpo, "agent": train_agent, "ppo": train_ppo}
 # A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
 SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "dropout": 0.1, "max_seq_len": 128}
 SMALL |= {"epochs": 3, "batch_size": 4, "accumulation_steps": 2, "learning_rate": 1e-3}
@@ -40,6 +28,7 @@ GROUPS = ROLLOUTS | {"num_generations": 4}
 AFTER_SFT = {"dpo": {}, "lora": {"lora_dropout": 0.1}, "distillation": {}}
 AFTER_SFT |= {"grpo": GROUPS, "agent": GROUPS | {"environment": "calculator", "max_seq_len": 512}}
 AFTER_SFT |= {"ppo": ROLLOUTS | {"num_iterations": 3, "early_stop_kl": 0.002}}  # some passes are not made
+STAGES = ("pretrain", "sft", *AFTER_SFT)
 POLL, TIMEOUT = 0.001, 600.0  # seconds: between polls; without output
 GRACE = 60.0  # seconds for a run to save and end
 
@@ -50,7 +39,7 @@ class Run:
     def __init__(self, stage: str, ranks: int, use_moe: int, folder: Path, name: str, typed: list[str]):
         """folder: for the data and start weights of all runs, and below it, under `name`, this run's own files. typed:
         flags of the stage, which come before those that this script needs."""
-        script = STAGES[stage]
+        script = importlib.import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
         self.stage, self.ranks, self.folder, self.launches = stage, ranks, folder / name, 0
         self.start, self.teacher = folder / "start.pth", folder / "teacher.pth"  # of the stages after SFT
         flags = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"} | SMALL
@@ -63,12 +52,8 @@ class Run:
         self.args = args = parse_stage_args(script.Args, script.__doc__, words)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
         self.command = [sys.executable, *torchrun, str(script.__file__), *words]
-        names = (args.save_weight, f"{args.save_weight}_best")
-        self.weights, self.best_weights = (weight_path(args.save_dir, name, args) for name in names)
-        if stage == "lora":
-            self.weights, self.best_weights = (
-                path.with_suffix("") / ADAPTER for path in (self.weights, self.best_weights)
-            )
+        paths = (weight_path(args.save_dir, args.save_weight + end, args) for end in ("", "_best"))
+        self.weights, self.best_weights = (p.with_suffix("") / ADAPTER if stage == "lora" else p for p in paths)
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.checkpoint = resume_path(args.checkpoint_dir, args.save_weight, args)
 
@@ -116,8 +101,8 @@ class Launch:
         if way == "rank":
             command.insert(command.index("--standalone"), "--max-restarts=1")
         with open(self.log, "wb") as out:
-            streams = {"stdin": DEVNULL, "stdout": out, "stderr": STDOUT}
-            self.process = psutil.Popen(command, start_new_session=True, **streams)
+            options = {"stdin": DEVNULL, "stdout": out, "stderr": STDOUT, "start_new_session": True}
+            self.process = psutil.Popen(command, **options)
         self.processes: list[psutil.Process] = [self.process]
 
     def training(self) -> bool:
@@ -137,7 +122,7 @@ class Launch:
         return True
 
     def find_processes(self) -> None:
-        """List its processes; done before a kill, this makes the kill faster."""
+        """List its processes; done early, it makes a kill faster."""
         with suppress(psutil.NoSuchProcess):
             self.processes = [self.process, *self.process.children(recursive=True)]
 
@@ -145,8 +130,11 @@ class Launch:
         """End it in its way; `close` sends SIGKILL to whatever is still there. FAIL if a process that could save and
         end is left after GRACE."""
         self.find_processes()
-        if self.way == "rank":
-            self._restart_ranks()
+        if self.way == "rank":  # wait until the ranks that torchrun starts in their place train
+            begun = len(self.resumed_from())
+            with suppress(psutil.NoSuchProcess, IndexError):
+                self.process.children()[-1].kill()
+            self.wait(lambda: len(self.resumed_from()) > begun)
         elif self.way != "all":
             self.process.send_signal(signal.SIGTERM if self.way == "signal" else signal.SIGKILL)
             _, left = psutil.wait_procs(self.processes, timeout=GRACE)
@@ -154,14 +142,6 @@ class Launch:
             if left:
                 ended = "a SIGTERM" if self.way == "signal" else "the launcher was killed"
                 sys.exit(f"FAIL: {len(left)} processes are left {GRACE:.0f} s after {ended}; {self.tail()}")
-
-    def _restart_ranks(self) -> None:
-        """Kill a rank, and wait until the ranks that torchrun starts in their place train."""
-        begun = len(self.resumed_from())
-        with suppress(psutil.NoSuchProcess, IndexError):
-            self.process.children()[-1].kill()
-        if self.wait(lambda: len(self.resumed_from()) > begun):
-            self.find_processes()
 
     def resumed_from(self) -> list[str]:
         """Where its ranks began, for each start of theirs: an update, or "" for the beginning."""

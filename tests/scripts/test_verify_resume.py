@@ -19,9 +19,8 @@ import torch
 from common.command_line import one_line_errors
 from scripts import verify_resume
 from scripts.verify import launch as launches
-from scripts.verify.differences import compare_runs, differences
 from scripts.verify.launch import Launch, Run
-from scripts.verify_resume import Kill, draw_kills, train
+from scripts.verify_resume import Kill, compare_runs, differences, draw_kills, train
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
 
@@ -83,12 +82,12 @@ RECORDS = {
     "a field that only one has": (lambda r: r[4].update(reward=1.0), "update 5.reward: 1.0, not 'missing'"),
     "the earlier of two": (lambda r: (r[8].update(epoch=7), r[3].update(step=9)), "update 4.step: 9, not 8"),
     "no evaluation": (lambda r: r[2].pop("eval_bpb"), "update 3.eval_bpb: 'missing', not 2.0"),
-    "a missing update": (lambda r: r.pop(6), "update 7.records: 'missing', not 1"),
-    "a doubled update": (lambda r: r.insert(7, dict(r[6])), "update 7.records: 2, not 1"),
-    "a doubled update, later": (lambda r: r.append(dict(r[6])), "update 7.records: 2, not 1"),
-    "one update more": (lambda r: r.append({"update": 11}), "update 11.records: 1, not 'missing'"),
-    "a changed order": (lambda r: r.insert(3, r.pop(6)), "update 4.line: 5, not 4"),
-    "none": (lambda r: r.clear(), "update 1.records: 'missing', not 1"),
+    "a missing update": (lambda r: r.pop(6), "update 7.update: 8, not 7"),
+    "a doubled update": (lambda r: r.insert(7, dict(r[6])), "update 8.update: 7, not 8"),
+    "a doubled update, later": (lambda r: r.append(dict(r[6])), "update 7.update: 7, not 'missing'"),
+    "one update more": (lambda r: r.append({"update": 11}), "update 11.update: 11, not 'missing'"),
+    "a changed order": (lambda r: r.insert(3, r.pop(6)), "update 4.update: 7, not 4"),
+    "none": (lambda r: r.clear(), "update 1.update: 'missing', not 1"),
 }
 
 
