@@ -80,7 +80,7 @@ def compare_runs(right: Run, other: Run) -> list[str]:
     for name in ("weights", "best_weights", "checkpoint"):
         try:
             states = [contents(getattr(run, name)) for run in (right, other)]
-            differing.append(differences(*states, name))
+            differing.append(differences(states[0], states[1], name))
         except (SafetensorError, *UNREADABLE) as error:
             differing.append([f"{name}: cannot be read ({reason(error)})"])
     return [f"{texts[0]} ({len(texts)} in all)" for texts in differing if texts]
@@ -243,7 +243,7 @@ def main() -> None:
         write_data(args.stage, folder, runs[0].args, ranks, kills)
         if args.stage in AFTER_SFT:
             write_weights(runs[0])
-        done += check(*runs, rng, kills)
+        done += check(runs[0], runs[1], rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
