@@ -4,10 +4,12 @@ that it must not be trained.
 The chat template decides where these are. If it has `{% generation %}` marks, transformers reports the characters
 inside them while rendering; no token patterns are searched for, so a user who writes `<|im_start|>assistant` is not
 mistaken for the assistant. Without marks, the conversation is rendered up to each answer's generation prompt and up to
-its end, and the difference is the answer; each rendering must be a prefix of the next, so a template that rewrites
-earlier turns is refused.
+its end, and the difference is the answer. Where the prompt closes empty thoughts that the answer fills (MiniMind's and
+Qwen3's templates), the answer begins where the two part, within the thoughts. Each rendering must be a prefix of the
+next, so a template that rewrites earlier turns is refused.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -19,6 +21,7 @@ from dataset.formats import Chat
 from dataset.json_records import BadRecord
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text
 ADD_MARKS = "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
 
 
@@ -70,12 +73,14 @@ class ChatTemplate:
             prompt, _ = self._rendered(before, chat.tools, add_generation_prompt=True)
             turn, _ = self._rendered(chat.messages[: index + 1], chat.tools)
             spoken = turn.rstrip()  # whitespace after the end-of-turn token belongs to the next turn
-            if not (turn.startswith(prompt) and full.startswith(spoken)):
+            begin = len(os.path.commonprefix([prompt, turn]))
+            opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
+            if not (opened and full.startswith(spoken)):
                 raise UserError(
                     f"the chat template has no generation marks and writes turn {index + 1} differently when more "
                     f"turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
                 )
-            spans.append((len(prompt), max(len(prompt), len(spoken))))
+            spans.append((begin, max(begin, len(spoken))))
         return full, spans
 
 

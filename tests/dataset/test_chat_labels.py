@@ -285,6 +285,19 @@ def test_an_ambiguous_template_is_refused(template, messages, message, other_tok
         ChatTokenizer(spec, 64)(block_of(data, 7))
 
 
+def test_thoughts_that_the_prompt_closes_empty_and_the_answer_fills():
+    """As MiniMind's and Qwen3's templates write them: the answer is what follows on `<think>`, or on empty thoughts."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+        "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    messages = [USER, {**BOT, "reasoning_content": "Hm."}, USER, BOT]
+    text, spans = ChatTemplate(template, {}).render(Chat(messages, None))
+    answers = [text[start:end] for start, end in spans]
+    assert answers == [f"Hm.\n</think>\n\n{BOT['content']}<|im_end|>", f"{BOT['content']}<|im_end|>"]
+
+
 def test_what_a_template_raises_is_a_bad_record():
     marks = "{% generation %}{% endgeneration %}"
     template = marks + "{{ raise_exception('only\nuser turns') }}"
