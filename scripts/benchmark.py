@@ -224,26 +224,6 @@ def print_figures(figures: dict[str, Any]) -> None:
         Logger(f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}")
 
 
-def device_name(device: torch.device) -> str:
-    """A description of the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def measure(ours: Ours) -> dict[str, Any]:
-    """All figures: of ours alone, or of ours and the peer."""
-    args, comparison = ours.args, {}
-    if args.peer != "none":
-        with Peer(args, ours.train_set, ours.tokenizer, ours.state) as peer:
-            ours.train(args.warmup)
-            blocks, comparison = measure_pairs(ours, peer)
-    else:
-        ours.train(args.warmup)
-        blocks = [ours.train(args.updates) for _ in range(args.repeat)]
-    return figures_of(ours, blocks) | comparison
-
-
 def main() -> None:
     """Set up, measure, print the figures and write them to --json."""
     args = read_args()
@@ -252,11 +232,20 @@ def main() -> None:
     if args.json and not (folder := Path(args.json).parent).is_dir():
         raise UserError(f"--json {args.json}: there is no folder {folder}; create it first")
     ours = Ours(args)
-    figures = measure(ours)
+    if args.peer != "none":
+        with Peer(args, ours.train_set, ours.tokenizer, ours.state) as peer:
+            ours.train(args.warmup)
+            blocks, comparison = measure_pairs(ours, peer)
+    else:
+        ours.train(args.warmup)
+        blocks, comparison = [ours.train(args.updates) for _ in range(args.repeat)], {}
+    figures = figures_of(ours, blocks) | comparison
     print_figures(figures)
     if args.json and is_main_process():
-        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": device_name(ours.state.device)}
-        about |= {"torch": torch.__version__, "device": str(ours.state.device)}
+        device = ours.state.device
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine, "device": str(device)}
+        about |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)
     leave_process_group()

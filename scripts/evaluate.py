@@ -45,8 +45,6 @@ def parse_args() -> argparse.Namespace:
     flag("--against", nargs="+", metavar="PATH", help="further models, each compared with the first on the same items")
     flag("--json", metavar="FILE", help="file to write the results to, with the score and answer of each item")
     flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
-    form_help = "plain text, as in lm-eval, or through the chat template (choices)"
-    flag("--form", choices=("text", "chat"), default="text", help=form_help)
     rows = settings_of(StageArgs)
     held_out_data = replace(rows["data_path"], default=None, help="data that the model was not trained on (loss)")
     add_flags(parser, [held_out_data, rows["text_separator"], replace(rows["max_seq_len"], default=None)])
@@ -104,7 +102,7 @@ def judge_exam(args: argparse.Namespace) -> Judge:
 def judge_choices(args: argparse.Namespace) -> Judge:
     """Multiple choice by likelihood."""
     questions = read_choices(args.choices_path)
-    return lambda model, tokenizer: multiple_choice(model, tokenizer, questions, args.form, args.batch_tokens)
+    return lambda model, tokenizer: multiple_choice(model, tokenizer, questions, args.batch_tokens)
 
 
 TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices}

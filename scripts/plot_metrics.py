@@ -57,12 +57,8 @@ def read_run(path: Path) -> Records:
         raise UserError(f"{path} is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}")
     if not records:
         raise UserError(f"{path} holds no records yet; the first comes after --log_interval micro-batches")
-    return [{name: value for name, value in record.items() if is_number(value)} for record in records]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it can be drawn: a number, or `null` for one that is not finite."""
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    drawable = (int, float, type(None))  # `null` stands for a number that is not finite
+    return [{name: value for name, value in record.items() if type(value) in drawable} for record in records]
 
 
 def points(records: Records, name: str, x: str) -> tuple[list[float], list[float]]:

@@ -21,7 +21,7 @@ from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from model.sampling import Sampling, default_sampling
+from model.sampling import default_sampling
 from scripts.convert.hugging_face import own_tensors, stock_config
 from scripts.train_tokenizer import PIECES
 
@@ -57,7 +57,10 @@ def write_gguf(
     check_representable(config)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.use_moe])
     _add_shape(writer, config)
-    _add_sampling(writer, default_sampling(model))
+    sampling = default_sampling(model)
+    writer.add_sampling_temp(sampling.temperature)
+    writer.add_sampling_top_p(sampling.top_p)
+    writer.add_sampling_top_k(sampling.top_k)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
     types = {torch.float32: gguf.LlamaFileType.ALL_F32, torch.float16: gguf.LlamaFileType.MOSTLY_F16}
     writer.add_file_type(types.get(dtype, gguf.LlamaFileType.MOSTLY_Q8_0))
@@ -136,12 +139,6 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-
-
-def _add_sampling(writer: Any, sampling: Sampling) -> None:
-    writer.add_sampling_temp(sampling.temperature)
-    writer.add_sampling_top_p(sampling.top_p)
-    writer.add_sampling_top_k(sampling.top_k)
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
 from dataset.lm_dataset import StageDataset, collate_flat
-from scripts.conversation import prompt_tokens
 from scripts.evaluation.questions import check_types, read_questions
 from scripts.evaluation.scores import Item
 from trainer.components.language_model import target_logits
@@ -89,12 +88,10 @@ def _check_choices(line: dict) -> None:
 
 
 def multiple_choice(
-    model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[dict], form: str, max_tokens: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[dict], max_tokens: int
 ) -> list[Item]:
     """Which choice is the likeliest after its question, as EleutherAI's lm-eval counts it: by the log-likelihood of the
     choice (`acc`), by that per character (`acc_norm`) and per UTF-8 byte (`acc_bytes`).
-
-    form: `text`: question, a blank, choice; `chat`: the choice as the assistant's answer.
 
     Raises:
         UserError: a question with its choice is longer than the model's context.
@@ -102,7 +99,7 @@ def multiple_choice(
     samples: list[dict[str, Any]] = []
     for question in questions:
         for choice in question["choices"]:
-            tokens, first = choice_tokens(tokenizer, question["question"], choice, form)
+            tokens, first = choice_tokens(tokenizer, question["question"], choice)
             if len(tokens) > model.config.max_position_embeddings:
                 limit = model.config.max_position_embeddings
                 raise UserError(f"{question['key']} is longer than the model's context of {limit} tokens; shorten it")
@@ -123,13 +120,10 @@ def multiple_choice(
     return items
 
 
-def choice_tokens(tokenizer: PreTrainedTokenizerBase, question: str, choice: str, form: str) -> tuple[list[int], int]:
+def choice_tokens(tokenizer: PreTrainedTokenizerBase, question: str, choice: str) -> tuple[list[int], int]:
     """The tokens of a question with a choice, and the index of the first one that belongs to the choice.
 
-    As text both are tokenised together, and blanks at the question's end belong to the choice, as in lm-eval.
+    Both are tokenised together, and blanks at the question's end belong to the choice, as in lm-eval.
     """
-    if form == "chat":
-        context = prompt_tokens(tokenizer, [{"role": "user", "content": question}])
-        return context + tokenizer(choice, add_special_tokens=False)["input_ids"], len(context)
     context = tokenizer(question.rstrip(), add_special_tokens=False)["input_ids"]
     return tokenizer(f"{question} {choice}", add_special_tokens=False)["input_ids"], len(context)

@@ -22,11 +22,8 @@ UNUSED = {  # fields that change no answer
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "prediction",
 }
-NEUTRAL = {  # unsupported fields -> the value that asks for nothing, where that is not null, false, 0 or empty
-    **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "length_penalty"), 1),
-    "parallel_tool_calls": True,
-    "skip_special_tokens": True,
-}
+# Unsupported fields in which 1 or true asks for nothing; in others null, false, 0 or empty do.
+NEUTRAL_AT_1 = {"best_of", "repetition_penalty", "length_penalty", "parallel_tool_calls", "skip_special_tokens"}
 
 
 class ApiError(Exception):
@@ -96,7 +93,8 @@ class Request(Lenient):
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name not in cls.model_fields and name not in UNUSED and value and value != NEUTRAL.get(name):
+            neutral = name in UNUSED or not value or (name in NEUTRAL_AT_1 and value == 1)
+            if name not in cls.model_fields and not neutral:
                 raise ValueError(f"'{name[:100]}' is not supported; leave it out")
         return data
 

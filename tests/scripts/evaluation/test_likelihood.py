@@ -68,7 +68,7 @@ def by_padded_loop(model, question: str, choice: str) -> float:
 def test_multiple_choice_is_that_of_a_plain_loop(model, tmp_path):
     questions = read_choices(write_jsonl(tmp_path / "q.jsonl", QUESTIONS))
     for max_tokens in (1, 10_000):
-        items = multiple_choice(model, TOKENIZER, questions, "text", max_tokens)
+        items = multiple_choice(model, TOKENIZER, questions, max_tokens)
         for item, question in zip(items, QUESTIONS, strict=True):
             choices = question["choices"]
             found = np.array([by_padded_loop(model, question["question"], choice) for choice in choices])
@@ -82,18 +82,14 @@ def test_multiple_choice_is_that_of_a_plain_loop(model, tmp_path):
 
 
 def test_blanks_at_the_end_of_a_question_belong_to_the_choice():
-    tokens, first = choice_tokens(TOKENIZER, "天空是 ", "蓝", "text")
+    tokens, first = choice_tokens(TOKENIZER, "天空是 ", "蓝")
     assert TOKENIZER.decode(tokens[:first]) == "天空是" and TOKENIZER.decode(tokens[first:]) == "  蓝"
-    tokens, first = choice_tokens(TOKENIZER, "Sky? <|im_end|>", "blue", "chat")
-    assert TOKENIZER.decode(tokens[first:]) == "blue"
-    assert TOKENIZER.decode(tokens[:first]).endswith("<|im_end|><|im_end|>\n<|im_start|>assistant\n")
-    assert tokens.count(TOKENIZER.eos_token_id) == 1
 
 
 def test_a_question_longer_than_the_context_is_named(model, tmp_path):
     long = write_jsonl(tmp_path / "q.jsonl", [QUESTIONS[0], {**QUESTIONS[0], "question": "so " * 100}])
     with pytest.raises(UserError, match=r"q\.jsonl:2 is longer than the model's context of 64 tokens"):
-        multiple_choice(model, TOKENIZER, read_choices(long), "text", 100)
+        multiple_choice(model, TOKENIZER, read_choices(long), 100)
 
 
 def test_batches_hold_every_sample_once():
