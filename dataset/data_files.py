@@ -2,20 +2,23 @@
 
 Files: JSONL, `.json` with either JSON Lines or one array, CSV, TSV and plain text, each also as .gz or .zst; Parquet,
 Arrow and Feather; folders written by `datasets.save_to_disk`. Another kind of file is one more entry of READERS.
-Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1.
+Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1. An element of an array that does not
+begin a line has its index instead (`place`).
 """
 
 import glob
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 from common.errors import UserError, reason
 from dataset import blocks
-from dataset.blocks import COMPRESSED, Block, DataFile
+from dataset.blocks import COMPRESSED, Block, DataFile, place
 from dataset.json_files import read_json, read_json_lines
 from dataset.json_records import BadRecord, parse_json
 from dataset.table_files import read_arrow, read_csv, read_parquet, read_tsv
@@ -34,6 +37,7 @@ READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Any]]]] = {
     ".arrow": read_arrow,
     ".feather": read_arrow,
 }
+DAMAGED = "the compressed file is damaged or cut off"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of data, of `datasets`
 
 
@@ -97,14 +101,19 @@ def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
     """The data files below a folder, without hidden ones and `datasets`' own; of a saved DatasetDict those of `train`.
     Refuses plain text beside records, so that a README.txt is not trained in silence."""
     paths, seen = [], set()
-    for place, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
-        real = os.path.realpath(place)
+    for current, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+        real = os.path.realpath(current)
         folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:
             folders[:] = ["train"]
+        if "state.json" in names and _is_selection(os.path.join(current, "state.json")):
+            raise UserError(
+                f"{current} holds a selection of rows beside all of them (_indices_data_files in its state.json); save "
+                "the selected rows alone: dataset.flatten_indices().save_to_disk(...)"
+            )
         for name in names if real not in seen else ():
             is_other = name.startswith(".") or name in DESCRIPTIONS or fnmatch(name, "cache-*.arrow")
-            paths += [os.path.join(place, name)] if file_kind(name) and not is_other else []
+            paths += [os.path.join(current, name)] if file_kind(name) and not is_other else []
         seen.add(real)
     if not paths:
         kinds = ", ".join(f"*{suffix}" for suffix in READERS)
@@ -120,6 +129,13 @@ def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
             f"pattern, such as --data_path '{wanted}'"
         )
     return records or texts
+
+
+def _is_selection(state: str) -> bool:
+    """Whether the description of a dataset names rows that were selected, which would be lost."""
+    with suppress(ValueError, AttributeError), open(state, encoding="utf-8") as file:
+        return bool(json.load(file).get("_indices_data_files"))
+    return False
 
 
 def _fail(error: OSError) -> None:
@@ -160,17 +176,31 @@ def _blocks_of_file(index: int, file: DataFile) -> Iterator[Block]:
     except (EOFError, OSError, zlib.error) as error:
         if not file.path.lower().endswith(COMPRESSED) or getattr(error, "errno", None) is not None:
             raise
-        why = f"the compressed file is damaged or cut off ({reason(error)}); get it again"
-        raise UserError(f"{file.path}:{max(1, line)}: after this line {why}") from error
+        where = place(file.path, line or 1)
+        raise UserError(f"{where}: after this line {DAMAGED} ({reason(error)}); get it again") from error
     if line == 0:
-        raise UserError(f"{file.path} holds no record; remove it from --data_path or write it again")
+        raise UserError(f"{file.path} holds no record; leave it out or write it again")
     yield Block(index, file.path, rows, max(0, os.path.getsize(file.path) - begin))
 
 
 def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line or row, record) for each record of a block; an unusable one is replaced by its BadRecord."""
+    """Yield (line or row, record) for each record of a block; an unusable one is replaced by its BadRecord.
+    Raises UserError if it is unusable because a compressed file is damaged."""
     for line, record in block.rows:
         try:
             yield line, parse_json(record) if isinstance(record, bytes) else record
         except BadRecord as error:
+            if block.path.lower().endswith(COMPRESSED):
+                check_compressed(block.path)
             yield line, error
+
+
+@cache
+def check_compressed(path: str) -> None:
+    """Read a compressed file to its end, where its checksum is. Raises UserError if it is damaged."""
+    try:
+        with closing(DataFile(path)) as file:
+            while file.content.read(blocks.BLOCK_BYTES):
+                pass
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{path}: {DAMAGED} ({reason(error)}); get it again") from error

@@ -5,8 +5,9 @@ SFT       {"conversations" | "messages": [...]}, with messages in any spelling o
           or a question and its answer: {"instruction", "output"} (Alpaca), {"prompt", "completion"} (TRL) and the
           other pairs of FORMS, optional "input" or "context" (below the question) and "history": [[question,
           answer], ...]; beside either, optional "system" or "system_prompt", "tools" or "functions"
-DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin alike; or a conversation or a question of
-          SFT's forms, and "chosen" and "rejected", each of them a text, a message or a list of messages
+DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin alike, which may stand beside their
+          beginning or a repetition of the chosen one; or a conversation or a question of SFT's forms, and "chosen" and
+          "rejected", each of them a text, a message or a list of messages
 
 Another form of conversations is one more entry of FORMS. Data of another stage or another kind of model (images) are
 refused. What nothing reads is counted.
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
 from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, switch_of, text_of
-from dataset.messages import FIELDS, MEDIA, Turn, parse_message, refuse_media
+from dataset.messages import FIELDS, REFUSED, Turn, parse_message, refuse
 
 BELOW = ("input", "context")
 SYSTEM = ("system", "system_prompt")
@@ -25,7 +26,7 @@ LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
 PAIR = ("chosen", "rejected")
 PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
-BESIDE = MEDIA.union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])  # read beside any conversation
+BESIDE = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])  # read beside any conversation
 
 
 class Chat(NamedTuple):
@@ -125,7 +126,7 @@ def to_text(record: dict) -> str:
 def to_chat(record: dict, answered: bool = True) -> Chat:
     """The conversation of an SFT record in any form. `answered`: the assistant must speak. Raises BadRecord."""
     _refuse_preferences(record)
-    refuse_media(record, "beside the conversation")
+    refuse(record, "beside the conversation")
     for key in LABELS if answered else ():
         if str(record.get(key)).lower() == "false":
             raise BadRecord(
@@ -157,12 +158,13 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
                 f"no '{key}' in this record (its keys: {keys_of(record)}); write "
                 '{"conversations": [...], "chosen": ..., "rejected": ...}'
             )
-    refuse_media(record, "beside the conversation")
+    refuse(record, "beside the conversation")
     mark, _ = _form_of(record)
     question = FORMS[mark].read(record, mark) if mark else []
     answers = [_answer(record, key) for key in PAIR]
     if all(answer[0].message["role"] != "assistant" for answer in answers):  # two whole conversations
-        if not all(turn.message in [other.message for other in answer] for turn in question for answer in answers):
+        asked, *whole = ([turn.message for turn in turns] for turns in (question, *answers))
+        if asked != whole[0] and not all(message in messages for message in asked for messages in whole):
             raise BadRecord(f"'chosen' and 'rejected' do not begin with '{mark}'; keep the answers in them alone")
         question = []
     elif not question:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from common.errors import UserError
 from dataset import blocks
-from dataset.blocks import DataFile
+from dataset.blocks import FIRST_INDEX, DataFile, place
 from dataset.json_records import BLANKS, BOM
 
 # A JSON text as far as brackets matter: a string (which never holds a line end), a bracket or comma, or anything else.
@@ -28,7 +28,8 @@ def read_json(file: DataFile) -> Iterator[tuple[int, bytes]]:
 
 def _array_elements(file: DataFile) -> Iterator[tuple[int, bytes]]:
     """Yield (line, text) of each element of an array: what is between the commas that stand in no string and in no
-    bracket but the array's own. Raises UserError where no element can be told from the next.
+    bracket but the array's own. An element that does not begin a line has its index instead (`place`). Raises UserError
+    where no element can be told from the next.
 
     A file with `[1, {"a": [2]}]` and where each of its parts leaves `depth`: `[` 1, `1` 1, `,` 1 (yields `1`), `{` 2,
     `"a"` 2, `:` 2, `[` 3, `2` 3, `]` 2, `}` 1, `]` 0 (yields `{"a": [2]}`).
@@ -46,8 +47,8 @@ def _array_elements(file: DataFile) -> Iterator[tuple[int, bytes]]:
                 continue
         if part is None:
             why = "a quote is not closed on its line" if at < len(text) else "the array is cut off, a ']' is missing"
-            line = _first_line(line, text[begin:])
-            raise UserError(f"{file.path}:{line}: in this record or after it {why}; nothing that follows can be read")
+            where = place(file.path, _name(line, text[begin:], elements))
+            raise UserError(f"{where}: in this record or after it {why}; nothing that follows can be read")
         at = part.end()
         if part[0] in (b"[", b"{"):
             depth += 1
@@ -58,7 +59,7 @@ def _array_elements(file: DataFile) -> Iterator[tuple[int, bytes]]:
         if depth == 0 or (depth == 1 and part[0] == b","):
             element = text[begin : part.start()]
             if depth == 1 or elements or element.strip(BLANKS):  # `[]` has no element
-                yield _first_line(line, element), element
+                yield _name(line, element, elements), element
                 elements += 1
             line, begin = line + element.count(b"\n"), at
         if depth == 0:
@@ -73,3 +74,9 @@ def _array_elements(file: DataFile) -> Iterator[tuple[int, bytes]]:
 def _first_line(line: int, text: bytes) -> int:
     """The line of the first character that is not blank; `line`: that of the text."""
     return line + text.count(b"\n", 0, len(text) - len(text.lstrip(BLANKS)))
+
+
+def _name(line: int, element: bytes, index: int) -> int:
+    """What names an element in a message: its line if it begins one, else its index."""
+    first = _first_line(line, element)
+    return first if first > line else FIRST_INDEX + index

@@ -26,8 +26,14 @@ OTHER_ROLES = {
 SWITCHES = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
 EXTRAS = ("name", "tool_call_id")
 PLAIN = frozenset({"role", "content", "from", "value"})
-MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos"})
-FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, SWITCHES, MEDIA)
+NO_MEDIA = "the model reads text only; leave the record out, or this field where the text stands on its own"
+NO_INPUTS = "only the assistant's turns are trained; remove this field"
+REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), NO_MEDIA) | {
+    "train_detail": "a turn is trained as a whole or not; remove this field, or write 'train'",
+    "train_on_inputs": NO_INPUTS,
+    "train_on_prompt": NO_INPUTS,
+}
+FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, SWITCHES, REFUSED)
 
 
 class Turn(NamedTuple):
@@ -71,7 +77,7 @@ def parse_message(item: object, where: str) -> Turn:
     for field, does in (("tool_calls", "calls tools"), ("reasoning_content", "reasons")):
         if message.get(field) and role != "assistant":
             raise BadRecord(f"{where} has '{field}' but the role {role}; only the assistant {does}")
-    refuse_media(item, f"of {where}")
+    refuse(item, f"of {where}")
     return Turn(message, objects_of(item.get("tools"), f"'tools' of {where}"), _is_masked(item, role, where))
 
 
@@ -94,11 +100,11 @@ def _text(item: dict, key: str, where: str) -> str:
     return "".join(texts)
 
 
-def refuse_media(record: dict, where: str) -> None:
-    """Raise BadRecord if a record or message comes with pictures, sound or film."""
-    if media := sorted(key for key in MEDIA if record.get(key)):
-        why = "the model reads text only; leave the record out, or this field where the text stands on its own"
-        raise BadRecord(f"'{media[0]}' {where}: {why}")
+def refuse(record: dict, where: str) -> None:
+    """Raise BadRecord if a record or message has a field of REFUSED, such as a picture, which would be lost."""
+    for key, why in REFUSED.items():
+        if record.get(key):
+            raise BadRecord(f"'{key}' {where}: {why}")
 
 
 def _is_masked(item: dict, role: str, where: str) -> bool:

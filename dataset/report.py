@@ -7,6 +7,7 @@ import numpy as np
 
 from common.errors import UserError, say
 from common.launcher import launch
+from dataset.blocks import place
 
 COUNTS = {  # what becomes of the records of each kind of training, as the report calls it
     "documents": "documents",
@@ -66,9 +67,9 @@ def format_report(report: dict) -> str:
 
 
 def first_bad_record(report: dict, paths: list[str]) -> str:
-    """FILE:LINE: reason of the first bad record that a report counts."""
+    """Place and reason of the first bad record that a report counts."""
     file, line, reason = report["first_bad_record"]
-    return f"{paths[file]}:{line}: {reason}"
+    return f"{place(paths[file], line)}: {reason}"
 
 
 def stop_at_bad_record(line: str, on_bad_data: str) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
+from dataset.blocks import place
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
 from dataset.json_records import BadRecord
@@ -41,7 +42,7 @@ class RolloutPrompt(NamedTuple):
     tools: list[dict] | None
     record: dict  # of the data file, with the reference answer as `answer`, if there is one
     sample_id: int
-    source: str = ""  # FILE:LINE, for errors
+    source: str = ""  # its place, for errors
 
 
 class PromptDataset(Dataset):
@@ -93,9 +94,9 @@ class PromptDataset(Dataset):
                 try:
                     if isinstance(record, BadRecord):
                         raise record
-                    self._add(f"{block.path}:{line}", record)
+                    self._add(place(block.path, line), record)
                 except BadRecord as error:
-                    bad.append(f"{block.path}:{line}: {error}")
+                    bad.append(f"{place(block.path, line)}: {error}")
                     stop_at_bad_record(bad[0], on_bad_data)
         if bad:
             judge_bad_records(bad[0], len(bad), records, f"the first: {bad[0]}", max_bad_share)
@@ -124,7 +125,7 @@ class PromptDataset(Dataset):
         self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts), source))
 
     def source(self, sample_id: int) -> str:
-        """FILE:LINE of a prompt."""
+        """The place of a prompt."""
         return self.prompts[sample_id].source
 
     def __len__(self) -> int:

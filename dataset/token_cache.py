@@ -36,7 +36,7 @@ from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig
 from dataset import blocks
-from dataset.blocks import Block
+from dataset.blocks import Block, place
 from dataset.data_files import describe_files, expand_paths, how_read, iter_blocks
 from dataset.packing import pack
 from dataset.report import (
@@ -81,7 +81,7 @@ class TokenCache:
     loss_mask: np.ndarray | None = None  # bool [N]: this token is a target; None: all but each sample's first
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
     num_targets: np.ndarray  # int64 [S]
-    sources: np.ndarray  # int64 [S, 2]: file (index into `files`) and line or row of the record
+    sources: np.ndarray  # int64 [S, 2]: file (index into `files`) and line of the record (`place`)
     row_samples: np.ndarray  # unsigned [S]: the samples row by row, when packed into R rows
     row_offsets: np.ndarray  # unsigned [R+1]: row r is row_samples[row_offsets[r]:row_offsets[r + 1]]
 
@@ -108,9 +108,9 @@ class TokenCache:
         return TokenCache, (str(self.path), self.files)
 
     def source(self, sample_id: int) -> str:
-        """FILE:LINE of the record that a sample comes from."""
+        """The `place` of the record that a sample comes from."""
         file, line = self.sources[sample_id]
-        return f"{self.files[file]}:{line}"
+        return place(self.files[file], line)
 
 
 def build_token_cache(
@@ -240,7 +240,7 @@ def _build_arrays(
             if samples.bad:
                 first_bad = first_bad or (block.file, *samples.bad[0])
                 counts["skipped_bad_records"] += len(samples.bad)
-                lines = [f"{block.path}:{line}: {reason}" for line, reason in samples.bad]
+                lines = [f"{place(block.path, line)}: {reason}" for line, reason in samples.bad]
                 stop_at_bad_record(lines[0], on_bad_data)
                 listed.writelines(f"{line}\n" for line in lines)
             _write(files, block, samples, counts)

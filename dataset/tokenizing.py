@@ -32,7 +32,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import UserError
-from dataset.blocks import Block
+from dataset.blocks import Block, place
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
 from dataset.formats import Chat, known_fields, to_chat, to_pair, to_text, unread_fields
@@ -125,7 +125,7 @@ class BlockTokenizer(ABC):
             except (BadRecord, RecursionError) as error:
                 bad.append((line, str(error) if isinstance(error, BadRecord) else TOO_DEEP))
             except UserError as error:
-                raise UserError(f"{block.path}:{line}: {error}") from None
+                raise UserError(f"{place(block.path, line)}: {error}") from None
         tokens, masks, spelled, lines = zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),

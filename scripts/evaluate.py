@@ -5,7 +5,7 @@
     python scripts/evaluate.py --task exam --model out/full_sft_512.pth --against out/full_sft_768.pth --json e.json
 
 Every value comes with its 95 % confidence interval. Of several models, each is compared with the first on the same
-items; a star marks a difference whose interval leaves out zero.
+items; a star marks a difference whose interval leaves out zero, of at least 30 items.
 """
 
 import argparse

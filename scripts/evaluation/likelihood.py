@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
+from dataset.blocks import place
 from dataset.lm_dataset import StageDataset, collate_flat
 from scripts.evaluation.questions import check_types, read_questions
 from scripts.evaluation.scores import Item
@@ -58,7 +59,7 @@ def held_out(model: Any, dataset: StageDataset, max_tokens: int) -> list[Item]:
         np.bincount(record, weights) for weights in (nats, np.array(cache.num_targets), np.array(cache.target_bytes))
     ]
     return [
-        Item(f"{cache.files[file]}:{line}", {"loss": (loss, targets), "bits per byte": (loss / math.log(2), size)})
+        Item(place(cache.files[file], line), {"loss": (loss, targets), "bits per byte": (loss / math.log(2), size)})
         for (file, line), loss, targets, size in zip(records, *sums, strict=True)
     ]
 

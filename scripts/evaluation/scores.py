@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 1000
+ENOUGH = 30  # items; of fewer the bootstrap's interval is too narrow to call a difference clear
 Z = 1.959964  # standard normal quantile of 97.5 %
 
 
@@ -105,8 +106,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [row["task"], name, str(row["items"]), shown(row["models"][baseline])]
         for other in others:
             change = row["difference"].get(other)
-            star = " *" if change and not change["low"] <= 0 <= change["high"] else ""
-            cells += [shown(row["models"][other]), shown(change, "+") + star if change else "-"]
+            clear = change and row["items"] >= ENOUGH and not change["low"] <= 0 <= change["high"]
+            cells += [shown(row["models"][other]), shown(change, "+") + " *" * clear if change else "-"]
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)

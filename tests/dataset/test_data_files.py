@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import UserError
 from dataset import blocks, data_files
+from dataset.blocks import place
 from dataset.data_files import describe_files, expand_paths, iter_blocks, parse_block
 from dataset.json_records import BadRecord
 
@@ -169,7 +170,7 @@ def test_parquet_with_a_time_that_python_has_not(tmp_path):
 @pytest.mark.parametrize("content", [b"\n \r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n\n"])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
 def test_a_file_without_a_record(name, content, write):
-    with pytest.raises(UserError, match=f"{name} holds no record; remove it from --data_path or write it again"):
+    with pytest.raises(UserError, match=f"{name} holds no record; leave it out or write it again"):
         records_of(write(name, content))
 
 
@@ -196,8 +197,9 @@ def test_a_json_file_may_hold_one_array(write):
         (b'[\n{"a": 1},\n{"a": 2}\n', "x.json:3: in this record or after it the array is cut off"),
         (b"[]", "x.json holds no record"),
         (b'[{"a": 1}]\n[{"a": 2}]', "x.json:2: the array has ended before this"),
+        (b'[{"a": 1}, {"a": 2', r"x.json\[1\]: in this record or after it the array is cut off"),
         (b'[{"a": 1}], {"a": 2}', "x.json:1: the array has ended before this"),
-        (b"[" * 100_000, "x.json:1: in this record or after it the array is cut off"),
+        (b"[" * 100_000, r"x.json\[0\]: in this record or after it the array is cut off"),
     ],
 )
 def test_damaged_arrays(write, content, message):
@@ -230,7 +232,15 @@ def test_a_bad_element_of_an_array_costs_only_itself(write, bad, block_bytes, mo
     (_, one, first), (_, two, problem), (_, three, last), (_, four, number) = records_of(path)
     assert (first, last, one, three) == ({"a": "你"}, {"b": [2]}, 2, two + 2 - (not bad))
     assert isinstance(problem, BadRecord) and BAD_ELEMENTS[bad] in str(problem) and two == 3 + (not bad)
-    assert isinstance(number, BadRecord) and four == three
+    assert isinstance(number, BadRecord) and place(path, four) == f"{path}[3]"
+
+
+def test_records_in_one_line_are_named_by_their_index(write):
+    rows = [{"text": "a"}, {"text": "[}"}, 5]
+    one_line = write("x.json", json.dumps(rows).encode())
+    assert [place(path, line) for path, line, _ in records_of(one_line)] == [f"{one_line}[{i}]" for i in range(3)]
+    pairs = write("y.json", b'[\n{"text": "a"}, {"text": "b"},\n{"text": "c"}]')
+    assert [place("y", line) for _, line, _ in records_of(pairs)] == ["y:2", "y[1]", "y:3"]
 
 
 def test_an_array_is_read_piece_by_piece(write, monkeypatch):

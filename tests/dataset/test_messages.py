@@ -83,6 +83,12 @@ BAD = [
     ({**ANSWER, "loss": 2}, "'loss' of message 1 is 2; it is a switch"),
     ({**ANSWER, "train": True, "weight": 0}, "message 1 is to be trained and not to be trained (train, weight); keep"),
     (
+        {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 3}]},
+        "'train_detail' of message 1: a turn is trained",
+    ),
+    ({**ANSWER, "train_on_inputs": True}, "'train_on_inputs' of message 1: only the assistant's turns are trained"),
+    ({**ANSWER, "train_on_prompt": True}, "'train_on_prompt' of message 1: only the assistant's turns are trained"),
+    (
         {"role": "user", "content": "q", "loss": True},
         "'loss' of message 1 asks to train the role user; only the assist",
     ),

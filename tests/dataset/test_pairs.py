@@ -18,6 +18,15 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in "gb")
 SAME = {
     "two conversations": {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
     "with the prompt repeated": {"prompt": "q", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "with the chosen one repeated": {  # HuggingFaceH4/ultrafeedback_binarized
+        "prompt": "q",
+        "prompt_id": "0",
+        "chosen": [QUESTION, GOOD],
+        "rejected": [QUESTION, BAD],
+        "messages": [QUESTION, GOOD],
+        "score_chosen": 8.5,
+        "score_rejected": 2.0,
+    },
     "texts": {"prompt": "q", "chosen": "g", "rejected": "b"},
     "messages": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
     "one message": {"messages": [QUESTION], "chosen": GOOD, "rejected": BAD},
@@ -46,6 +55,13 @@ def test_what_both_share_is_not_trained():
     assert [message["role"] for message in chosen.messages][:2] == ["system", "user"]
     assert chosen.masked == rejected.masked == (2,) and chosen.tools == tools
     assert len(chosen.messages) == 7 and len(rejected.messages) == 5
+
+
+def test_a_conversation_beside_two_others_is_no_third_one():
+    whole = SAME["two conversations"]
+    for messages in ([QUESTION, BAD], [QUESTION, GOOD, QUESTION, GOOD]):
+        with pytest.raises(BadRecord, match="'chosen' and 'rejected' do not begin with 'messages'"):
+            to_pair(whole | {"messages": messages})
 
 
 def test_pictures_are_refused():

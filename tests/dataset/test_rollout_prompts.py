@@ -66,6 +66,10 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
     assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == [wanted] * 2
     assert prompts[0].record == {"prompt": "1+1=?", "answer": "2", "gt": [2]} and prompts[1].record["answer"] == "2"
     assert prompts.source(1) == f"{path}:2"
+    one_line = str(tmp_path / "rl.json")
+    (tmp_path / "rl.json").write_text(json.dumps([{"prompt": "1+1=?"}, {"prompt": "2+2=?"}]))
+    sources = [prompt.source for prompt in PromptDataset(one_line, tokenizer, 64, str(tmp_path))]
+    assert sources == [f"{one_line}[0]", f"{one_line}[1]"]
     assert collate_prompts([prompts[1]])["sample_ids"].tolist() == [1]
 
 

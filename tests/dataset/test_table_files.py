@@ -77,6 +77,12 @@ def test_folders_of_saved_datasets(tmp_path):
     write_arrow(tmp_path / "one" / "cache-0123.arrow", pa.table({"text": ["stale"]}))
     assert expand_paths(tmp_path / "one") == expand_paths(tmp_path) == shards
     assert [record["text"] for _, record in records_of(*shards)] == ["a", "c", "b"]
+    state = json.loads((tmp_path / "one" / "state.json").read_text()) | {
+        "_indices_data_files": [{"filename": "i.arrow"}]
+    }
+    (tmp_path / "one" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"one holds a selection of rows .*flatten_indices\(\)\.save_to_disk"):
+        expand_paths(tmp_path)
     several = tmp_path / "several"
     train, test = save_to_disk(several / "train", ["a"], 1), save_to_disk(several / "test", ["b"], 1)
     (several / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')

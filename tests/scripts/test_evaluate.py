@@ -1,6 +1,7 @@
 """The whole script on tiny random models: all tasks at once, two models side by side, and mistakes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +28,12 @@ def models(tmp_path) -> list[str]:
 
 def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     exam = write_jsonl(tmp_path / "exam.jsonl", make_corpus(0)["exam.jsonl"][::49])
-    choices = write_jsonl(tmp_path / "choices.jsonl", QUESTIONS)
+    choices, held_out = tmp_path / "choices.json", tmp_path / "held_out.json"  # arrays in one line
+    choices.write_text(json.dumps(QUESTIONS))
+    records = [json.loads(line) for line in Path(corpus["sft_eval"]).read_text().splitlines()]
+    held_out.write_text(json.dumps(records))
     args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices"]
-    args += ["--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
+    args += ["--data_path", held_out, "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
     args += ["--max_new_tokens", 8, "--show", 2]
     args += ["--json", tmp_path / "new" / "report.json"]
     done = call(evaluate, *args)
@@ -39,6 +43,8 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     rows = {(row["task"], row["metric"], row["group"]): row for row in report["results"]}
     assert {task for task, _, _ in rows} == {"loss", "exam", "choices"}
     assert rows["exam", "right", "zh"]["items"] == 3 and rows["choices", "acc", "all"]["items"] == 3
+    keys = [item["key"] for item in report["items"]["loss"]["a_32"]]
+    assert len(keys) == rows["loss", "loss", "all"]["items"] > 1 and keys[0] == f"{held_out}[0]"
     assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)  # ln(6400), untrained
     assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
     assert rows["exam", "right", "all"]["items"] == rows["exam", "characters", "all"]["items"] == 6

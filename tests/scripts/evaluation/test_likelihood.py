@@ -120,6 +120,6 @@ def test_a_line_that_is_no_question_is_named(line, tmp_path):
 
 def test_a_file_without_questions_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, told in (("none.jsonl", "does not exist"), ("empty.jsonl", "is empty")):
+    for name, told in (("none.jsonl", "does not exist"), ("empty.jsonl", "holds no record")):
         with pytest.raises(UserError, match=told):
             read_choices(tmp_path / name)

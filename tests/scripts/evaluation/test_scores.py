@@ -49,6 +49,8 @@ def test_rows_for_all_items_and_for_each_group():
     assert [row["difference"]["b"]["value"] for row in rows] == [0.5, 0.0, 1.0]
     lines = table(rows).splitlines()
     assert lines[0].split() == ["task", "metric", "items", "a", "b", "difference"]
+    few = table(summarize("loss", {"a": items([1, 0] * 10), "b": items([1, 1] * 10)}))
+    assert "*" not in few and few.splitlines()[1].endswith("]")  # 20 items are too few for a star
     assert lines[1].endswith("*") and not lines[2].endswith("*") and "acc (zh)" in lines[3]
 
 
