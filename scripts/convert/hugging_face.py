@@ -29,7 +29,6 @@ from model.sampling import default_sampling
 from trainer.components.run_files import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 
 NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")  # which kind it is; training; origin
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -73,19 +72,13 @@ def write_folder(
     config.dtype = dtype
     config.save_pretrained(folder)
     _add_earlier_names(folder / CONFIG_FILE, config)
-    special = {name: getattr(config, name) for name in SPECIAL_TOKENS}
-    GenerationConfig(**sampling_fields(model), **special).save_pretrained(folder)
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sampling = {"do_sample": False}
+    if (own := default_sampling(model)).temperature:
+        sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
+    GenerationConfig(**sampling, **special).save_pretrained(folder)
     _write_tokenizer(folder, tokenizer)
     return {name: tensor.float() for name, tensor in tensors.items()}
-
-
-def sampling_fields(model: MiniMindForCausalLM) -> dict[str, Any]:
-    """A model's sampling defaults as fields of a generation config. Without `do_sample` others do not sample."""
-    sampling = default_sampling(model)
-    if not sampling.temperature:
-        return {"do_sample": False}
-    fields = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
-    return {"do_sample": True} | fields
 
 
 def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:

@@ -95,8 +95,7 @@ class Models:
     async def cards(self) -> list[dict[str, Any]]:
         """What /v1/models says of each; the first one is what requests without a name get."""
         files = await asyncio.to_thread(self.files)
-        names = [self.first.name, *files, *(name for name in self.loaded if name not in files)]
-        return [self._card(name) for name in dict.fromkeys(names)]
+        return [self._card(name) for name in dict.fromkeys([self.first.name, *files, *self.loaded])]
 
     async def card(self, name: str) -> dict[str, Any]:
         """What /v1/models/NAME says.

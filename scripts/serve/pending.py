@@ -19,12 +19,8 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
     default: of what the request leaves out."""
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
-    given: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k and max(0, asked.top_k),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given: dict[str, Any] = asked.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+    given |= {"top_k": 0} if asked.top_k == -1 else {}  # vLLM's name for all tokens
     return [replace(default, **given, seed=seed) for seed in seeds]
 
 
