@@ -6,13 +6,53 @@ dataset is a list of samples: one, or with `packing` those of a row of at most `
 changes nor drops samples; it only makes the items nearly equal in size), or the two of a pair.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from dataset.token_cache import STAGE_LENGTH, TokenCache, build_token_cache
+from dataset.tokenizing import SPECIAL_TEXTS
+
+
+def collate_pairs(rows: list[list[dict]]) -> dict:
+    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_flat`'s
+    fields: target_counts, the number of targets of each sample."""
+    counts = [int(sample["loss_mask"].sum()) for row in rows for sample in row]
+    return collate_flat(rows) | {"target_counts": counts}
+
+
+def collate_flat(rows: list[list[dict]]) -> dict:
+    """Concatenate the samples of all items: S samples, N tokens, M targets. An empty list gives an empty batch.
+
+    Returns input_ids int64 [N]; position_ids int64 [N], from 0 in each sample; cu_seqlens int32 [S+1], cumulative
+    lengths; host_cu_seqlens, the same as a numpy array, which stays on the host; max_seqlen int; target_index int64
+    [M], the positions whose next token is a target; targets int64 [M], these next tokens; sample_ids int64 [S];
+    target_bytes int, UTF-8 bytes of the targets' text.
+    """
+    samples = [sample for row in rows for sample in row]
+    lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    cu_seqlens = offsets.astype(np.int32)
+    input_ids = np.concatenate([np.empty(0, np.int64), *(sample["input_ids"] for sample in samples)], dtype=np.int64)
+    loss_mask = np.concatenate([np.empty(0, bool), *(sample["loss_mask"] for sample in samples)], dtype=bool)
+    loss_mask[offsets[:-1][lengths > 0]] = False  # the token before belongs to another sample
+    position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(offsets[:-1], lengths)
+    target_at = np.flatnonzero(loss_mask)
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "position_ids": torch.from_numpy(position_ids),
+        "cu_seqlens": torch.from_numpy(cu_seqlens),
+        "host_cu_seqlens": cu_seqlens,
+        "max_seqlen": int(lengths.max(initial=0)),
+        "target_index": torch.from_numpy(target_at - 1),
+        "targets": torch.from_numpy(input_ids[target_at]),
+        "sample_ids": torch.from_numpy(np.array([sample["sample_id"] for sample in samples], dtype=np.int64)),
+        "target_bytes": sum(int(sample["target_bytes"]) for sample in samples),
+    }
 
 
 class TokenDataset(Dataset):
@@ -74,6 +114,7 @@ class StageDataset(TokenDataset):
     """The data of a training stage. For the arguments, `options` included, see `build_token_cache`."""
 
     kind: str
+    collate: Callable[[list], dict] = staticmethod(collate_flat)  # makes a batch of items
 
     def __init__(
         self, data_path: str, tokenizer, max_length: int | None = None, packing=False, cache_dir=None, **options
@@ -81,6 +122,18 @@ class StageDataset(TokenDataset):
         max_length = STAGE_LENGTH[self.kind] if max_length is None else max_length
         cache = build_token_cache(self.kind, data_path, tokenizer, max_length, cache_dir, **options)
         super().__init__(cache, packing)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Identifies the tokenised data."""
+        meta, special = self.cache.meta, SPECIAL_TEXTS * bool(self.cache.report.get("special_texts"))
+        content = json.dumps([meta[key] for key in ("format", "kind", "data")])
+        data = hashlib.sha256(content.encode()).hexdigest()[:16] + special
+        return {"data": data, "tokenizer": meta["tokenizer"][:16]}
+
+    def source(self, sample_id: int) -> str:
+        """FILE:LINE of a sample."""
+        return self.cache.source(sample_id)
 
 
 class PretrainDataset(StageDataset):
@@ -99,6 +152,7 @@ class DPODataset(StageDataset):
     """Preferences: an item is the pair of a chosen and a rejected answer."""
 
     kind = "dpo"
+    collate: Callable[[list], dict] = staticmethod(collate_pairs)
 
     @property
     def num_items(self) -> int:
@@ -108,40 +162,3 @@ class DPODataset(StageDataset):
     def samples_of(self, item: int) -> Sequence[int]:
         """The ids of the chosen and the rejected answer of a pair."""
         return [2 * item, 2 * item + 1]
-
-
-def collate_pairs(rows: list[list[dict]]) -> dict:
-    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_flat`'s
-    fields: target_counts, the number of targets of each sample."""
-    counts = [int(sample["loss_mask"].sum()) for row in rows for sample in row]
-    return collate_flat(rows) | {"target_counts": counts}
-
-
-def collate_flat(rows: list[list[dict]]) -> dict:
-    """Concatenate the samples of all items: S samples, N tokens, M targets. An empty list gives an empty batch.
-
-    Returns input_ids int64 [N]; position_ids int64 [N], from 0 in each sample; cu_seqlens int32 [S+1], cumulative
-    lengths; host_cu_seqlens, the same as a numpy array, which stays on the host; max_seqlen int; target_index int64
-    [M], the positions whose next token is a target; targets int64 [M], these next tokens; sample_ids int64 [S];
-    target_bytes int, UTF-8 bytes of the targets' text.
-    """
-    samples = [sample for row in rows for sample in row]
-    lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    cu_seqlens = offsets.astype(np.int32)
-    input_ids = np.concatenate([np.empty(0, np.int64), *(sample["input_ids"] for sample in samples)], dtype=np.int64)
-    loss_mask = np.concatenate([np.empty(0, bool), *(sample["loss_mask"] for sample in samples)], dtype=bool)
-    loss_mask[offsets[:-1][lengths > 0]] = False  # the token before belongs to another sample
-    position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(offsets[:-1], lengths)
-    target_at = np.flatnonzero(loss_mask)
-    return {
-        "input_ids": torch.from_numpy(input_ids),
-        "position_ids": torch.from_numpy(position_ids),
-        "cu_seqlens": torch.from_numpy(cu_seqlens),
-        "host_cu_seqlens": cu_seqlens,
-        "max_seqlen": int(lengths.max(initial=0)),
-        "target_index": torch.from_numpy(target_at - 1),
-        "targets": torch.from_numpy(input_ids[target_at]),
-        "sample_ids": torch.from_numpy(np.array([sample["sample_id"] for sample in samples], dtype=np.int64)),
-        "target_bytes": sum(int(sample["target_bytes"]) for sample in samples),
-    }

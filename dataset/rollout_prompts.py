@@ -45,6 +45,11 @@ class RolloutPrompt(NamedTuple):
     source: str = ""  # its place, for errors
 
 
+def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
+    """A micro-batch of prompts; the rollout makes a flat batch of it."""
+    return {"prompts": prompts, "sample_ids": np.array([prompt.sample_id for prompt in prompts], dtype=np.int64)}
+
+
 class PromptDataset(Dataset):
     """The prompts of one or several files.
 
@@ -60,6 +65,8 @@ class PromptDataset(Dataset):
     Raises:
         UserError: bad records, or no prompt is left.
     """
+
+    collate = staticmethod(collate_prompts)
 
     def __init__(
         self,
@@ -154,8 +161,3 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")
     return chat, answer
-
-
-def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
-    """A micro-batch of prompts; the rollout makes a flat batch of it."""
-    return {"prompts": prompts, "sample_ids": np.array([prompt.sample_id for prompt in prompts], dtype=np.int64)}

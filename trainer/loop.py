@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from trainer.components.device import peak_memory_mb
 from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
+from trainer.components.language_model import to_device
 from trainer.components.meter import Size
 from trainer.components.optimizer import set_learning_rate, should_step
 from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
@@ -181,13 +182,6 @@ def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, boo
 def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
     """Make dropout a function of (seed, update, micro-batch, rank), so that there is no random state to save."""
     torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0]))
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch's tensors without waiting; what is no tensor stays on the host."""
-    if device.type == "cpu":
-        return batch
-    return batch | {k: v.to(device, non_blocking=True) for k, v in batch.items() if isinstance(v, Tensor)}
 
 
 def check_first_loss(state: TrainState, losses: Tensor) -> None:

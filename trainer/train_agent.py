@@ -52,9 +52,8 @@ class Args(ReinforcementArgs):
 
 
 METRICS = policy_loss.METRICS  # names of the sums that loss_fn returns beside the loss
-loss_fn = (
-    policy_loss.sampled_tokens_loss
-)  # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
+# (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
+loss_fn = policy_loss.sampled_tokens_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 
 
@@ -102,18 +101,7 @@ def main() -> None:
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(
-        args=args,
-        lm_config=lm_config,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        autocast=autocast,
-        device=device,
-        loss_fn=loss_fn,
-        schedule=schedule,
-        run=run,
-        stop=stop,
-        metric_names=METRICS,
+        args, lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop, metric_names=METRICS
     )
     extend_run(state, tokenizer, train_set, eval_set)
     utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])

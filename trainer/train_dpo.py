@@ -130,19 +130,9 @@ def main() -> None:
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     # 7. The state of the run, with the reference, restored from the checkpoint.
+    loss = partial(loss_fn, None)  # extend_run sets the reference
     state = TrainState(
-        args=args,
-        lm_config=lm_config,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        autocast=autocast,
-        device=device,
-        loss_fn=partial(loss_fn, None),  # extend_run sets the reference
-        schedule=schedule,
-        run=run,
-        stop=stop,
-        metric_names=METRICS,
+        args, lm_config, model, optimizer, scaler, autocast, device, loss, schedule, run, stop, metric_names=METRICS
     )
     extend_run(state, tokenizer, train_set, eval_set)
     utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])

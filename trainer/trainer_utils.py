@@ -24,10 +24,8 @@ from trainer.components.compiling import compiles
 from trainer.components.data import (
     StageData,
     check_data_paths,
-    data_identity,
     epoch_samples,
     held_out_loader,
-    source_of,
     train_loader,  # noqa: F401
 )
 from trainer.components.device import (
@@ -213,8 +211,7 @@ def identify_run(
         UserError: the checkpoint belongs to another run.
     """
     args = keep_global_batch(args, checkpoint)
-    data, samples = data_identity(train_set), epoch_samples(train_set, args)
-    run = run_fingerprint(args, lm_config.own_fields(), data, samples)
+    run = run_fingerprint(args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args))
     return args, check_resume(args, run, checkpoint)
 
 
@@ -263,7 +260,7 @@ def begin_run(
         state.eval_loader = held_out_loader(eval_set, args)
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
-    state.bad_updates = BadUpdates(args.max_bad_updates, source_of(data))
+    state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
     state.peak_flops = peak_rate(state.autocast, state.device)  # for the MFU
     state.code = code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)

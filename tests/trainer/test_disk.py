@@ -76,6 +76,9 @@ def test_a_read_only_folder(corpus, tmp_path, flag):
         folder.mkdir()
         folder.chmod(0o555 if name == flag else 0o777)
     folder = folders[flag]
+    # where others may read, too
+    files = {name: path for name, path in corpus.items() if path.is_file()}
+    corpus = corpus | {name: Path(shutil.copy(path, base)) for name, path in files.items()}
     argv = flags(corpus, tmp_path, "pretrain", **folders)
     if os.getuid() == 0:  # root may write anywhere: give the rights up, in a process that has everything loaded
         script = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"

@@ -1,6 +1,5 @@
 """The datasets of a stage, opened before the process group exists, and the micro-batches made of them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -11,11 +10,10 @@ from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.data_files import expand_paths
-from dataset.lm_dataset import DPODataset, StageDataset, collate_flat, collate_pairs
-from dataset.rollout_prompts import PromptDataset, collate_prompts
+from dataset.lm_dataset import StageDataset
+from dataset.rollout_prompts import PromptDataset
 from trainer.components.distributed import world_size
-from trainer.components.loaders import epoch_order, eval_loader, ordered_loader
-from trainer.components.resume import data_fingerprint
+from trainer.components.loaders import epoch_loader, epoch_order, eval_loader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,26 +56,20 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTraine
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
-    --num_iterations times, update by update. Another order of samples, or a second source of them, is another
-    `ordered_loader` (loaders.py) in its place."""
+    --num_iterations times, update by update. Another order of samples is another `order`, a
+    second source of them another `epoch_loader` (loaders.py) in its place."""
     order = epoch_order(len(train_set), args.seed, epoch)
     if not isinstance(train_set, StageDataset):
         per_update = args.batch_size * args.accumulation_steps * world_size()
         updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
         order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
-    return ordered_loader(train_set, order, args.batch_size, skip_batches, args.num_workers, collate_of(train_set))
+    numbers = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
+    return epoch_loader(train_set, *numbers, train_set.collate, order)
 
 
 def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
     """This rank's share of the held-out data, if there are any."""
-    return eval_loader(eval_set, args.batch_size, collate_of(eval_set)) if eval_set is not None else None
-
-
-def collate_of(data: StageData) -> Callable[[list], dict[str, Any]]:
-    """What makes a batch of a dataset's items."""
-    if not isinstance(data, StageDataset):
-        return collate_prompts
-    return collate_pairs if isinstance(data, DPODataset) else collate_flat
+    return eval_loader(eval_set, args.batch_size, eval_set.collate) if eval_set is not None else None
 
 
 def epoch_samples(train_set: StageData, args: Any) -> int:
@@ -92,16 +84,6 @@ def epoch_samples(train_set: StageData, args: Any) -> int:
             "accumulation_steps x processes); lower --batch_size"
         )
     return len(train_set) // per_update * per_update * args.num_iterations
-
-
-def data_identity(data: StageData) -> dict[str, str]:
-    """The part of the run fingerprint that describes the data."""
-    return data.fingerprint if isinstance(data, PromptDataset) else data_fingerprint(data.cache)
-
-
-def source_of(data: Any) -> Callable[[int], str]:
-    """What gives FILE:LINE of a sample."""
-    return data.cache.source if isinstance(data, StageDataset) else data.source
 
 
 def open_prompts(

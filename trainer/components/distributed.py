@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from common.launcher import launch
 from common.machine import available_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
+CLEANUP_PATIENCE = 5.0  # seconds
 MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
 # in the messages of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone: there is no exception type of its own
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -165,13 +167,23 @@ def _interruptible(work: Callable[[], T]) -> T:
     return future.result()
 
 
-def leave_process_group() -> None:
+def leave_process_group(error: BaseException | None = None) -> None:
     """Destroy the process group, all ranks together. Call it when no DDP-wrapped model is referenced any more.
+
+    error: what ends this rank. Others may be gone then, so it is waited for no longer than CLEANUP_PATIENCE.
 
     DDP's reducer must be freed before the group: freed after it, it joins gloo's threads while it holds the interpreter
     lock that they need to release their last tensors (a deadlock seen once in some dozen runs).
     """
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    failed = error is not None
+    if not failed:
         meet()
-        gc.collect()
-        dist.destroy_process_group()
+    while error is not None:  # what failed holds the DDP-wrapped model in its local variables
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    thread = Thread(target=dist.destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(CLEANUP_PATIENCE if failed else None)

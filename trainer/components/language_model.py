@@ -118,6 +118,11 @@ def target_states(model: "MiniMindForCausalLM", batch: Batch) -> Tensor:
     return model(**_inputs(batch), head=False).hidden_states
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device, without waiting; what is no tensor stays on the host."""
+    return batch | {key: v.to(device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)}
+
+
 def _inputs(batch: Batch) -> dict[str, Any]:
     inputs = {key: batch[key] for key in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}

@@ -97,23 +97,13 @@ def epoch_loader(
     skip_batches: int = 0,
     num_workers: int = 0,
     collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
+    order: np.ndarray | None = None,
 ) -> DataLoader:
-    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on."""
-    order = epoch_order(len(dataset), seed, epoch)
-    return ordered_loader(dataset, order, batch_size, skip_batches, num_workers, collate_fn)
-
-
-def ordered_loader(
-    dataset: SizedDataset,
-    order: np.ndarray,
-    batch_size: int,
-    skip_batches: int,
-    num_workers: int,
-    collate_fn: Callable[[list], dict[str, Any]],
-) -> DataLoader:
-    """The micro-batches of the samples in this order, of all ranks, on this rank."""
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; `order`: of the samples of all
+    ranks, if not that of `epoch_order`."""
     if num_workers:
         check_shared_memory(num_workers)
+    order = epoch_order(len(dataset), seed, epoch) if order is None else order
     mine = rank_share(order, batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(mine, batch_size, skip_batches, steps_per_epoch(len(order), batch_size))
     return Loader(

@@ -7,10 +7,12 @@ has no config: it is inferred from the names and shapes of the tensors and from 
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -127,6 +129,15 @@ def flags_of(shape: dict[str, Any]) -> str:
     return " ".join(f"--{name} {int(value)}" for name, value in shape.items())
 
 
+class StoredSampling(BaseModel):
+    """What is read of a generation_config.json."""
+
+    do_sample: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+
+
 def read_sampling(folder: Path) -> Sampling:
     """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS.
 
@@ -137,26 +148,13 @@ def read_sampling(folder: Path) -> Sampling:
     if not path.is_file():
         return DEFAULTS
     try:
-        given = {
-            name: value for name, value in json.loads(path.read_text(encoding="utf-8")).items() if value is not None
-        }
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a readable generation config ({reason(error)})") from error
-    wrong = {
-        name: given[name]
-        for name, is_valid in {
-            "temperature": lambda value: 0 <= value <= 2,
-            "top_k": lambda value: value >= 0 and value == int(value),
-            "top_p": lambda value: 0 < value <= 1,
-        }.items()
-        if name in given and not (type(given[name]) in (int, float) and is_valid(given[name]))
-    }
-    if wrong:
-        values = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
-        raise UserError(f"{path}: {values} cannot be sampled with; correct the file or remove the line")
-    temperature = 0.0 if given.get("do_sample") is False else given.get("temperature", DEFAULTS.temperature)
-    top_k, top_p = given.get("top_k", DEFAULTS.top_k), given.get("top_p", DEFAULTS.top_p)
-    return Sampling(float(temperature), int(top_k), float(top_p))
+        given = StoredSampling.model_validate_json(path.read_bytes()).model_dump(exclude_none=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{' '.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UserError(f"{path}: {wrong}; correct the file or remove the line") from error
+    if not given.pop("do_sample", True):
+        given["temperature"] = 0.0
+    return replace(DEFAULTS, **given)
 
 
 def read_config(folder: Path) -> "PretrainedConfig":

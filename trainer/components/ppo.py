@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.components.checkpoint import Writer
 from trainer.components.distributed import reduce_sum
 from trainer.components.flops import training_flops
-from trainer.components.language_model import Batch, scalar_head, target_log_probs, target_logits
+from trainer.components.language_model import Batch, scalar_head, target_log_probs, target_logits, to_device
 from trainer.components.meter import Size
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
@@ -146,7 +146,7 @@ class ValuedRollouts(Rollouts):
     def _learnable(self, model: nn.Module, written: list[Trajectory], rewards: Tensor, device: torch.device) -> Batch:
         """The flat batch of trajectories with these rewards [P, 1]: advantages, not yet on one scale, and returns."""
         sampled = [each.sampled for each in written]
-        batch = self._flat(written, sum(sampled), device)
+        batch = to_device(self._flat(written, sum(sampled)), device)
         values, _ = unwrapped(model).values(batch)
         advantages: list[float] = []
         for own, reward in zip(values.double().cpu().split(sampled), rewards.flatten().tolist(), strict=True):

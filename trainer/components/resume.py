@@ -13,8 +13,7 @@ import torch
 
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, aliases_of, own_flags
-from dataset.token_cache import TokenCache, file_hash
-from dataset.tokenizing import SPECIAL_TEXTS
+from dataset.token_cache import file_hash
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
 from trainer.components.run_files import (
@@ -39,18 +38,9 @@ NAMES_OF = {  # hash of weights -> the flags that only say where they lie
 A = TypeVar("A", bound=StageArgs)
 
 
-def data_fingerprint(cache: TokenCache) -> Fingerprint:
-    """The part of the run fingerprint that describes tokenised data."""
-    content = json.dumps([cache.meta[key] for key in ("format", "kind", "data")])
-    data = hashlib.sha256(content.encode()).hexdigest()[:16] + SPECIAL_TEXTS * bool(cache.report.get("special_texts"))
-    return {"data": data, "tokenizer": cache.meta["tokenizer"][:16]}
-
-
 def held_out_fingerprint(loader: Any) -> str | None:
     """Identifies the held-out data of a loader; None where there are none, or nothing is known of them."""
-    cache, described = (getattr(getattr(loader, "dataset", None), name, None) for name in ("cache", "fingerprint"))
-    if isinstance(cache, TokenCache):
-        return data_fingerprint(cache)["data"]
+    described = getattr(getattr(loader, "dataset", None), "fingerprint", None)
     return described.get("data") if isinstance(described, dict) else None
 
 
@@ -73,7 +63,7 @@ def files_fingerprint(name: str, files: Sequence[Path], cache_dir: str) -> Finge
 def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:
     """Everything that must stay the same for a resumed run to be the same run.
 
-    model: the fields of its config. data: `data_fingerprint`. samples: items of an epoch.
+    model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
     """
     run = {key: getattr(args, key) for key in COMPARED} | model | own_flags(args)
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()

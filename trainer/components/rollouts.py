@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
 from dataset.rollout_prompts import RolloutPrompt
+from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import Logger, gather, reduce_sum, this_rank, world_size
-from trainer.components.language_model import flat_size, target_log_probs
+from trainer.components.language_model import flat_size, target_log_probs, to_device
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
@@ -119,8 +120,7 @@ class Rollouts(Hooks):
         """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
         collective."""
         own = [{name: value for name, value in batch.items() if name != "host_cu_seqlens"} for batch in self.kept]
-        kept = gather([moved_to(torch.device("cpu"), batch) for batch in own])
-        return {"totals": dict(self.totals), "kept": kept, "samples": self.samples}
+        return {"totals": dict(self.totals), "kept": gather(snapshot(own)), "samples": self.samples}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
@@ -154,7 +154,7 @@ class Rollouts(Hooks):
         advantages = group_advantages(rewards, self.args.scale_rewards).flatten().tolist()
         pairs = [(each, a) for each, a in zip(written, advantages, strict=True) if a or self.args.beta]
         counted = sum(each.sampled for each in written) if self.args.loss_type in TOKEN_LEVEL else len(written)
-        batch = self._flat([each for each, _ in pairs], counted, device)
+        batch = to_device(self._flat([each for each, _ in pairs], counted), device)
         values = [value for each, a in pairs for value in [a] * each.sampled]
         batch["advantages"] = torch.tensor(values, device=device)
         return batch | self._log_probs(model, batch)
@@ -208,7 +208,7 @@ class Rollouts(Hooks):
             for each, value in zip(written[:2], values[:2], strict=True)
         ]
 
-    def _flat(self, written: list[Trajectory], counted: int, device: torch.device | None = None) -> Batch:
+    def _flat(self, written: list[Trajectory], counted: int) -> Batch:
         """The flat batch with, for each target [M], the length of its completion (`lengths`) and zeros for the fields
         `of_target`; and with this micro-batch's part of what the loss is divided by (`counted`)."""
         samples = [
@@ -224,7 +224,7 @@ class Rollouts(Hooks):
         sampled = torch.tensor([each.sampled for each in written], dtype=torch.int64)
         batch["lengths"] = sampled.repeat_interleave(sampled).float()
         batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.of_target}
-        return moved_to(device, batch) | {"counted": counted}
+        return batch | {"counted": counted}
 
     def _nothing(self, window: list[Batch]) -> list[Batch]:
         """As many batches without trajectories."""
@@ -245,11 +245,6 @@ class Rollouts(Hooks):
         total = sum(self._weighted(part) for part in parts)
         figures = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
-
-
-def moved_to(device: torch.device | None, batch: Batch) -> Batch:
-    """The batch with its tensors on a device (None: where they are)."""
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def _shown(text: str) -> str:

@@ -91,7 +91,7 @@ class Hooks:
         """Restore what `state_dict` gave; `saved` has the keys of all hooks, and lacks those of one added since."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TrainState:
     """Everything that a run holds. The fields under `progress` are saved in checkpoints."""
 

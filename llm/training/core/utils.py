@@ -61,12 +61,11 @@ class DistributedManager:
         return init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
 
     def cleanup(self, state: TrainState | None = None) -> None:
-        """Destroy the process group, all ranks together, in a `finally`; not while an exception is passed on: other
-        ranks may be gone. DDP must be freed before it, so the model is unwrapped."""
+        """Destroy the process group, in a `finally`: all ranks together, or this one that an exception ends. DDP must
+        be freed before it, so the model is unwrapped."""
         if state is not None:
             state.model = unwrap(state.model)
-        if sys.exc_info()[1] is None:
-            leave_process_group()
+        leave_process_group(sys.exc_info()[1])
 
     def reduce_mean(self, value: float) -> float:
         """Mean of a number over all ranks."""

@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from llm.training.data.base import DataModule
-from trainer.components.data import data_identity, epoch_samples, held_out_loader, source_of, train_loader
+from trainer.components.data import epoch_samples, held_out_loader, train_loader
 
 
 class StageDataModule(DataModule):
@@ -30,10 +30,10 @@ class StageDataModule(DataModule):
             self.train_dataset, self.val_dataset = self.task.script.open_data(self.task.args, self.task.tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
-        return data_identity(self.train_dataset)
+        return self.train_dataset.fingerprint
 
     def source(self, sample_id: int) -> str:
-        return source_of(self.train_dataset)(sample_id)
+        return self.train_dataset.source(sample_id)
 
     def num_samples(self) -> int:
         return epoch_samples(self.train_dataset, self.task.args)

@@ -377,9 +377,7 @@ def test_a_plateau_that_could_not_work_is_refused_at_the_start(tmp_path):
 
 NOTED = """
 import torch.distributed as dist
-from llm.training.core import utils
 from llm.training.tasks.regression_task import RegressionTask
-utils.LOST_RANK_DELAY = 0.1
 destroy, step, calls = dist.destroy_process_group, RegressionTask.train_step, []
 def noted(*args):
     destroy(*args)

@@ -104,12 +104,17 @@ def test_deterministic_kernels(kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("script", [train_pretrain, train_full_sft, engine])
-def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch):
+def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+
     def select(name: str):
         raise Reached(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
     monkeypatch.setattr(trainer_utils, "select_device", select)
-    monkeypatch.setattr(sys, "argv", ["train", "--deterministic", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["train", "--deterministic", "1", "--from_weight", "none", "--data_path", str(data)]
+    )
     with pytest.raises(Reached, match=":4096:8"):
         if script is engine:
             made = SimpleNamespace(task=SimpleNamespace(args=StageArgs(deterministic=True)), data=None)
