@@ -98,12 +98,6 @@ def has_fused_norm(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.float32
 
 
-def has_written_out_norm(weight: Tensor) -> bool:
-    """Whether `NormInFewPasses` pays: in training, where the compiler does not save the passes."""
-    training = weight.dtype == torch.float32 and torch.is_grad_enabled()
-    return training and not torch.compiler.is_compiling()
-
-
 class NormInFewPasses(torch.autograd.Function):
     """RMSNorm in float32 with its derivative written out: the same numbers in two thirds of autograd's time on a CPU,
     and one tensor less kept for the backward pass."""
@@ -137,7 +131,8 @@ class RMSNorm(nn.Module):
         x = x.float()
         if has_fused_norm(self.weight):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        if has_written_out_norm(self.weight):
+        training = self.weight.dtype == torch.float32 and torch.is_grad_enabled()
+        if training and not torch.compiler.is_compiling():  # which saves the passes itself
             return cast(Tensor, NormInFewPasses.apply(x, self.weight, self.eps))
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(self.weight.dtype)
 

@@ -27,7 +27,7 @@ from common.errors import UserError, reason, warn
 from common.settings import ROOT
 from trainer.components.distributed import is_main_process, world_size
 from trainer.components.parallel import full_tensor, is_sharded, unwrap
-from trainer.components.run_files import NamedShape, resume_path
+from trainer.components.run_files import resume_path
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
 
@@ -202,7 +202,7 @@ def rotate(path: Path) -> None:
 
 
 def lm_checkpoint(
-    lm_config: NamedShape,
+    lm_config: Any,
     weight: str = "full_sft",
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,

@@ -31,7 +31,7 @@ from trainer.components.checkpoint import (
 )
 from trainer.components.distributed import is_main_process
 from trainer.components.model_import import flags_of, imported_config, read_folder
-from trainer.components.parallel import half_precision, is_sharded, unwrap
+from trainer.components.parallel import full_tensor, is_sharded, unwrap
 from trainer.components.run_files import CONFIG_FILE, NAMED_SHAPE, is_hugging_face, weight_files
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "no
 def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for a sharded
     model."""
-    return half_precision(unwrap(model).state_dict(keep_vars=True))
+    state, copies = unwrap(model).state_dict(keep_vars=True), {}
+    for value in state.values():
+        if id(value) not in copies:
+            copies[id(value)] = full_tensor(value.detach().half()).cpu()
+    return {key: copies[id(value)] for key, value in state.items()}
 
 
 def save_weights(
@@ -180,8 +184,7 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
         raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
     if fields:
         return weights, config_from(fields, path)
-    run = (content.get("run") or {}) if is_state else {}  # of an early version
-    return weights, imported_config(path, weights, run.get("num_experts_per_tok"), experts_per_token)
+    return weights, imported_config(path, weights, experts_per_token)
 
 
 def missing_weights(path: Path) -> UserError:

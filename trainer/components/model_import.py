@@ -58,12 +58,10 @@ def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
         raise UserError(f"{folder}: {error}") from error
 
 
-def imported_config(
-    path: Path, weights: dict[str, Tensor], experts_per_token: int | None = None, asked: int | None = None
-) -> "MiniMindConfig":
+def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = None) -> "MiniMindConfig":
     """The config of weights from elsewhere, from their tensors and from the name of their file.
 
-    experts_per_token: of a mixture of experts, if it is known; asked: the same, if neither that nor the name says it.
+    asked: experts per token of a mixture of experts, if the name does not say it.
 
     Raises:
         UserError: they are of no such model, contradict the name, or nothing says how many experts each token uses.
@@ -75,8 +73,7 @@ def imported_config(
     except ValueError as error:
         raise UserError(f"weights {path}: {reason(error)}") from error
     if shown["use_moe"]:
-        per_token = experts_per_token or _experts_per_token(path, shown["num_experts"], asked)
-        shown["num_experts_per_tok"] = per_token
+        shown["num_experts_per_tok"] = _experts_per_token(path, shown["num_experts"], asked)
     return MiniMindConfig(**shown)
 
 

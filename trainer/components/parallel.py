@@ -141,12 +141,3 @@ def full_tensor(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def half_precision(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full fp16 copies on the CPU of a model's tensors; a tensor under two names (tied weights) is copied once."""
-    copies: dict[int, Tensor] = {}
-    for value in state.values():
-        if id(value) not in copies:
-            copies[id(value)] = full_tensor(value.detach().half()).cpu()
-    return {key: copies[id(value)] for key, value in state.items()}

@@ -8,7 +8,7 @@ the tokens that were sampled (dapo, cispo) or the completions (grpo), see `TOKEN
     cispo  arXiv:2506.13585: log-probability times the clipped ratio, which is a constant; mean over all tokens
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,6 @@ from trainer.components.language_model import Batch, target_log_probs
 
 TOKEN_LEVEL = ("dapo", "cispo")
 METRICS = ("kl", "clip_ratio")  # names of the sums beside the loss
-
-
-class PolicyLoss(NamedTuple):
-    """Sums over the tokens of a batch, each []. Metrics use the loss's denominator: per token for dapo and cispo, per
-    completion for grpo."""
-
-    loss: Tensor
-    kl: Tensor  # from the reference
-    clipped: Tensor  # whether the ratio was clipped
 
 
 def group_advantages(rewards: Tensor, scale: bool = True) -> Tensor:
@@ -46,8 +37,10 @@ def policy_loss(
     epsilon_high: float = 0.2,
     ref_logp: Tensor | None = None,
     beta: float = 0.0,
-) -> PolicyLoss:
-    """The loss of M sampled tokens.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums over M sampled tokens, each []: of the loss, and by name of METRICS of the KL divergence from the reference
+    and of those whose ratio was clipped, with the loss's denominator: per token for dapo and cispo, per completion for
+    grpo.
 
     Args:
         logp: log-probabilities [M] under the present weights.
@@ -76,7 +69,7 @@ def policy_loss(
         per_token = per_token + beta * kl
     weight = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
     loss, kl, is_clipped = ((weight * value).sum() for value in (per_token, kl, clipped.to(logp.dtype)))
-    return PolicyLoss(loss, kl.detach(), is_clipped)
+    return loss, {"kl": kl.detach(), "clip_ratio": is_clipped}
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -86,5 +79,5 @@ def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tens
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
     options = {name: getattr(args, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta")}
     of_token = (batch["advantages"], batch["lengths"])
-    policy = policy_loss(log_probs, old, *of_token, ref_logp=batch.get("ref_log_probs"), **options)
-    return policy.loss, aux_loss, {"kl": policy.kl, "clip_ratio": policy.clipped}
+    loss, figures = policy_loss(log_probs, old, *of_token, ref_logp=batch.get("ref_log_probs"), **options)
+    return loss, aux_loss, figures

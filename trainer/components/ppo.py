@@ -102,10 +102,10 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     old_values = batch.get("old_values", values.detach())
     options = {"ref_logp": batch.get("ref_log_probs"), "beta": args.beta}
     of_token = (batch["advantages"], batch["lengths"])
-    policy = policy_loss(log_probs, old, *of_token, "dapo", args.epsilon, args.epsilon, **options)
+    loss, figures = policy_loss(log_probs, old, *of_token, "dapo", args.epsilon, args.epsilon, **options)
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
     metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return policy.loss + args.vf_coef * critic, aux_loss, metrics | {"kl": policy.kl, "clip_ratio": policy.clipped}
+    return loss + args.vf_coef * critic, aux_loss, metrics | figures
 
 
 class ValuedRollouts(Rollouts):

@@ -4,7 +4,7 @@ which files a run may start from: weights, a checkpoint, a Hugging Face folder."
 import json
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import UserError, reason
 from common.settings import ROOT, ModelConfig
@@ -16,18 +16,9 @@ CONFIG_FILE, WEIGHTS_FILE, PICKLED_WEIGHTS = "config.json", "model.safetensors",
 TOKENIZER_FILE = "tokenizer.json"
 
 
-class NamedShape(Protocol):
-    """What of a model's shape is in its file names: a MiniMindConfig, or the settings of a run."""
-
-    hidden_size: int
-    use_moe: bool
-    num_experts: int
-    num_experts_per_tok: int
-
-
-def run_name(weight: str, lm_config: NamedShape) -> str:
+def run_name(weight: str, lm_config: Any) -> str:
     """The stem of all files of a run, e.g. `full_sft_512`, `full_sft_512_moe` or, with 8 experts of which each token
-    uses 2, `full_sft_512_moe_8x2`."""
+    uses 2, `full_sft_512_moe_8x2`. lm_config: a MiniMindConfig, or the settings of a run."""
     name = f"{weight}_{lm_config.hidden_size}"
     if not lm_config.use_moe:
         return name
@@ -35,7 +26,7 @@ def run_name(weight: str, lm_config: NamedShape) -> str:
     return f"{name}_moe" if experts == EXPERTS else f"{name}_moe_{experts[0]}x{experts[1]}"
 
 
-def weight_path(save_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:
+def weight_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
     """The file of the fp16 weights for use: `<save_dir>/<run_name>.pth`."""
     return Path(save_dir) / f"{run_name(weight, lm_config)}.pth"
 
@@ -45,7 +36,7 @@ def is_path(weight: str) -> bool:
     return Path(weight).name != weight or weight.endswith(".pth")
 
 
-def start_path(save_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:
+def start_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
     """Where the weights are that a run starts from: a path, or the file of this name."""
     return Path(weight) if is_path(weight) else weight_path(save_dir, weight, lm_config)
 
@@ -117,6 +108,6 @@ def metrics_path(save_dir: str | Path, run: str) -> Path:
     return Path(save_dir) / f"{run}_metrics.jsonl"
 
 
-def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: NamedShape) -> Path:
+def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: Any) -> Path:
     """The file of the state to resume from: `<checkpoint_dir>/<run_name>_resume.pth`."""
     return Path(checkpoint_dir) / f"{run_name(weight, lm_config)}_resume.pth"

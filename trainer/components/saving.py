@@ -18,7 +18,6 @@ from trainer.components.metrics import MetricsLog
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
 from trainer.components.run_files import (
-    NamedShape,
     is_state,
     metrics_path,
     resume_path,
@@ -31,7 +30,7 @@ from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 
 
-def set_earlier_run_aside(args: StageArgs, lm_config: NamedShape) -> None:
+def set_earlier_run_aside(args: StageArgs, lm_config: Any) -> None:
     """Move the checkpoints, metrics and weights of an earlier run of this name into a folder `earlier_<n>` beside them:
     a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files. Weights that the new
     run starts from stay where they are, too.

@@ -23,7 +23,6 @@ from trainer.components.meter import Meter, Size
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import unwrap
 from trainer.components.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
-from trainer.components.run_files import NamedShape
 from trainer.components.signals import StopRequest
 
 LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -96,7 +95,7 @@ class TrainState:
     """Everything that a run holds. The fields under `progress` are saved in checkpoints."""
 
     args: StageArgs
-    lm_config: NamedShape
+    lm_config: Any  # shape of the model, or the settings that say it
     model: nn.Module  # wrapped
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler

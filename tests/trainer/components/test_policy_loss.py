@@ -66,18 +66,20 @@ def test_loss_and_gradient_are_those_of_the_formula(tokens, loss_type, beta):
     lengths = torch.tensor(LENGTHS)
     options = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "beta": beta}
     of_token = advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths).double()
-    found = policy_loss(log_probs, old, *of_token, loss_type, ref_logp=reference, **options)
-    loss = found.loss / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
+    found, figures = policy_loss(log_probs, old, *of_token, loss_type, ref_logp=reference, **options)
+    loss = found / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
     wanted = written_out(log_probs, old, reference, advantages, loss_type, beta)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     gradients = (torch.autograd.grad(each, log_probs)[0] for each in (loss, wanted))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
     apart, ratio = reference - log_probs.detach(), (log_probs.detach() - old).exp()
     weight = 1.0 if loss_type in TOKEN_LEVEL else 1 / of_token[1]  # shown as means of completions' means
-    assert found.kl.item() == pytest.approx(float((weight * ratio * (apart.exp() - apart - 1)).sum()) if beta else 0.0)
+    assert figures["kl"].item() == pytest.approx(
+        float((weight * ratio * (apart.exp() - apart - 1)).sum()) if beta else 0.0
+    )
     high = (ratio > 1 + EPSILON_HIGH) & (of_token[0] > 0)
     low = (ratio < 1 - EPSILON) & (of_token[0] < 0) & (loss_type != "cispo")
-    assert found.clipped.item() == pytest.approx(float((weight * (high | low)).sum())) and high.any()
+    assert figures["clip_ratio"].item() == pytest.approx(float((weight * (high | low)).sum())) and high.any()
 
 
 def drawn_by_numpy() -> list[torch.Tensor]:
@@ -95,8 +97,8 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
     advantages = torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64).repeat_interleave(lengths)
     options = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "beta": beta}
     of_token = advantages, lengths.repeat_interleave(lengths).double()
-    found = policy_loss(log_probs.requires_grad_(), old, *of_token, loss_type, ref_logp=reference, **options)
-    loss = found.loss / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
+    found, figures = policy_loss(log_probs.requires_grad_(), old, *of_token, loss_type, ref_logp=reference, **options)
+    loss = found / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     products = (gradient @ torch.arange(1, len(gradient) + 1, dtype=torch.float64)).item()
     assert (loss.item(), gradient.norm().item(), products) == pytest.approx(BY_TRL[loss_type, beta], rel=1e-9)
@@ -107,11 +109,11 @@ def test_right_after_the_rollout_the_gradient_is_that_of_reinforce(tokens, loss_
     log_probs, _, _, advantages = tokens
     lengths = torch.tensor(LENGTHS)
     of_token = advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths).double()
-    found = policy_loss(log_probs, log_probs.detach(), *of_token, loss_type)
-    (gradient,) = torch.autograd.grad(found.loss, log_probs)
+    found, figures = policy_loss(log_probs, log_probs.detach(), *of_token, loss_type)
+    (gradient,) = torch.autograd.grad(found, log_probs)
     weight = 1 / of_token[1] if loss_type == "grpo" else 1.0
     torch.testing.assert_close(gradient, -of_token[0] * weight)
-    assert found.clipped == 0
+    assert figures["clip_ratio"] == 0
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -119,12 +121,12 @@ def test_where_the_ratio_is_clipped_nothing_is_learned(loss_type):
     """From below for a negative advantage, from above for a positive one; cispo clips its factor, from above."""
     ratio, advantages = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.0]).double(), torch.tensor([1, -1, 1, -1, 1]).double()
     log_probs, ones = ratio.log().requires_grad_(), torch.ones(5, dtype=torch.float64)
-    found = policy_loss(log_probs, 0 * ones, advantages, ones, loss_type, EPSILON, EPSILON_HIGH)
-    (gradient,) = torch.autograd.grad(found.loss, log_probs)
+    found, figures = policy_loss(log_probs, 0 * ones, advantages, ones, loss_type, EPSILON, EPSILON_HIGH)
+    (gradient,) = torch.autograd.grad(found, log_probs)
     high = 1 + EPSILON_HIGH
     learned = [0.5, -0.5, high, -high, 1.0] if loss_type == "cispo" else [0.5, 0.0, 0.0, -1.5, 1.0]
     assert gradient.tolist() == pytest.approx([-value for value in learned])
-    assert found.clipped == (1 if loss_type == "cispo" else 2)
+    assert figures["clip_ratio"] == (1 if loss_type == "cispo" else 2)
 
 
 def sampled_batch() -> dict:
