@@ -18,23 +18,12 @@ from common.errors import UserError
 from common.locks import lock_output
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.token_cache import load_tokenizer
+from trainer.components import resume
 from trainer.components.bad_updates import BadUpdates
 from trainer.components.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.components.compiling import compiles
-from trainer.components.data import (
-    StageData,
-    check_data_paths,
-    epoch_samples,
-    held_out_loader,
-    train_loader,  # noqa: F401
-)
-from trainer.components.device import (
-    describe_device,
-    mixed_precision,
-    prepare_device,
-    select_device,
-    use_deterministic_kernels,
-)
+from trainer.components.data import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
+from trainer.components.device import describe_device, device_and_precision, prepare_device
 from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
 from trainer.components.flops import peak_rate
 from trainer.components.language_model import (
@@ -43,20 +32,11 @@ from trainer.components.language_model import (
     describe_size,
     model_config,
     next_token_loss,  # noqa: F401
-    target_log_probs,  # noqa: F401
     target_logits,  # noqa: F401
 )
 from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
 from trainer.components.model_files import described_config, load_weights, missing_weights, read_model
 from trainer.components.parallel import freeze, wrap_model
-from trainer.components.resume import (
-    Fingerprint,
-    check_resume,
-    check_start_weights,
-    code_hashes,
-    keep_global_batch,
-    run_fingerprint,
-)
 from trainer.components.run_files import is_path, run_name, start_path, tokenizer_folder
 from trainer.components.run_hooks import hooks_of_settings
 from trainer.components.signals import StopRequest
@@ -195,34 +175,27 @@ def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler,
     return *place, stop
 
 
-def device_and_precision(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler]:
-    """The device of this rank, the autocast context in --dtype, and the gradient scaler, which float16 needs."""
-    use_deterministic_kernels(args.deterministic)
-    device = select_device(args.device)
-    return device, *mixed_precision(args.dtype, device)
-
-
 def identify_run(
     args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
-) -> tuple[A, Fingerprint]:
+) -> tuple[A, resume.Fingerprint]:
     """The settings, adapted to another number of ranks than before, and what identifies the run.
 
     Raises:
         UserError: the checkpoint belongs to another run.
     """
-    args = keep_global_batch(args, checkpoint)
-    run = run_fingerprint(args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args))
-    return args, check_resume(args, run, checkpoint)
+    args = resume.keep_global_batch(args, checkpoint)
+    run = resume.run_fingerprint(args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args))
+    return args, resume.check_resume(args, run, checkpoint)
 
 
-def start_weights(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> str:
+def start_weights(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str, Any] | None) -> str:
     """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint replaces them.
 
     Raises:
         UserError: the checkpoint does not replace them, and they are no longer those that the run began with.
     """
     if args.builds_on_start_weights():
-        check_start_weights(args, run)
+        resume.check_start_weights(args, run)
         return args.from_weight
     return args.from_weight if checkpoint is None else "none"
 
@@ -262,7 +235,7 @@ def begin_run(
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
     state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
     state.peak_flops = peak_rate(state.autocast, state.device)  # for the MFU
-    state.code = code_hashes([*code, *args.code_files()])
+    state.code = resume.code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
     if checkpoint is not None:

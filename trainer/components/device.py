@@ -13,6 +13,7 @@ import torch
 
 from common.errors import UserError, warn
 from common.launcher import launch
+from common.settings import StageArgs
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # its values with reproducible products
@@ -134,6 +135,13 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
     # autocast asks the current GPU for bfloat16, an old one by allocating on it: that must be this rank's own
     with torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext():
         return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
+
+
+def device_and_precision(args: StageArgs) -> tuple[torch.device, AbstractContextManager, torch.amp.GradScaler]:
+    """The device of this rank, the autocast context in --dtype, and the gradient scaler, which float16 needs."""
+    use_deterministic_kernels(args.deterministic)
+    device = select_device(args.device)
+    return device, *mixed_precision(args.dtype, device)
 
 
 def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> torch.dtype:

@@ -19,16 +19,7 @@ from torch import Tensor, nn
 
 from common.durable_files import atomic_write
 from common.errors import UserError, reason
-from trainer.components.checkpoint import (
-    REST,
-    STATE_KEYS,
-    UNREADABLE,
-    Writer,
-    comment_of,
-    read_file,
-    read_state,
-    write_file,
-)
+from trainer.components import checkpoint
 from trainer.components.distributed import is_main_process
 from trainer.components.model_import import flags_of, imported_config, read_folder
 from trainer.components.parallel import full_tensor, is_sharded, unwrap
@@ -57,7 +48,7 @@ def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_weights(
-    model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
+    model: nn.Module, path: Path, writer: checkpoint.Writer | None = None, description: Description | None = None
 ) -> Path:
     """Write the fp16 weights for use with their description, on rank 0; with a writer in the background, from a copy.
 
@@ -88,7 +79,7 @@ def write_described(path: Path, weights: dict[str, Tensor], description: Descrip
     """Write a weights file, and its description once more as `<name>.json`."""
     sha256: list[str] = []
     comment = json.dumps(description) if description else ""
-    atomic_write(path, lambda file: sha256.append(write_file(weights, file, comment.encode())))
+    atomic_write(path, lambda file: sha256.append(checkpoint.write_file(weights, file, comment.encode())))
     if description:
         write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
 
@@ -108,7 +99,7 @@ def read_description(path: Path) -> Description | None:
         UserError: it comes from elsewhere, but a description of other weights lies beside it.
         one of UNREADABLE: it is damaged.
     """
-    if comment := comment_of(path):
+    if comment := checkpoint.comment_of(path):
         return json.loads(comment)
     beside = path.with_suffix(".json")
     with suppress(OSError, ValueError, TypeError):
@@ -126,7 +117,7 @@ def described_config(path: Path) -> "MiniMindConfig | None":
         return None
     try:
         description = read_description(path)
-    except UNREADABLE as error:
+    except checkpoint.UNREADABLE as error:
         raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
     return config_from(description["model"], path) if description else None
 
@@ -170,17 +161,17 @@ def read_model(
 
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    if path.is_dir() and not (path / REST).is_file():
-        raise UserError(f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({REST})")
+    if path.is_dir() and not (path / checkpoint.REST).is_file():
+        raise UserError(f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({checkpoint.REST})")
     if not path.exists():
         raise missing_weights(path)
     try:
-        content = read_state(path) if path.is_dir() else read_file(path)
-        is_state = isinstance(content, dict) and set(content) >= STATE_KEYS
+        content = checkpoint.read_state(path) if path.is_dir() else checkpoint.read_file(path)
+        is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
         weights = content["model"] if is_state else content
         fields = content.get("config") if is_state else (read_description(path) or {}).get("model")
         _shapes(weights)
-    except UNREADABLE as error:
+    except checkpoint.UNREADABLE as error:
         raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
     if fields:
         return weights, config_from(fields, path)

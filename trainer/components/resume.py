@@ -14,18 +14,9 @@ import torch
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, aliases_of, own_flags
 from dataset.token_cache import file_hash
+from trainer.components import run_files
 from trainer.components.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.components.distributed import Logger, gather, world_size
-from trainer.components.run_files import (
-    is_hugging_face,
-    is_path,
-    is_state,
-    model_files,
-    run_name,
-    same_file,
-    start_path,
-    weight_path,
-)
 
 Fingerprint = dict[str, Any]
 COMPARED = ("epochs", "learning_rate", "warmup_updates", "optimizer", "weight_decay", "grad_clip", "max_seq_len")
@@ -47,8 +38,8 @@ def held_out_fingerprint(loader: Any) -> str | None:
 def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
     """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a file, all
     files of a sharded checkpoint, or config and tensors of a Hugging Face folder."""
-    if is_hugging_face(path):  # beside a model may lie anything, also what a run writes
-        return files_fingerprint(name, model_files(path), cache_dir)
+    if run_files.is_hugging_face(path):  # beside a model may lie anything, also what a run writes
+        return files_fingerprint(name, run_files.model_files(path), cache_dir)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     return files_fingerprint(name, files, cache_dir)
 
@@ -73,7 +64,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
 def start_fingerprint(args: StageArgs) -> Fingerprint:
     """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
-    start = start_path(args.save_dir, args.from_weight, args)
+    start = run_files.start_path(args.save_dir, args.from_weight, args)
     if args.from_weight == "none" or not start.exists():
         return {"from_weight_sha256": None}
     return weights_fingerprint("from_weight", start, args.cache_dir)
@@ -87,9 +78,10 @@ def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
     """
     now = start_fingerprint(args)["from_weight_sha256"]
     if now not in (None, run["from_weight_sha256"]):
+        path = run_files.start_path(args.save_dir, args.from_weight, args)
         raise UserError(
-            f"weights {start_path(args.save_dir, args.from_weight, args)} are no longer those that the run began with, "
-            "and it needs them again; put them back, or start anew from other weights with another --save_weight"
+            f"weights {path} are no longer those that the run began with, and it needs them again; "
+            "put them back, or start anew from other weights with another --save_weight"
         )
 
 
@@ -100,7 +92,7 @@ def check_not_overwritten(args: StageArgs) -> None:
     Raises:
         UserError: with the flag and the path.
     """
-    start = {"from_weight": start_path(args.save_dir, args.from_weight, args)}
+    start = {"from_weight": run_files.start_path(args.save_dir, args.from_weight, args)}
     read_again = (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
     for flag, path in (start | read_again).items():
         if _is_own_state(args, path):
@@ -118,13 +110,13 @@ def check_not_overwritten(args: StageArgs) -> None:
 def _is_own_weights(args: StageArgs, path: Path) -> bool:
     """Whether a run with these settings writes over this file."""
     names = (args.save_weight, f"{args.save_weight}_best")
-    return any(same_file(path, weight_path(args.save_dir, name, args)) for name in names)
+    return any(run_files.same_file(path, run_files.weight_path(args.save_dir, name, args)) for name in names)
 
 
 def _is_own_state(args: StageArgs, path: Path) -> bool:
     """Whether this is the place of a checkpoint that a run with these settings writes or sets aside."""
     path, folder = path.resolve(), Path(args.checkpoint_dir).resolve()
-    return path.parent == folder and is_state(run_name(args.save_weight, args), path.name)
+    return path.parent == folder and run_files.is_state(run_files.run_name(args.save_weight, args), path.name)
 
 
 def total_updates(run: Fingerprint) -> int:
@@ -177,9 +169,9 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     saved = {name: value for name, value in saved.items() if args.removed.get(name, ...) != value}
     defaults |= {name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__.keys() & run.keys()}
     saved = defaults | saved  # a flag or a field of the model was added since: the run did what its default does
-    start, before = (start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
+    start, before = (run_files.start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
-    if same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
+    if run_files.same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
         run = run | {"from_weight_sha256": saved["from_weight_sha256"]}  # it holds what became of the weights
     for digest, names in NAMES_OF.items():
         if run.get(digest) is not None and run[digest] == saved.get(digest):
@@ -189,7 +181,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}"
     if run["from_weight_sha256"] != saved["from_weight_sha256"] and run["from_weight"] == saved["from_weight"]:
         hint += f". {start} is not the file that the run started from: put that one back"
-        hint += "" if is_path(args.from_weight) else ", or move this away"
+        hint += "" if run_files.is_path(args.from_weight) else ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
     return run
 

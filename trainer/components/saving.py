@@ -12,20 +12,12 @@ from typing import Any
 from common.durable_files import link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
+from trainer.components import run_files
 from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.distributed import Logger, is_main_process, meet
 from trainer.components.metrics import MetricsLog
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
-from trainer.components.run_files import (
-    is_state,
-    metrics_path,
-    resume_path,
-    run_name,
-    same_file,
-    start_path,
-    weight_path,
-)
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 
@@ -39,12 +31,12 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any) -> None:
         UserError: the disk is full ...
     """
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
-    run, best = (run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
-    old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if is_state(run, path.name)]
+    run, best = (run_files.run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
+    old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if run_files.is_state(run, path.name)]
     weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
     weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
     weights = [path for path in weights if path.is_file()]
-    metrics, start = metrics_path(out, run), start_path(out, args.from_weight, lm_config)
+    metrics, start = run_files.metrics_path(out, run), run_files.start_path(out, args.from_weight, lm_config)
     if not (old_states or weights):  # it ended before it saved anything
         return
     # states last: a run killed before that finds the rest and sets it aside again
@@ -56,7 +48,7 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any) -> None:
         for folder, path in files:
             kept = folder / name / path.relative_to(folder)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            link(path, kept) if same_file(start, path) else os.replace(path, kept)
+            link(path, kept) if run_files.same_file(start, path) else os.replace(path, kept)
             for changed in {kept.parent, folder / name, path.parent, folder}:
                 sync_folder(changed)
     except OSError as error:
@@ -78,7 +70,7 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
     parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
     lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
     write_weights(state, args.save_weight)
-    path = resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    path = run_files.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
     for hook in state.hooks:
         hook.checkpoint_saved(state, path)
 
@@ -86,7 +78,7 @@ def save_checkpoint(state: TrainState, wandb=None) -> None:
 def write_weights(state: TrainState, weight: str) -> Path:
     """Write what is used of the model under this name, in the background; returns where."""
     write = state.save_fn or save_weights
-    path = weight_path(state.args.save_dir, weight, state.lm_config)
+    path = run_files.weight_path(state.args.save_dir, weight, state.lm_config)
     return write(state.model, path, state.writer, description(state))
 
 
@@ -130,7 +122,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     if state.resumed_update is None and is_main_process():
         set_earlier_run_aside(state.args, state.lm_config)
     if is_main_process():
-        path = metrics_path(state.args.save_dir, run_name(state.args.save_weight, state.args))
+        path = run_files.metrics_path(state.args.save_dir, run_files.run_name(state.args.save_weight, state.args))
         shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
         state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, shown)
     try:

@@ -18,7 +18,7 @@ from llm.training import train as engine_command
 from llm.training.core import engine
 from tests.conftest import ROOT
 from tests.trainer.stage_flags import flags
-from trainer import train_full_sft, train_pretrain, trainer_utils
+from trainer import train_full_sft, train_pretrain
 from trainer.components import device as device_module
 from trainer.components import distributed
 from trainer.components.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
@@ -111,7 +111,7 @@ def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch, t
     def select(name: str):
         raise Reached(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
-    monkeypatch.setattr(trainer_utils, "select_device", select)
+    monkeypatch.setattr(device_module, "select_device", select)
     monkeypatch.setattr(
         sys, "argv", ["train", "--deterministic", "1", "--from_weight", "none", "--data_path", str(data)]
     )

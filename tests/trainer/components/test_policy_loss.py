@@ -97,7 +97,7 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
     advantages = torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64).repeat_interleave(lengths)
     options = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "beta": beta}
     of_token = advantages, lengths.repeat_interleave(lengths).double()
-    found, figures = policy_loss(log_probs.requires_grad_(), old, *of_token, loss_type, ref_logp=reference, **options)
+    found, _ = policy_loss(log_probs.requires_grad_(), old, *of_token, loss_type, ref_logp=reference, **options)
     loss = found / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     products = (gradient @ torch.arange(1, len(gradient) + 1, dtype=torch.float64)).item()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from dataset.rollout_prompts import RolloutPrompt
+from dataset.rollout_prompts import RolloutPrompt, collate_prompts
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_policy_loss import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
@@ -211,10 +211,16 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     assert rollouts.figures(state)["stopped"] == 0.5
 
 
+class Prompts(list):
+    """As a dataset."""
+
+    collate = staticmethod(collate_prompts)
+
+
 def test_the_prompts_of_an_update_come_once_for_each_iteration():
     """And prompts that are left over by the last update are not trained."""
     args = SimpleNamespace(batch_size=2, accumulation_steps=2, num_iterations=3, seed=1, num_workers=0)
-    prompts = [prompt(number) for number in range(11)]
+    prompts = Prompts(prompt(number) for number in range(11))
     assert epoch_samples(prompts, args) == 8 * 3  # type: ignore[arg-type]
     batches = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=0)]  # type: ignore[arg-type]
     updates = [sum(batches[i : i + 2], []) for i in range(0, len(batches), 2)]
