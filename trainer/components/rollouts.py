@@ -61,7 +61,8 @@ class Rollouts(Hooks):
     ):
         self.args, self.lm_config, self.writer, self.rewards = args, lm_config, writer, rewards
         self.reference = reference
-        self.sums = (*self.counts, *(f"reward_{reward.name}" for reward in rewards))  # their names
+        self.of_rewards = tuple(f"reward_{reward.name}" for reward in rewards)
+        self.sums = (*self.counts, *self.of_rewards)  # their names
         self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of all ranks
         self.fresh: defaultdict[str, float] = defaultdict(float)  # of this rank's rollout whose update is still to come
         self.samples: list[dict] = []  # of the last rollout
@@ -106,7 +107,7 @@ class Rollouts(Hooks):
         mean = total["reward"] / completions
         figures: dict[str, float | None] = {"reward": mean}
         if len(self.rewards) > 1:
-            figures |= {name: total[name] / completions for name in self.sums[len(self.counts) :]}
+            figures |= {name: total[name] / completions for name in self.of_rewards}
         figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
         figures |= {"completion_length": total["length"] / completions, "cut_share": total["cut"] / completions}
         figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
@@ -136,11 +137,12 @@ class Rollouts(Hooks):
         begin = time.perf_counter()
         written = self.writer.write(self.policy(model), prompts, update)
         middle = time.perf_counter()
-        rewards = self._rewards(written)  # [P, G]
+        judged = [self._judge(each) for each in written]
+        rewards = torch.tensor([each["reward"] for each in judged], dtype=torch.float64).view(-1, self.writer.group)
         self.fresh["seconds"] += middle - begin
         self.fresh["reward_seconds"] += time.perf_counter() - middle
         self.fresh["rollouts"] += 1
-        self._count(written, rewards)
+        self._count(written, judged, rewards)
         with torch.no_grad(), state.autocast:
             return self._learnable(model, written, rewards, state.device)
 
@@ -172,28 +174,19 @@ class Rollouts(Hooks):
         """This rank's rollout, when all ranks have theirs."""
         return batches
 
-    def _rewards(self, written: list[Trajectory]) -> Tensor:
-        values = []
-        for each in written:
-            parts = self._judge(each)
-            for name, value in parts.items():
-                self.fresh[f"reward_{name}"] += value
-            values.append(self._weighted(parts))
-        return torch.tensor(values, dtype=torch.float64).view(-1, self.writer.group)
-
     def _judge(self, each: Trajectory) -> dict[str, float]:
-        """Each reward of a trajectory, by name."""
+        """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""
         prompt, where = each.prompt.messages + each.messages[:-1], each.prompt.source
-        return compute(self.rewards, prompt, each.text, each.prompt.record, where, self.args.reward_timeout)
+        parts = compute(self.rewards, prompt, each.text, each.prompt.record, where, self.args.reward_timeout)
+        total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
+        return {"reward": total} | {f"reward_{name}": value for name, value in parts.items()}
 
-    def _weighted(self, parts: dict[str, float]) -> float:
-        return sum(reward.weight * parts[reward.name] for reward in self.rewards)
-
-    def _count(self, written: list[Trajectory], rewards: Tensor) -> None:
+    def _count(self, written: list[Trajectory], judged: list[dict[str, float]], rewards: Tensor) -> None:
         values = rewards.flatten().tolist()
+        for name in ("reward", *self.of_rewards):
+            self.fresh[name] += sum(each[name] for each in judged)
         self.fresh["completions"] += len(written)
         self.fresh["groups"] += len(rewards)
-        self.fresh["reward"] += sum(values)
         self.fresh["reward_square"] += sum(value**2 for value in values)
         self.fresh["length"] += sum(each.sampled for each in written)
         self.fresh["log_prob"] += sum(each.log_prob for each in written)
@@ -240,10 +233,10 @@ class Rollouts(Hooks):
         """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
         weighted one."""
         writer, prompts = replace(self.writer, group=1, temperature=0.0), batch["prompts"]
-        parts = [self._judge(each) for each in writer.write(self.policy(model), prompts, 0)] if prompts else []
-        sums = {f"reward_{reward.name}": sum(part[reward.name] for part in parts) for reward in self.rewards}
-        total = sum(self._weighted(part) for part in parts)
-        figures = {"loss": -total, "reward": total} | (sums if len(sums) > 1 else {})
+        judged = [self._judge(each) for each in writer.write(self.policy(model), prompts, 0)] if prompts else []
+        names = ("reward", *self.of_rewards) if len(self.rewards) > 1 else ("reward",)
+        figures = {name: sum(each[name] for each in judged) for name in names}
+        figures["loss"] = -figures["reward"]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
 
