@@ -280,7 +280,6 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         targets: Tensor | None = None,
         host_cu_seqlens: np.ndarray | None = None,
         reduction: str = "sum",
-        head: bool = True,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
@@ -288,9 +287,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the head
         runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
         counts of the whole update; with `reduction` "none" the loss is [M], minus the log-probability of each target.
-        Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]; without `head`, only the
-        `hidden_states` [M, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without them it may
-        wait for the device.
+        Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]. `host_cu_seqlens` [S + 1] are
+        the `cu_seqlens` for the host to read; without them it may wait for the device.
         Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be added. The
         aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute it.
         """
@@ -298,7 +296,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if cu_seqlens is not None:
             is_there = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
             spans = (cu_seqlens, max_seqlen, cu_seqlens if is_there else torch.from_numpy(host_cu_seqlens))
-            return self._forward_flat(embeds, position_ids, spans, target_index, targets, reduction, head)
+            return self._forward_flat(embeds, position_ids, spans, target_index, targets, reduction)
         cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
@@ -318,15 +316,13 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
-    def _forward_flat(self, embeds, position_ids, spans, target_index, targets, reduction, head):
+    def _forward_flat(self, embeds, position_ids, spans, target_index, targets, reduction):
         cu_seqlens, tokens, extra = spans[0], len(embeds), pad_rows(embeds)
         embeds, position_ids = F.pad(embeds, (0, 0, 0, extra)), F.pad(position_ids, (0, extra))
         hidden, routings = self.model(embeds, position_ids, flat=spans)  # [N, C]
         if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
         rows, extra = len(target_index), pad_rows(target_index)
-        if not head:
-            return MoeCausalLMOutputWithPast(hidden_states=hidden.index_select(0, target_index))
         logits = self.lm_head(hidden.index_select(0, F.pad(target_index, (0, extra))))  # [M, V]
         aux_loss, positions = logits.new_zeros((), dtype=torch.float32), torch.arange(len(embeds), device=embeds.device)
         if self.config.use_moe:

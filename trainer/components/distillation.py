@@ -17,14 +17,7 @@ from common.errors import UserError
 from common.settings import StageArgs, setting
 from dataset.token_cache import load_tokenizer
 from trainer.components.distributed import Logger
-from trainer.components.language_model import (
-    Batch,
-    describe_size,
-    frozen_model,
-    target_logits,
-    target_states,
-    vocabulary_hash,
-)
+from trainer.components.language_model import Batch, describe_size, frozen_model, target_logits, vocabulary_hash
 from trainer.components.model_files import fill, find_weights, read_model
 from trainer.components.resume import weights_fingerprint
 from trainer.components.run_files import TOKENIZER_FILE, is_path
@@ -121,18 +114,16 @@ def distillation_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the targets of the student's cross entropy and of its divergence from the teacher, and its
     load-balancing loss. The predictions are compared piece by piece and not kept for the backward pass: beside the
-    student's own logits, memory holds [PIECE, V] at a time."""
+    logits of both, memory holds [PIECE, V] at a time."""
 
-    def compared(logits: Tensor, targets: Tensor, states: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = teacher.lm_head(states)
+    def compared(logits: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
         cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
         return torch.stack((cross_entropy, divergence(logits, wanted, temperature)))
 
     logits, aux_loss = target_logits(model, batch)
-    pieces = zip(
-        *(part.split(PIECE) for part in (logits, batch["targets"], target_states(teacher, batch))), strict=True
-    )
+    with torch.no_grad():
+        wanted, _ = target_logits(teacher, batch)
+    pieces = zip(*(part.split(PIECE) for part in (logits, batch["targets"], wanted)), strict=True)
     options = {"use_reentrant": False, "preserve_rng_state": False}
     sums = torch.stack([checkpoint(compared, *piece, **options) for piece in pieces]).sum(0)
     return sums[0], sums[1], aux_loss

@@ -111,13 +111,6 @@ def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMin
     return model.requires_grad_(False).eval()
 
 
-@torch.no_grad()
-def target_states(model: "MiniMindForCausalLM", batch: Batch) -> Tensor:
-    """The hidden states [M, C] of a frozen model at the batch's targets. Its `lm_head` makes logits of them piece by
-    piece: all of them at once, [M, V], may be more than the memory holds."""
-    return model(**_inputs(batch), head=False).hidden_states
-
-
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on a device, without waiting; what is no tensor stays on the host."""
     return batch | {key: v.to(device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)}
