@@ -287,8 +287,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the head
         runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
         counts of the whole update; with `reduction` "none" the loss is [M], minus the log-probability of each target.
-        Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]. `host_cu_seqlens` [S + 1] are
-        the `cu_seqlens` for the host to read; without them it may wait for the device.
+        Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]. `host_cu_seqlens` [S + 1]
+        are the `cu_seqlens` for the host to read; without them it may wait for the device.
         Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be added. The
         aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute it.
         """
