@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import UserError
+from common.errors import UserError, WriteError
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None) -> None:
@@ -50,15 +50,15 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def write_error(path: Path, error: BaseException) -> BaseException:
-    """The UserError for an OSError among the causes of `error`; any other error as it is."""
+    """The WriteError for an OSError among the causes of `error`; any other error as it is."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return error
-    return UserError(
+    return WriteError(
         f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room or give another "
-        "folder (training goes on with --from_resume 1)"
+        "folder"
     )
 
 

@@ -9,6 +9,10 @@ class UserError(Exception):
     """A mistake that the user can correct. The message names the file and line or the flag, and what to do."""
 
 
+class WriteError(UserError):
+    """A file cannot be written."""
+
+
 class LostRank(UserError):
     """A collective failed because another rank ended; that rank's own message or torchrun's report tells why."""
 

@@ -14,14 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
-
-from common.command_line import Parser, one_line_errors
 from common.durable_files import new_path
 from common.errors import UserError, say
 from common.settings import ROOT

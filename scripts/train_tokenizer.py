@@ -20,11 +20,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.command_line import Parser, one_line_errors
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from common.errors import UserError
 from common.settings import ROOT
 from dataset.data_files import PLAIN_TEXT, expand_paths, file_kind, iter_blocks, parse_block

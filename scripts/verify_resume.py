@@ -27,14 +27,16 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
-
-from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
 from dataset.demo_corpus import make_corpus, make_tour
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp

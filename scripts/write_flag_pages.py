@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.command_line import Parser, one_line_errors
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
+import yaml
+
 from common.errors import UserError
 from common.settings import METAVARS, ROOT, Setting, settings_of
 from dataset import show_samples

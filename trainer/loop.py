@@ -73,7 +73,9 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         if state.update == 1:
             check_first_loss(state, losses)
 
+        is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
+        evaluate_due &= not is_near_end
         state.save_due = save_is_due(state, before, evaluate_due)
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
         state.bad_updates.note(state.update, window, read=log_due or state.device.type == "cpu")

@@ -35,6 +35,7 @@ def test_no_room_for_the_checkpoint(corpus, tmp_path, ranks):
     line = processes[0].error_lines[0]
     checkpoint = f"{tmp_path}/checkpoints/pretrain_32_resume.pth"
     assert line.startswith(f"error: {checkpoint} cannot be written (File too large)")
+    assert line.endswith("; --from_resume 1 then goes on from the last checkpoint, if there is one")
     assert "Traceback" not in processes[0].err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == files
     assert not list(tmp_path.rglob("*.tmp"))

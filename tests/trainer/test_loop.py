@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from common.errors import UserError
+from tests.conftest import write_jsonl
 from tests.stage_process import run
+from tests.trainer.stage_flags import flags
+from trainer.components.metrics import read_metrics
 
 
 def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
@@ -61,6 +64,17 @@ def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
         total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
         count += int((labels[1:] != -100).sum())
     assert abs(got[0]["records"][0]["loss"] - total / count) <= 1e-5
+
+
+def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
+    """Not a second time within half an interval before it."""
+    ten = write_jsonl(tmp_path / "ten.jsonl", [{"text": f"text {number}"} for number in range(10)])
+    for interval, at_steps in ((3, [3, 6, 10]), (9, [10]), (4, [4, 8, 10]), (0, [10])):
+        folder = tmp_path / str(interval)
+        settings = {"eval_interval": interval, "save_interval": 1, "epochs": 1, "batch_size": 1, "data_path": ten}
+        run("pretrain", flags(corpus, folder, "pretrain", **settings))
+        records = read_metrics(folder / "out/pretrain_32_metrics.jsonl")
+        assert [record["step"] for record in records if "eval_loss" in record] == at_steps
 
 
 def test_a_metric_that_is_not_named_is_one_line():

@@ -69,6 +69,19 @@ def test_help_and_mistakes_are_answered_without_heavy_imports():
     assert "torch" in modules and not HEAVY & set(modules)
 
 
+def test_a_forgotten_environment_is_one_line(tmp_path):
+    """-S: without site-packages, as with the Python of the system."""
+    files = [path for folder in ("trainer", "scripts") for path in (ROOT / folder).glob("*.py")]
+    commands = [[str(path)] for path in files if '__name__ == "__main__"' in path.read_text()]
+    commands += [["-m", name] for name in ("llm.training.train", "dataset.show_samples", "dataset.demo_corpus")]
+    assert len(commands) > 20
+    for command in commands:
+        cwd = ROOT if command[0] == "-m" else tmp_path
+        done = subprocess.run([sys.executable, "-S", *command], cwd=cwd, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"error: {sys.executable} has no torch, ") and ".venv/bin/activate" in done.stderr
+
+
 def test_waiting_threads_sleep_early_unless_the_user_says_how_they_wait():
     """Without the shell scripts, too; it must be set before torch is loaded."""
     commands = [*COMMANDS, str(ROOT / "scripts/benchmark.py")]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from common.command_line import one_line_errors
 from common.console import outlast_console
-from common.errors import LostRank, UserError, reason
+from common.errors import LostRank, UserError, WriteError, reason
 from trainer.components.distributed import LOST, leave_process_group, lost_rank_message
 from trainer.components.signals import end_with_launcher
 
@@ -39,13 +39,16 @@ def training_errors() -> Iterator[None]:
 
 @contextmanager
 def translated_failures() -> Iterator[None]:
-    """Translate errors of memory, of data loader processes and of lost peers.
+    """Translate errors of memory, of files, of data loader processes and of lost peers.
 
     Raises:
-        UserError: out of memory, or of shared memory. LostRank: a collective failed because a peer ended.
+        UserError: out of memory, or of shared memory, or a file cannot be written. LostRank: a collective failed
+            because a peer ended.
     """
     try:
         yield
+    except WriteError as error:
+        raise UserError(f"{error}; --from_resume 1 then goes on from the last checkpoint, if there is one") from error
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         text = str(error)
         if is_out_of_memory(error):

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.durable_files import atomic_write
-from common.errors import UserError
+from common.errors import UserError, WriteError
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -79,9 +79,7 @@ class MetricsLog:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
         except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); make room, then go on with --from_resume 1"
-            ) from error
+            raise WriteError(f"{self.path} cannot be written ({error.strerror}); make room") from error
         text = f"{head}, {describe(record, self.shown)}, eta: {duration(record['seconds_left'])}"
         self.bar.write(text, file=sys.stdout)
         sys.stdout.flush()

@@ -118,7 +118,7 @@ def described_config(path: Path) -> "MiniMindConfig | None":
     try:
         description = read_description(path)
     except checkpoint.UNREADABLE as error:
-        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
+        raise unreadable(path, error) from error
     return config_from(description["model"], path) if description else None
 
 
@@ -172,10 +172,17 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
         fields = content.get("config") if is_state else (read_description(path) or {}).get("model")
         _shapes(weights)
     except checkpoint.UNREADABLE as error:
-        raise UserError(f"weights {path}: not a readable weights file ({reason(error)})") from error
+        raise unreadable(path, error) from error
     if fields:
         return weights, config_from(fields, path)
     return weights, imported_config(path, weights, experts_per_token)
+
+
+def unreadable(path: Path, error: BaseException) -> UserError:
+    """The error of a file that holds no weights, or damaged ones."""
+    if path.suffix == ".gguf":
+        return UserError(f"{path} is for llama.cpp; give the .pth or the Hugging Face folder that it was made from")
+    return UserError(f"weights {path}: not a readable weights file ({reason(error)})")
 
 
 def missing_weights(path: Path) -> UserError:

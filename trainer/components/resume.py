@@ -141,6 +141,16 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
     return replace(args, accumulation_steps=steps)
 
 
+def batch_flags(batch_size: int, wanted: int) -> str:
+    """What to give so that an update has `wanted` samples: micro-batches of `batch_size` at most, on the present ranks;
+    where that cannot be, another number of ranks."""
+    of_rank, rest = divmod(wanted, world_size())
+    if rest:
+        return f"{world_size()} processes do not divide it, start as many as do"
+    size = next(size for size in range(min(batch_size, of_rank), 0, -1) if of_rank % size == 0)
+    return f"--batch_size {size} --accumulation_steps {of_rank // size}"
+
+
 def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> Fingerprint:
     """The fingerprint of the run, once it is clear that the checkpoint (None: a new run) belongs to it.
 
@@ -178,7 +188,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
             run = run | {name: saved[name] for name in names if name in saved}
     hint = ""
     if run["global_batch"] != saved["global_batch"]:
-        hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}"
+        hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}: "
+        hint += batch_flags(args.batch_size, saved["global_batch"])
     if run["from_weight_sha256"] != saved["from_weight_sha256"] and run["from_weight"] == saved["from_weight"]:
         hint += f". {start} is not the file that the run started from: put that one back"
         hint += "" if run_files.is_path(args.from_weight) else ", or move this away"

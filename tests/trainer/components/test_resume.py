@@ -28,6 +28,7 @@ from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
 from trainer.components.reinforcement import add_rollouts
 from trainer.components.resume import (
+    batch_flags,
     check_resume,
     check_same_run,
     computing,
@@ -120,10 +121,18 @@ def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corp
     assert [process.wait() for process in processes] == [2, 2]
     line = processes[0].error_lines[-1]
     assert "global_batch: 12 -> 30" in line and "batch_size x accumulation_steps x processes must be 12" in line
+    assert line.endswith("must be 12: --batch_size 3 --accumulation_steps 2")
     same_ranks = flags(corpus, tmp_path, "pretrain", **(settings | {"accumulation_steps": 2}), from_resume=1)
     line = run("pretrain", same_ranks, status=2).error_lines[-1]  # asked for another update, not for other ranks
-    assert "global_batch: 12 -> 8" in line and "processes must be 12" in line
+    assert "global_batch: 12 -> 8" in line and "must be 12: --batch_size 4 --accumulation_steps 3" in line
     assert (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes() == before
+
+
+def test_the_flags_of_a_batch_on_other_ranks(monkeypatch):
+    monkeypatch.setattr("trainer.components.resume.world_size", lambda: 2)
+    assert batch_flags(8, 12) == "--batch_size 6 --accumulation_steps 1"
+    assert batch_flags(4, 14) == "--batch_size 1 --accumulation_steps 7"
+    assert batch_flags(4, 7) == "2 processes do not divide it, start as many as do"
 
 
 def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):

@@ -171,6 +171,7 @@ def load_named(*flags: object) -> MiniMindForCausalLM:
 
 def test_a_model_by_its_path(save, tmp_path):
     folder = save("w_32", "w_32_moe_8x2")
+    (folder / "w.gguf").write_bytes(b"GGUF")
     assert load_named("--model", folder / "w_32.pth").config.num_hidden_layers == 1
     assert load_named("--model", folder / "w_32_moe_8x2.pth").config.num_experts_per_tok == 2
     assert load_named("--weight", "w", "--save_dir", folder, "--use_moe", 0).config.hidden_size == 32
@@ -179,6 +180,7 @@ def test_a_model_by_its_path(save, tmp_path):
         (["--model", folder / "w_32.pth", "--weight", "w"], "both name a model; leave one of them out"),
         (["--model", folder / "w_32.pth", "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
         (["--model", folder], "neither a Hugging Face folder (config.json) nor a checkpoint (state.pth)"),
+        (["--model", folder / "w.gguf"], "w.gguf is for llama.cpp; give the .pth or the Hugging Face folder"),
         (["--model", ROOT / "README.md"], "README.md: not a readable weights file ("),
         ([], "/out/full_sft_*.pth do not exist"),
     ):
