@@ -73,7 +73,7 @@ class ChatTemplate:
             prompt, _ = self._rendered(before, chat.tools, add_generation_prompt=True)
             turn, _ = self._rendered(chat.messages[: index + 1], chat.tools)
             spoken = turn.rstrip()  # whitespace after the end-of-turn token belongs to the next turn
-            begin = len(os.path.commonprefix([prompt, turn]))
+            begin = len(os.path.commonprefix([prompt, turn]))  # noqa: RUF071 (of characters)
             opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
             if not (opened and full.startswith(spoken)):
                 raise UserError(
