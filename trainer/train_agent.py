@@ -101,8 +101,10 @@ def main() -> None:
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(
-        args, lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop, metric_names=METRICS
-    )
+        args=args, lm_config=lm_config, run=run, stop=stop,
+        model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
+        loss_fn=loss_fn, schedule=schedule, metric_names=METRICS,
+    )  # fmt: skip
     extend_run(state, tokenizer, train_set, eval_set)
     utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 

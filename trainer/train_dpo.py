@@ -132,8 +132,10 @@ def main() -> None:
     # 7. The state of the run, with the reference, restored from the checkpoint.
     loss = partial(loss_fn, None)  # extend_run sets the reference
     state = TrainState(
-        args, lm_config, model, optimizer, scaler, autocast, device, loss, schedule, run, stop, metric_names=METRICS
-    )
+        args=args, lm_config=lm_config, run=run, stop=stop,
+        model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
+        loss_fn=loss, schedule=schedule, metric_names=METRICS,
+    )  # fmt: skip
     extend_run(state, tokenizer, train_set, eval_set)
     utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 

@@ -83,7 +83,11 @@ def main() -> None:
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 
     # 7. The state of the run, restored from the checkpoint.
-    state = TrainState(args, lm_config, model, optimizer, scaler, autocast, device, loss_fn, schedule, run, stop)
+    state = TrainState(
+        args=args, lm_config=lm_config, run=run, stop=stop,
+        model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
+        loss_fn=loss_fn, schedule=schedule,
+    )  # fmt: skip
     utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
 
     # 8. Train.

@@ -90,7 +90,7 @@ class Hooks:
         """Restore what `state_dict` gave; `saved` has the keys of all hooks, and lacks those of one added since."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainState:
     """Everything that a run holds. The fields under `progress` are saved in checkpoints."""
 
