@@ -106,11 +106,14 @@ def number(name: str, value: float | None, form: str) -> str:
 def describe(record: dict[str, Any], shown: tuple[str, ...] = ()) -> str:
     """One record as text for people; `shown`: names of the values of its stage."""
     forms = {"loss": ".4f", "logits_loss": ".4f", "aux_loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f"}
+    if not record["aux_loss"]:  # a dense model
+        del forms["logits_loss"], forms["aux_loss"]
     parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
     parts.insert(1, number("mean loss", record["mean_loss"], ".4f"))
     parts[2:2] = [number(name, record[name], ".4f") for name in shown if name in record]
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
-    parts += [f"data wait: {record['data_wait']:.1%}", f"{record['memory_mb']:,.0f} MB"]
+    parts += [f"data wait: {record['data_wait']:.1%}"] if record["data_wait"] > 0.01 else []
+    parts += [f"{record['memory_mb']:,.0f} MB"]
     if record.get("dead_experts") is not None:
         ratio = record["expert_max_min"]
         parts += [f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}, dead: {record['dead_experts']}"]

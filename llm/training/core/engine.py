@@ -98,6 +98,7 @@ class TrainingEngine(Hooks):
             eval_loader=held_out,
             eval_fn=lambda model, batch, _: checked_sums(task, task.validation_step(model, batch)),
         )
+        self.checkpoint_manager.state = state
         task.extend(state)
         state.hooks.append(self)
         begin_run(state, checkpoint, data, None, task.code_files())
@@ -107,11 +108,13 @@ class TrainingEngine(Hooks):
         return checked_loss(self.task, self.task.train_step(model, batch))
 
     def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
-        """What the task's `build_scheduler` returns, declared with or without `total_updates`."""
-        build = self.task.build_scheduler
-        _, *more = inspect.signature(build).parameters.values()
-        takes_updates = any(each.name == "total_updates" or each.default is each.empty for each in more)
-        return build(optimizer, updates) if takes_updates else build(optimizer)  # type: ignore[call-arg]
+        """What the task's `build_scheduler` returns, declared with `optimizer` and `total_updates`, with `optimizer` or
+        with nothing: the task has it as `self.optimizer`."""
+        self.task.optimizer = optimizer
+        build: Callable[..., Any] = self.task.build_scheduler
+        parameters = list(inspect.signature(build).parameters.values())
+        takes_updates = any(each.name == "total_updates" or each.default is each.empty for each in parameters[1:])
+        return build(*(optimizer, updates)[: bool(parameters) + takes_updates])
 
     def _schedule(self) -> Schedule:
         scheduler, callbacks = self.scheduler, self.callbacks.callbacks

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -144,12 +144,13 @@ class CheckpointManager(KeptStates):
     def __init__(self, args: StageArgs):
         super().__init__(args)
         self.args = args
+        self.state: TrainState | None = None  # of the engine, once it is set up
 
-    def save_checkpoint(self, state: TrainState) -> None:
-        """Write the state of the last update now, as the newest checkpoint; all ranks together. The loop does it at
+    def save_checkpoint(self, state: TrainState | None = None) -> None:
+        """Write the state (the engine's) of the last update now, as the newest checkpoint; all ranks together. The loop does it at
         --save_interval and at the end of each epoch. A callback should call it in `on_batch_start` or `on_epoch_end`,
         when the update before is complete."""
-        save_checkpoint(state)
+        save_checkpoint(cast(TrainState, state or self.state))
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
         """The checkpoint to continue from: the one at `path` (by default --resume_from), a file or a folder, else with

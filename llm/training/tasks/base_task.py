@@ -29,6 +29,8 @@ class TrainingTask(ABC):
 
     defaults: ClassVar[dict[str, Any]] = {}  # of settings; a YAML file, the environment and flags override them
 
+    optimizer: torch.optim.Optimizer  # of `build_optimizer`, from `build_scheduler` on
+
     data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
     stage_args: ClassVar[type[StageArgs] | None] = None  # the settings of the stage that it is, whose flags it takes
     scheduler_interval: ClassVar[Literal["update", "epoch"]] = "update"  # when a scheduler of torch is stepped
@@ -82,7 +84,8 @@ class TrainingTask(ABC):
     ) -> Callable[[int], float | None] | LRScheduler | None:
         """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped as
         `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a constant rate. By default
-        linear warm-up, then a cosine to a tenth of the peak. `build_scheduler(self, optimizer)` is called as well."""
+        linear warm-up, then a cosine to a tenth of the peak. It may be declared without
+        `total_updates`, or without both: `self.optimizer` is there."""
         return lambda update: warmup_cosine(update, total_updates, self.args)
 
     def extend(self, state: TrainState) -> None:  # noqa: B027 (optional)

@@ -132,7 +132,8 @@ def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys)
 
 def test_no_scheduler_is_a_constant_rate(tmp_path):
     class Constant(PerEpoch):
-        def build_scheduler(self, optimizer):
+        def build_scheduler(self):
+            assert self.optimizer.param_groups[0]["lr"] == 0.1
             return None
 
     engine = made(Constant, tmp_path, [MetricsLogger()], epochs=2)
@@ -565,7 +566,7 @@ class Calls(Callback):
     def note(self, engine, *call):
         self.calls.append(list(call))
         if call == self.save:
-            engine.checkpoint_manager.save_checkpoint(engine.state)
+            engine.checkpoint_manager.save_checkpoint()
         if call == self.kill:
             raise Killed
 

@@ -69,6 +69,9 @@ def test_a_duration(seconds, text):
 
 def test_a_line_tells_of_experts_where_there_are_some():
     assert "experts" not in describe(record(1))
+    dense = describe(record(1) | {"aux_loss": 0.0, "data_wait": 0.0})
+    assert not any(name in dense for name in ("aux_loss", "logits_loss", "data wait")) and "grad_norm: 0.500" in dense
+    assert "logits_loss: 0.5000, aux_loss: 0.5000" in describe(record(1))
     figures = {"expert_load": [0.2, 0.8], "expert_max_min": 4.0, "dead_experts": 0}
     assert "experts max/min: 4.0, dead: 0" in describe(record(1) | figures)
     assert "experts max/min: -, dead: 3" in describe(record(1) | figures | {"expert_max_min": None, "dead_experts": 3})
