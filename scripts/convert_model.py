@@ -26,13 +26,19 @@ from transformers.utils import logging
 
 from common.durable_files import new_path
 from common.errors import UserError, say
-from common.settings import ROOT
+from dataset.tokenizing import TokenizerSpec
 from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
 from trainer.components.checkpoint import file_digest, write_file
-from trainer.components.model_files import description_of, half_state_dict, write_description
+from trainer.components.model_files import (
+    Description,
+    description_of,
+    half_state_dict,
+    keep_tokenizer,
+    write_description,
+)
 from trainer.components.run_files import run_name, shape_in_name
 from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path
 
@@ -50,7 +56,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_weights(path: Path, model: MiniMindForCausalLM) -> dict[str, Tensor]:
+def write_weights(path: Path, model: MiniMindForCausalLM, description: Description) -> dict[str, Tensor]:
     """Write a weights file of this project; returns its tensors in float32.
 
     Raises:
@@ -61,7 +67,7 @@ def write_weights(path: Path, model: MiniMindForCausalLM) -> dict[str, Tensor]:
         raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
     weights = half_state_dict(model)
     with open(path, "w+b") as file:
-        write_file(weights, file, json.dumps(description_of(model)).encode())
+        write_file(weights, file, json.dumps(description).encode())
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -75,6 +81,8 @@ def convert(
             same model; then nothing is written.
     """
     before = text_logits(model, tokenizer)
+    fingerprint = TokenizerSpec.of(tokenizer).fingerprint()[:16]
+    description = description_of(model, {"data": {"tokenizer": fingerprint}})
     with new_path(output) as path:
         if form == "hf":
             stored = write_folder(path, model, tokenizer, dtype)
@@ -83,7 +91,7 @@ def convert(
             stored = write_gguf(path, model, tokenizer, dtype, output.stem)
             other, other_tokenizer = read_gguf(path)
         else:
-            stored = write_weights(path, model)
+            stored = write_weights(path, model, description)
             other, other_tokenizer = load_path(path, tokenizer.name_or_path)
         stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])  # tied, so stored once
         model.load_state_dict(stored)
@@ -92,7 +100,8 @@ def convert(
         except ValueError as error:
             raise UserError(f"{output} is not written: read back, it is not the same model; {error}") from error
     if form == "pth":
-        write_description(output.with_suffix(".json"), description_of(model) | {"sha256": file_digest(output)})
+        write_description(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
+        keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint)
     rounding = (text_logits(model, tokenizer) - before).abs().max()
     return [f"read back: {parity}", f"the weights as they are stored: the logits differ by at most {rounding:.1e}"]
 
@@ -107,8 +116,6 @@ def main() -> None:
     model, tokenizer = load_model(args, "cpu")
     for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
         say(line)
-    if args.to == "pth" and Path(tokenizer.name_or_path) != ROOT / "model":
-        say(f"use it with --tokenizer_path {tokenizer.name_or_path}")
     say(f"wrote {args.output}")
 
 

@@ -35,9 +35,16 @@ from trainer.components.language_model import (
     target_logits,  # noqa: F401
 )
 from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
-from trainer.components.model_files import described_config, load_weights, missing_weights, read_model
+from trainer.components.model_files import (
+    described_config,
+    keep_tokenizer,
+    load_weights,
+    missing_weights,
+    read_model,
+    tokenizer_folder,
+)
 from trainer.components.parallel import freeze, wrap_model
-from trainer.components.run_files import is_path, run_name, start_path, tokenizer_folder
+from trainer.components.run_files import is_path, run_name, start_path
 from trainer.components.run_hooks import hooks_of_settings
 from trainer.components.signals import StopRequest
 from trainer.components.state import TrainState
@@ -70,8 +77,7 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
 
 
 def start_shape(args: A) -> A:
-    """The settings with the shape of the model in --from_weight, as far as these weights say it, and the tokenizer
-    beside them if they are named by a path.
+    """The settings with the shape of the model in --from_weight, as far as these weights say it, and their tokenizer.
 
     Raises:
         UserError: there is no such model, or the shape that was given is another.
@@ -79,14 +85,13 @@ def start_shape(args: A) -> A:
     config = start_config(args)
     if config is None:
         return args
+    path = start_path(args.save_dir, args.from_weight, args)
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
         if getattr(args, name) not in (value, getattr(type(args), name)):
-            path = start_path(args.save_dir, args.from_weight, args)
             raise UserError(f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out")
-    given = not is_path(args.from_weight) or args.tokenizer_path != ModelConfig.tokenizer_path
-    beside = args.tokenizer_path if given else str(tokenizer_folder(Path(args.from_weight)))
-    return replace(args, **shape, tokenizer_path=beside)
+    given = args.tokenizer_path != ModelConfig.tokenizer_path
+    return replace(args, **shape, tokenizer_path=args.tokenizer_path if given else str(tokenizer_folder(path)))
 
 
 def start_config(args: StageArgs) -> "MiniMindConfig | None":
@@ -238,5 +243,7 @@ def begin_run(
     state.code = resume.code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
+    if tokenizer := state.run.get("tokenizer"):
+        keep_tokenizer(args.tokenizer_path, args.save_dir, tokenizer)
     if checkpoint is not None:
         state.restore(checkpoint)

@@ -5,7 +5,6 @@ to use it.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +25,10 @@ from transformers import (
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from trainer.components.run_files import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from trainer.components.model_files import write_tokenizer
+from trainer.components.run_files import CONFIG_FILE, WEIGHTS_FILE
 
 NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")  # which kind it is; training; origin
-TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
@@ -77,7 +76,7 @@ def write_folder(
     if (own := default_sampling(model)).temperature:
         sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
     GenerationConfig(**sampling, **special).save_pretrained(folder)
-    _write_tokenizer(folder, tokenizer)
+    write_tokenizer(folder, tokenizer)
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
@@ -91,16 +90,6 @@ def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:
     if "num_local_experts" in content:
         content["num_experts"] = content["num_local_experts"]
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = Path(tokenizer.name_or_path)
-    if not (source / TOKENIZER_FILE).is_file():
-        tokenizer.save_pretrained(folder)
-        return
-    for name in TOKENIZER_FILES:  # as they are: every version of transformers reads them
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def read_stock(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

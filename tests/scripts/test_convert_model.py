@@ -20,7 +20,7 @@ from scripts.convert import gguf_file, parity
 from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
 from scripts.convert.hugging_face import read_stock
 from tests.conftest import ROOT
-from trainer.components.model_files import read_model, save_weights
+from trainer.components.model_files import read_model, save_weights, tokenizer_folder
 from trainer.components.run_files import run_name
 from trainer.components.trained_weights import load_path
 
@@ -100,7 +100,9 @@ def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weigh
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["eos_token_id"] == tokenizer.eos_token_id == 2 and settings["do_sample"] is True
     assert [settings[name] for name in ("temperature", "top_p", "top_k")] == [0.7, 0.9, 50]
-    assert f"use it with --tokenizer_path {folder}\n" in convert(folder, "pth", again)
+    convert(folder, "pth", again)
+    assert tokenizer_folder(again).name.startswith("tokenizer_")  # the folder's went along
+    assert load_path(again)[1].get_vocab() == tokenizer.get_vocab()
     before, after = read_model(weights)[0], read_model(again)[0]
     assert list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
 

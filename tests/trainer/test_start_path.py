@@ -1,14 +1,21 @@
 """A run that starts from a model named by its path: its shape, tokenizer and tensors are those of the model."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from common.errors import UserError
+from dataset.tokenizing import TokenizerSpec
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
+from trainer.components.model_files import tokenizer_folder
+from trainer.components.trained_weights import load_path
 from trainer.trainer_utils import init_model, load_tokenizer, start_model_config, start_shape
 
 
@@ -37,6 +44,43 @@ def test_shape_and_tensors_are_those_of_the_model(folder):
     with torch.no_grad():
         wanted = Qwen3ForCausalLM.from_pretrained(folder).eval()(tokens).logits
         assert (model.eval()(tokens).logits - wanted).abs().max() <= 1e-4
+
+
+@pytest.fixture
+def tokenizers(tmp_path) -> dict[str, Path]:
+    """The repository's, one of the same tokens with another template, and one with other tokens."""
+    own = AutoTokenizer.from_pretrained(ROOT / "model")
+    own.chat_template += " "
+    own.save_pretrained(tmp_path / "template")
+    content = (ROOT / "model" / "tokenizer.json").read_text(encoding="utf-8")
+    ids = [json.loads(content)["model"]["vocab"][token] for token in ("a", "b")]
+    swapped = content.replace(f'"a": {ids[0]},', f'"a": {ids[1]},').replace(f'"b": {ids[1]},', f'"b": {ids[0]},')
+    shutil.copytree(tmp_path / "template", tmp_path / "tokens")
+    (tmp_path / "tokens" / "tokenizer.json").write_text(swapped, encoding="utf-8")
+    return {"model": ROOT / "model", "template": tmp_path / "template", "tokens": tmp_path / "tokens"}
+
+
+def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
+    """Three of them in one --save_dir, two runs each: those that start from weights find theirs, and so do tools."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "eval_interval": 0, "save_interval": 100}
+    (tmp_path / "out" / ".tokenizer_x.tmp").mkdir(parents=True)  # left behind by a kill
+    for name, tokenizer in tokenizers.items():
+        given = {} if name == "model" else {"tokenizer_path": tokenizer}
+        run("pretrain", flags(corpus, tmp_path, "pretrain", **settings, **given, save_weight=f"base_{name}"))
+    for name, tokenizer in tokenizers.items():
+        run("sft", flags(corpus, tmp_path, "sft", **settings, from_weight=f"base_{name}", save_weight=f"chat_{name}"))
+        for weights in (f"base_{name}_32.pth", f"chat_{name}_32.pth"):
+            found, wanted = tokenizer_folder(tmp_path / "out" / weights), load_tokenizer(tokenizer)
+            assert found.parent == (ROOT if name == "model" else tmp_path / "out")
+            loaded = load_path(tmp_path / "out" / weights)[1]
+            assert TokenizerSpec.of(loaded).fingerprint() == TokenizerSpec.of(wanted).fingerprint()
+    assert len(list((tmp_path / "out").glob("tokenizer_*"))) == 2
+    resumed = flags(corpus, tmp_path, "sft", **settings, from_weight="base_tokens", save_weight="chat_tokens")
+    assert "done" in run("sft", [*resumed, "--from_resume", "1", "--tokenizer_path", str(tokenizers["tokens"])]).out
+    (tmp_path / "moved").mkdir()
+    weights = shutil.copyfile(tmp_path / "out/chat_tokens_32.pth", tmp_path / "moved/chat_tokens_32.pth")
+    with pytest.raises(UserError, match="has other tokens than that of the weights"):
+        load_path(weights)
 
 
 def test_a_run_from_a_folder_resumes_bit_for_bit(corpus, folder, tmp_path):

@@ -9,6 +9,7 @@ from the names and shapes of its tensors and from the file's name. Nothing in a 
 
 import json
 import platform
+import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,15 +18,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from common.durable_files import atomic_write
+from common.durable_files import atomic_write, new_path
 from common.errors import UserError, reason
+from common.locks import locked
+from common.settings import ROOT
+from dataset.token_cache import load_tokenizer
 from trainer.components import checkpoint
 from trainer.components.distributed import is_main_process
 from trainer.components.model_import import flags_of, imported_config, read_folder
 from trainer.components.parallel import full_tensor, is_sharded, unwrap
-from trainer.components.run_files import CONFIG_FILE, NAMED_SHAPE, is_hugging_face, weight_files
+from trainer.components.run_files import (
+    CONFIG_FILE,
+    NAMED_SHAPE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    is_hugging_face,
+    weight_files,
+)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from model.model_minimind import MiniMindConfig
 
 Description = dict[str, Any]  # of a weights file: {"model": the config's fields, ...}
@@ -89,7 +102,44 @@ def write_description(path: Path, description: Description) -> None:
     atomic_write(path, lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()))
 
 
+def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:
+    """Copy the tokenizer in `source` beside the weights in `folder` whose description has its `fingerprint`, as
+    `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository is not copied."""
+    copy = Path(folder) / f"tokenizer_{fingerprint}"
+    if not is_main_process() or copy.exists() or Path(source).resolve() == ROOT / "model":
+        return
+    with locked(copy.parent / ".tokenizer.lock", "waiting for another run that copies its tokenizer"):
+        if not copy.exists():
+            with new_path(copy) as place:
+                place.mkdir()
+                write_tokenizer(place, load_tokenizer(source))
+
+
+def write_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Write a tokenizer into a folder."""
+    source = Path(tokenizer.name_or_path)
+    if not (source / TOKENIZER_FILE).is_file():
+        tokenizer.save_pretrained(folder)
+        return
+    for name in TOKENIZER_FILES:  # as they are: every version of transformers reads them
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
 # --- reading
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """The folder of the tokenizer that belongs to a model: the copy that its description names (`keep_tokenizer`), or
+    the tokenizer beside its weights, or that of this repository."""
+    folder = path if path.is_dir() else path.parent
+    described = None
+    with suppress(*checkpoint.UNREADABLE):  # the weights themselves are read later
+        described = read_description(path) if path.is_file() else None
+    copy = folder / f"tokenizer_{((described or {}).get('data') or {}).get('tokenizer')}"
+    if copy.is_dir():
+        return copy
+    return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
 
 
 def read_description(path: Path) -> Description | None:

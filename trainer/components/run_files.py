@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
-from common.settings import ROOT, ModelConfig
+from common.settings import ModelConfig
 
 EXPERTS = (ModelConfig.num_experts, ModelConfig.num_experts_per_tok)  # MiniMind's, which its names do not mention
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")  # the settings in a file's name
 WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")
 CONFIG_FILE, WEIGHTS_FILE, PICKLED_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 def run_name(weight: str, lm_config: Any) -> str:
@@ -75,12 +76,6 @@ def same_file(path: Path, written: Path) -> bool:
 def is_hugging_face(path: Path) -> bool:
     """Whether it is a Hugging Face folder."""
     return (path / CONFIG_FILE).is_file()
-
-
-def tokenizer_folder(path: Path) -> Path:
-    """The folder of the tokenizer that belongs to a model: beside its weights, else that of this repository."""
-    folder = path if path.is_dir() else path.parent
-    return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
 
 
 def model_files(folder: Path) -> list[Path]:

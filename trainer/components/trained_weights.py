@@ -19,9 +19,9 @@ from trainer.components.adapters import merge_adapter
 from trainer.components.device import prepare_device, select_device
 from trainer.components.distributed import Logger
 from trainer.components.language_model import SHAPE, check_tokenizer, describe_size, tokenizer_fields
-from trainer.components.model_files import fill, find_weights, read_model
+from trainer.components.model_files import fill, find_weights, read_model, tokenizer_folder
 from trainer.components.model_import import read_sampling
-from trainer.components.run_files import is_hugging_face, tokenizer_folder
+from trainer.components.run_files import is_hugging_face
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ def load_path(
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: the folder of the model if it holds a tokenizer, else that of this repository.
+    tokenizer_path: None: that of the model (`tokenizer_folder`).
     asked: settings of the shape (`given_shape`); only needed where the file and its name do not tell.
 
     Raises:
