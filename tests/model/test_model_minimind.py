@@ -162,6 +162,8 @@ def test_a_padded_call_has_an_aux_loss_with_and_without_labels(shape, monkeypatc
 def test_top_k_is_another_name_of_the_experts_per_token():
     config = MiniMindConfig(use_moe=True, top_k=2)
     assert config.num_experts_per_tok == 2 and "top_k" not in config.to_dict()
+    with pytest.raises(ValueError, match="keyword arguments"):
+        MiniMindConfig(64, 2)
 
 
 def test_with_one_expert_per_token_the_cross_entropy_has_no_gradient_for_the_router():

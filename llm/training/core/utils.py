@@ -147,9 +147,9 @@ class CheckpointManager(KeptStates):
         self.state: TrainState | None = None  # of the engine, once it is set up
 
     def save_checkpoint(self, state: TrainState | None = None) -> None:
-        """Write the state (the engine's) of the last update now, as the newest checkpoint; all ranks together. The loop does it at
-        --save_interval and at the end of each epoch. A callback should call it in `on_batch_start` or `on_epoch_end`,
-        when the update before is complete."""
+        """Write the state of the last update now, by default the engine's, as the newest checkpoint; all ranks
+        together. The loop does it at --save_interval and at the end of each epoch. A callback should call it in
+        `on_batch_start` or `on_epoch_end`, when the update before is complete."""
         save_checkpoint(cast(TrainState, state or self.state))
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
