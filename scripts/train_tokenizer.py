@@ -6,8 +6,8 @@ A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scri
 The shipped vocabulary, from the files that model/README.md names:
     python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
 
-Input: every kind of file and record that training takes; of plain text each line is a record. All of it is held in
-memory; ten million characters are plenty for a small vocabulary.
+Input: every kind of file and record that training takes, read as training does, three times and never held in memory;
+ten million characters are plenty for a small vocabulary.
 Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
 Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
 """
@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
@@ -28,8 +28,8 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.errors import UserError
-from common.settings import ROOT
-from dataset.data_files import PLAIN_TEXT, expand_paths, file_kind, iter_blocks, parse_block
+from common.settings import ROOT, StageArgs, add_flags, settings_of
+from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import PREFERENCE, to_chat, to_pair, to_text
 from dataset.json_records import BadRecord
 
@@ -81,12 +81,12 @@ def strings_in(value: object) -> Iterator[str]:
                 yield from strings_in(item)
 
 
-def read_records(path: str | Path) -> Iterator[str]:
-    """Yield the text of each record of a file or folder, skipping empty ones; of plain text, each line.
+def read_records(path: str | Path, separator: str = "") -> Iterator[str]:
+    """Yield the text of each record that is not blank; `separator`: the line between documents of plain text.
 
     Raises UserError for a missing file and a record that no stage can read.
     """
-    for block in iter_blocks(expand_paths(path)):
+    for block in iter_blocks(expand_paths(path), separator):
         for line, record in parse_block(block):
             if isinstance(record, BadRecord):
                 raise UserError(f"{block.path}:{line}: {record}")
@@ -94,7 +94,8 @@ def read_records(path: str | Path) -> Iterator[str]:
                 text = text_of(record)
             except BadRecord as error:
                 raise UserError(f"{block.path}:{line}: {error}") from error
-            yield from filter(str.strip, text.split("\n") if file_kind(block.path) == PLAIN_TEXT else [text])
+            if text.strip():
+                yield text
 
 
 def text_of(record: dict) -> str:
@@ -113,15 +114,17 @@ def language_of(text: str) -> str:
     return "en" if share < 0.05 else "mixed"
 
 
-def balanced(texts: list[str], zh_share: float) -> Iterator[str]:
-    """Repeat texts so that Chinese ones make up `zh_share` of all characters."""
-    is_zh = [language_of(text) == "zh" for text in texts]
-    zh = sum(len(text) for text, chinese in zip(texts, is_zh, strict=True) if chinese)
-    rest = sum(map(len, texts)) - zh
+def balanced(texts: Callable[[], Iterable[str]], zh_share: float) -> Iterator[str]:
+    """Repeat texts, which are read twice, so that Chinese ones make up `zh_share` of all characters."""
+    lengths = Counter()
+    for text in texts():
+        lengths[language_of(text) == "zh"] += len(text)
+    zh, rest = lengths[True], lengths[False]
     weight = zh_share / (1 - zh_share) * rest / zh if zh and rest else 1.0  # of Chinese relative to other texts
     times = {True: max(1.0, weight), False: max(1.0, 1 / weight)}
     due = {True: 0.0, False: 0.0}  # copies, with the fraction carried over to the next text
-    for text, chinese in zip(texts, is_zh, strict=True):
+    for text in texts():
+        chinese = language_of(text) == "zh"
         due[chinese] += times[chinese]
         copies, due[chinese] = int(due[chinese]), due[chinese] % 1
         yield from [text] * copies
@@ -135,8 +138,9 @@ def with_protocol(texts: Iterable[str]) -> Iterator[str]:
             yield from PROTOCOL
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte.
+def train(texts: Iterable[str], vocab_size: int, characters: bool = False) -> Tokenizer:
+    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte. `characters`: no token of
+    text is longer than a character.
 
     Raises UserError if `vocab_size` is too small for bytes and special tokens.
     """
@@ -146,7 +150,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"[\s\S]" if characters else PIECES), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -192,11 +196,11 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
         raise UserError(f"--output_dir {output_dir} cannot be written: {error}") from error
 
 
-def characters_per_token(tokenizer: Tokenizer, texts: list[str]) -> dict[str, float]:
+def characters_per_token(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, float]:
     """{"zh": characters / tokens, "en": ...} over the records of each language that occurs."""
     characters, tokens = Counter(), Counter()
-    for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        language = language_of(text)
+    for text in texts:
+        encoding, language = tokenizer.encode(text), language_of(text)
         characters[language] += len(text)
         tokens[language] += len(encoding)
     return {language: characters[language] / tokens[language] for language in characters if language != "mixed"}
@@ -210,6 +214,8 @@ def parse_args() -> argparse.Namespace:
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
     flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
     flag("--zh_share", type=float, default=0.45, help="share of Chinese among the characters to learn from")
+    flag("--characters", type=int, choices=(0, 1), default=0, help="1: characters as tokens, bytes of rare ones")
+    add_flags(parser, [settings_of(StageArgs)["text_separator"]])
     return parser.parse_args()
 
 
@@ -219,22 +225,22 @@ def main() -> None:
     if not 0 < args.zh_share < 1:
         raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
 
-    # 1. Read, and hold out some records of each file
-    training, held_out = [], []
-    for path in args.data_path:
-        for number, text in enumerate(read_records(path), start=1):
-            (training if number % HOLD_OUT_EVERY else held_out).append(text)
-    if not training:
-        raise UserError(f"{args.data_path[0]} holds no text; give --data_path a file with at least one record")
-    print(f"{len(training)} records, {sum(map(len, training))} characters to learn from")
+    def texts(held_out: bool) -> Iterator[str]:
+        for path in args.data_path:
+            for number, text in enumerate(read_records(path, args.text_separator), start=1):
+                if (number % HOLD_OUT_EVERY == 0) is held_out:
+                    yield text
 
-    # 2. Train and save
-    tokenizer = train(balanced(training, args.zh_share), args.vocab_size)
+    if next(texts(held_out=False), None) is None:
+        raise UserError(f"{args.data_path[0]} holds no text; give --data_path a file with at least one record")
+
+    # 1. Train on all records but some, which are held out, and save
+    tokenizer = train(balanced(lambda: texts(held_out=False), args.zh_share), args.vocab_size, bool(args.characters))
     save(tokenizer, args.output_dir)
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")
 
-    # 3. Evaluate on the held-out records
-    for language, figure in sorted(characters_per_token(tokenizer, held_out).items()):
+    # 2. Evaluate on the held-out records
+    for language, figure in sorted(characters_per_token(tokenizer, texts(held_out=True)).items()):
         print(f"held out, {language}: {figure:.3f} characters per token")
 
 
