@@ -123,7 +123,7 @@ def test_a_models_sampling_defaults_go_along_with_it(convert, tmp_path):
     assert default_sampling(model).temperature == 0
     for text, told in (
         ('{"top_p": 0, "temperature": "hot"}', "top_p: Input should be greater than 0"),
-        ("[]", "readable"),
+        ("[]", "generation_config.json: Input should be an object; correct the file"),
     ):
         path.write_text(text)
         assert told in convert(folder, "pth", tmp_path / "other_32.pth")

@@ -147,7 +147,7 @@ def read_sampling(folder: Path) -> Sampling:
     try:
         given = StoredSampling.model_validate_json(path.read_bytes()).model_dump(exclude_none=True)
     except ValidationError as error:
-        wrong = "; ".join(f"{' '.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        wrong = "; ".join(": ".join(map(str, (*each["loc"], each["msg"]))) for each in error.errors())
         raise UserError(f"{path}: {wrong}; correct the file or remove the line") from error
     if not given.pop("do_sample", True):
         given["temperature"] = 0.0
