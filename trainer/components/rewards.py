@@ -110,7 +110,7 @@ def number_of(text: str) -> Decimal:
 def reference(record: dict) -> Any:
     """The reference answer of a record. Raises ValueError with what to do."""
     if record.get("answer") in (None, []):
-        raise ValueError("the record has no reference answer: add one, or use --reward_model or --reward length")
+        raise ValueError("the record has no reference answer: add one, or give --reward length,repetition")
     return record["answer"]
 
 
