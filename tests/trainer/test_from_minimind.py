@@ -72,4 +72,7 @@ def test_blank_answers_are_no_reference(clone):  # noqa: F811
     """They would reward silence."""
     write_data(clone / "dataset")
     (line,) = typed(clone, f"train_grpo.py {SMALL} {ROLLOUTS} --from_weight none", status=2).error_lines
-    assert "rlaif.jsonl:" in line and "the record has no reference answer: add one, or give --reward length,repetition" in line
+    assert (
+        "rlaif.jsonl:" in line
+        and "the record has no reference answer: add one, or give --reward length,repetition" in line
+    )
