@@ -240,7 +240,8 @@ def missing_weights(path: Path) -> UserError:
     there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
     listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
     return UserError(
-        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight)"
+        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight) or "
+        "its shape (--hidden_size)"
     )
 
 
