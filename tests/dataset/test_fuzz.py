@@ -233,7 +233,7 @@ def check_array(outcome, kind: str, content: bytes) -> None:
         try:
             records = json.loads(content.decode("utf-8-sig"))
         except (ValueError, RecursionError):
-            assert bad
+            assert bad or BOM in content[1:]  # one in front of a record, as where files were joined, is passed over
         else:
             assert skipped["records"] == len(records)
 

@@ -258,7 +258,8 @@ def test_ctrl_c_ends_a_build_at_once(processes, moment, long_file, cache_dir):
     workers = psutil.Process(building.pid).children(recursive=True)
     os.killpg(building.pid, signal.SIGINT)
     out, err = building.communicate(timeout=20)
-    assert err == "stopped: by Ctrl-C\n"
+    lines = [line for line in err.splitlines() if line and not line.startswith("tokenising:")]  # a slow build has a bar
+    assert lines == ["stopped: by Ctrl-C"]
     assert building.returncode == 128 + signal.SIGINT and "built" not in out
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 5)
@@ -305,8 +306,11 @@ def test_a_worker_that_is_killed_ends_in_one_line(long_file, cache_dir):
     workers = [c for c in psutil.Process(building.pid).children() if "worker_pool" in " ".join(c.cmdline())]
     workers[0].kill()  # as the system does where memory runs out
     _, err = building.communicate(timeout=20)
-    assert building.returncode == 2 and err.count("\n") == 1
-    assert err.startswith("error: a process of the token cache died, perhaps out of memory")
+    (line,) = (
+        line for line in err.splitlines() if not line.startswith("tokenising:") and line
+    )  # a slow build has a bar
+    assert building.returncode == 2
+    assert line.startswith("error: a process of the token cache died, perhaps out of memory")
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
 
 

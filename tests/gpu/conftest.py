@@ -59,7 +59,7 @@ def pytest_runtest_protocol(item):
     if not path or REPORTS in os.environ:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    options = [f"--gpu_check={path}", "-o", f"faulthandler_timeout={LIMIT - 5}", "-p", "no:cacheprovider"]
+    options = [f"--gpu_check={path}", "-o", f"faulthandler_timeout={LIMIT // 2}", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w+", errors="replace") as log:
         reports = Path(folder, "reports")
         command = [sys.executable, "-m", "pytest", item.nodeid, *options]

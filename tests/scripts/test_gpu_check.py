@@ -45,7 +45,7 @@ def made(tmp_path_factory):
     """CHECKS made: the process, what is in its JSON by name, and the folder."""
     folder = tmp_path_factory.mktemp("checks")
     text = (ROOT / "tests/gpu/conftest.py").read_text(encoding="utf-8")
-    (folder / "conftest.py").write_text(text.replace("LIMIT = 400 ", "LIMIT = 8 "), encoding="utf-8")
+    (folder / "conftest.py").write_text(text.replace("LIMIT = 400 ", "LIMIT = 16 "), encoding="utf-8")
     (folder / "test_made_up.py").write_text(CHECKS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "test_made_up.py", "--gpu_check", "new/found.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
@@ -57,7 +57,7 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(made):
     done, checks, _, folder = made
     ends = {name: (each["result"], each["reason"]) for name, each in checks.items()}
     assert ends["fails"][0] == "failed" and ends["fails"][1].startswith("AssertionError: the losses are wrong")
-    assert ends["hangs"] == ("failed", "no end within 8 s") and " in test_hangs" in done.stdout
+    assert ends["hangs"] == ("failed", "no end within 16 s") and " in test_hangs" in done.stdout
     assert ends["crashes"] == ("failed", "its process ended with status -9")
     assert ends["is_left_out"] == ("skipped", "no such kernel") and ends["passes"] == ("passed", "")
     assert done.returncode == 1
