@@ -56,11 +56,11 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTraine
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
-    --num_iterations times, update by update. Another order of samples is another `order`, a
-    second source of them another `epoch_loader` (loaders.py) in its place."""
+    --num_iterations times, update by update. For another order of the samples change `order`; a second source of them
+    is another `epoch_loader` (loaders.py)."""
     order = epoch_order(len(train_set), args.seed, epoch)
     if not isinstance(train_set, StageDataset):
-        per_update = args.batch_size * args.accumulation_steps * world_size()
+        per_update = prompts_per_update(args)
         updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
         order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
     numbers = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
@@ -72,12 +72,17 @@ def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader |
     return eval_loader(eval_set, args.batch_size, eval_set.collate) if eval_set is not None else None
 
 
+def prompts_per_update(args: Any) -> int:
+    """Prompts that an update takes, over all ranks."""
+    return args.batch_size * args.accumulation_steps * world_size()
+
+
 def epoch_samples(train_set: StageData, args: Any) -> int:
     """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made, --num_iterations times;
     the prompts left over are others in the next epoch. Raises UserError if there are fewer than an update takes."""
     if isinstance(train_set, StageDataset):
         return len(train_set)
-    per_update = args.batch_size * args.accumulation_steps * world_size()
+    per_update = prompts_per_update(args)
     if len(train_set) < per_update:
         raise UserError(
             f"--data_path holds {len(train_set)} prompts, and an update takes {per_update} (batch_size x "
