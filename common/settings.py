@@ -46,6 +46,9 @@ class DataConfig:
     eval_data_path: str | None = setting(
         None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"
     )
+    eval_share: float = setting(
+        0.0, "share of the records of --data_path that is held out, instead of --eval_data_path; 0: none", ge=0, le=0.5
+    )
     text_separator: str | None = setting(
         None, "line between documents in .txt files; without it each file is one document"
     )
@@ -200,6 +203,8 @@ class StageArgs(
             wrong.append(f"--save_weight {name!r} must be a plain name; the folder is --save_dir")
         if name == "none" or name.endswith((".pth", "_best")):
             wrong.append(f"--save_weight {name}: none, X.pth and X_best mean something else elsewhere; give another")
+        if self.eval_share and self.eval_data_path:
+            wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
         if self.resume_from and self.from_resume:

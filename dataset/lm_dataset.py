@@ -9,11 +9,13 @@ changes nor drops samples; it only makes the items nearly equal in size), or the
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from dataset.held_out import Part
 from dataset.token_cache import STAGE_LENGTH, TokenCache, build_token_cache
 from dataset.tokenizing import SPECIAL_TEXTS
 
@@ -80,6 +82,16 @@ class TokenDataset(Dataset):
         """Items that there are to choose from."""
         return len(self.cache.row_offsets) - 1 if self.packing else len(self.cache)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self.cache.offsets[-1])
+
+    @property
+    def records(self) -> int:
+        """Records that were read, bad ones too."""
+        return self.cache.report["records"]
+
     def samples_of(self, item: int) -> Sequence[int]:
         """The ids of the samples of an item: one, or those of a packed row."""
         if not self.packing:
@@ -91,9 +103,9 @@ class TokenDataset(Dataset):
         """How full the packed rows are; empty without packing."""
         if not self.packing:
             return ""
-        samples, tokens, row = len(self.cache), int(self.cache.offsets[-1]), self.cache.meta["max_length"]
+        samples, row = len(self.cache), self.cache.meta["max_length"]
         text = f"packing: {samples:,} samples in {self.num_items:,} rows of {row} tokens, "
-        return text + f"{tokens / (self.num_items * row):.1%} filled, no sample split"
+        return text + f"{self.tokens / (self.num_items * row):.1%} filled, no sample split"
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
         """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
@@ -124,12 +136,12 @@ class StageDataset(TokenDataset):
         super().__init__(cache, packing)
 
     @property
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, Any]:
         """Identifies the tokenised data."""
         meta, special = self.cache.meta, SPECIAL_TEXTS * bool(self.cache.report.get("special_texts"))
-        content = json.dumps([meta[key] for key in ("format", "kind", "data")])
+        content = json.dumps([meta[key] for key in ("format", "kind", "data", "part") if key in meta])
         data = hashlib.sha256(content.encode()).hexdigest()[:16] + special
-        return {"data": data, "tokenizer": meta["tokenizer"][:16]}
+        return {"data": data, "tokenizer": meta["tokenizer"][:16]} | Part(*meta.get("part", ())).fingerprint()
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a sample."""

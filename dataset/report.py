@@ -55,8 +55,9 @@ def format_report(report: dict) -> str:
     r = report
     share = r["targets"] / r["tokens"]
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
+    kind = r["kind"] + ", held out" * r["held_out"]
     lines = [
-        f"{r['kind']}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files",
+        f"{kind}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files",
         f"  {describe_records(r)}",
         f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})",
         f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",

@@ -21,6 +21,7 @@ from common.launcher import launch
 from dataset.blocks import place
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
+from dataset.held_out import ALL, Part
 from dataset.json_records import BadRecord
 from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import file_hash
@@ -59,6 +60,7 @@ class PromptDataset(Dataset):
         max_length: prompts of more tokens are left out and counted.
         cache_dir: where the hashes of the files are remembered.
         on_bad_data, max_bad_share: as of every stage.
+        part: the records to read, chosen by their prompts.
         tools: JSON schemas of the tools of an environment; those of a record go before.
         **template: variables of the chat template, such as `open_thinking`.
 
@@ -76,28 +78,33 @@ class PromptDataset(Dataset):
         cache_dir: str,
         on_bad_data: str = "stop",
         max_bad_share: float = 0.1,
+        part: Part = ALL,
         tools: list[dict] | None = None,
         **template: Any,
     ):
         self.tokenizer, self.max_length, self.tools, self.template = tokenizer, max_length, tools, template
+        self.part = part
         self.paths = expand_paths(data_path, plain_text=False)
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
             raise UserError("--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it")
         hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
-        described = json.dumps([hashes, tools, template], sort_keys=True)
-        self.fingerprint = {"data": hashlib.sha256(described.encode()).hexdigest()[:16]}
-        self.fingerprint |= {"tokenizer": spec.fingerprint()[:16]}
+        described = json.dumps([hashes, tools, template, *[part] * bool(part.share)], sort_keys=True)
+        data = hashlib.sha256(described.encode()).hexdigest()[:16]
         self.prompts: list[RolloutPrompt] = []
         self.too_long = self.special_texts = 0
         self._read(on_bad_data, max_bad_share)
-        self.fingerprint["data"] += SPECIAL_TEXTS * bool(self.special_texts)
+        data += SPECIAL_TEXTS * bool(self.special_texts)
+        self.fingerprint = {"data": data, "tokenizer": spec.fingerprint()[:16]} | part.fingerprint()
 
     def _read(self, on_bad_data: str, max_bad_share: float) -> None:
-        bad, records = [], 0
+        bad: list[str] = []
+        self.records = 0  # bad ones too
         for block in iter_blocks(self.paths):
             for line, record in parse_block(block):
-                records += 1
+                if not self.part.takes(record, lambda record: to_prompt(record)[0][:2]):
+                    continue
+                self.records += 1
                 try:
                     if isinstance(record, BadRecord):
                         raise record
@@ -106,11 +113,13 @@ class PromptDataset(Dataset):
                     bad.append(f"{place(block.path, line)}: {error}")
                     stop_at_bad_record(bad[0], on_bad_data)
         if bad:
-            judge_bad_records(bad[0], len(bad), records, f"the first: {bad[0]}", max_bad_share)
+            judge_bad_records(bad[0], len(bad), self.records, f"the first: {bad[0]}", max_bad_share)
+        if not self.records:
+            raise self.part.is_empty(self.paths[0])
         if not self.prompts:
             raise UserError(
-                f"{self.paths[0]}: none of the {records} records gives a prompt of at most {self.max_length} tokens; "
-                "raise --max_seq_len"
+                f"{self.paths[0]}: none of the {self.records} records gives a prompt of at most {self.max_length} "
+                "tokens; raise --max_seq_len"
             )
         if launch().local_rank == 0:
             left_out = f", {self.too_long:,} left out (more than {self.max_length} tokens)" if self.too_long else ""
@@ -130,6 +139,11 @@ class PromptDataset(Dataset):
             return
         kept = record if answer is None else record | {"answer": answer}
         self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts), source))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.input_ids) for prompt in self.prompts)
 
     def source(self, sample_id: int) -> str:
         """The place of a prompt."""

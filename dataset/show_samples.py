@@ -3,8 +3,8 @@
     python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 2
     python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 0
 
-The samples' targets stand between ⟦ and ⟧. The second command builds the token cache ahead of a run, and shows nothing
-but the report.
+The samples' targets stand between ⟦ and ⟧; with --eval_share those of the training data come first, then those held
+out. The second command builds the token cache ahead of a run, and shows nothing but the report.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, say
 from common.settings import StageArgs, add_flags, settings_of
 from dataset.data_files import describe_files
+from dataset.held_out import Part
 from dataset.lm_dataset import TokenDataset
 from dataset.report import format_report
 from dataset.token_cache import STAGE_LENGTH, build_token_cache, load_tokenizer
@@ -55,7 +56,7 @@ def main() -> None:
     parser = Parser(prog="python -m dataset.show_samples", description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
     rows = settings_of(StageArgs)
-    add_flags(parser, (rows[name] for name in ("data_path", "tokenizer_path", "max_seq_len", *OPTIONS)))
+    add_flags(parser, (rows[name] for name in ("data_path", "eval_share", "tokenizer_path", "max_seq_len", *OPTIONS)))
     parser.set_defaults(max_seq_len=None)  # that of the stage
     parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
     parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")
@@ -68,8 +69,10 @@ def main() -> None:
     tokenizer = load_tokenizer(args.tokenizer_path)
     options = {name: getattr(args, name) for name in ("num_proc", *OPTIONS)}
     length = args.max_seq_len or STAGE_LENGTH[args.kind]
-    cache = build_token_cache(args.kind, args.data_path, tokenizer, length, **options)
-    show(TokenDataset(cache, packing=bool(args.packing)), tokenizer, args.samples)
+    for held_out in (False, True) if args.eval_share else (False,):
+        part = Part(args.eval_share, held_out)
+        cache = build_token_cache(args.kind, args.data_path, tokenizer, length, **options, part=part)
+        show(TokenDataset(cache, packing=bool(args.packing) and not held_out), tokenizer, args.samples)
 
 
 if __name__ == "__main__":

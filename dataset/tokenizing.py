@@ -24,9 +24,10 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -36,6 +37,7 @@ from dataset.blocks import Block, place
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
 from dataset.formats import Chat, known_fields, to_chat, to_pair, to_text, unread_fields
+from dataset.held_out import ALL, Part
 from dataset.json_records import TOO_DEEP, BadRecord
 from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
@@ -94,10 +96,10 @@ class Samples:
 
 
 class BlockTokenizer(ABC):
-    """Turns blocks into samples for one kind of training, tokenizer and length."""
+    """Turns blocks into samples for one kind of training, tokenizer, length and part of the records."""
 
-    def __init__(self, spec: TokenizerSpec, max_length: int):
-        self.spec, self.max_length = spec, max_length
+    def __init__(self, spec: TokenizerSpec, max_length: int, part: Part = ALL):
+        self.spec, self.max_length, self.part = spec, max_length, part
         self.backend = Tokenizer.from_str(spec.backend)
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         size = 1 + max(vocabulary.values(), default=0)
@@ -105,6 +107,14 @@ class BlockTokenizer(ABC):
         self.is_byte_level = '"ByteLevel"' in json.dumps(json.loads(spec.backend)["decoder"])
         self.entry_lengths = np.zeros(size, dtype=np.int64)  # in a byte-level vocabulary, a character for each byte
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
+
+    @abstractmethod
+    def content(self, record: dict) -> Any:
+        """What a record says, whatever its form: a JSON value. Raises BadRecord."""
+
+    def chosen(self, record: dict | BadRecord) -> Iterable[tuple[dict | BadRecord, int]]:
+        """What of a record is of the part that is read, and how many records that is."""
+        return [(record, 1)] if self.part.takes(record, self.content) else []
 
     @abstractmethod
     def add(self, record: dict, line: int) -> None:
@@ -116,8 +126,9 @@ class BlockTokenizer(ABC):
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
         bad = []
-        for line, record in parse_block(block):
-            self.counts["records"] += 1
+        records = ((line, *each) for line, record in parse_block(block) for each in self.chosen(record))
+        for line, record, count in records:
+            self.counts["records"] += count
             try:
                 if isinstance(record, BadRecord):
                     raise record
@@ -186,10 +197,18 @@ class BlockTokenizer(ABC):
 class DocumentTokenizer(BlockTokenizer):
     """Documents of pretraining."""
 
+    def content(self, record: dict) -> str:
+        return to_text(record)
+
+    def chosen(self, record: dict | BadRecord) -> Iterable[tuple[dict | BadRecord, int]]:
+        if self.part.share and isinstance(record, DocumentPart):
+            return self.part.passages(record)
+        return super().chosen(record)
+
     def add(self, record: dict, line: int) -> None:
         """Split a document, or a part of one, into samples; each begins with the last token of the one before."""
         part = record if isinstance(record, DocumentPart) else DocumentPart()
-        self.counts["records"] -= not part.begins  # it was counted when it began
+        self.counts["records"] -= bool(part.context)  # it was counted when it began
         text = to_text(record)
         self.unused.update(unread_fields(record, {"text"}))
         token_ids, offsets = self.encode([Piece(text, False)])
@@ -222,8 +241,8 @@ class Labelled(NamedTuple):
 class ChatTokenizer(BlockTokenizer):
     """Conversations of SFT."""
 
-    def __init__(self, spec: TokenizerSpec, max_length: int):
-        super().__init__(spec, max_length)
+    def __init__(self, spec: TokenizerSpec, max_length: int, part: Part = ALL):
+        super().__init__(spec, max_length, part)
         if not isinstance(spec.chat_template, str):
             has = "several chat templates; keep the one" if spec.chat_template else "no chat template; add one"
             raise UserError(f"--tokenizer_path: this tokenizer has {has} for SFT")
@@ -231,6 +250,9 @@ class ChatTokenizer(BlockTokenizer):
         self.special = SpecialTexts(self.backend)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = [token_id for token_id, token in added.items() if token.special]
+
+    def content(self, record: dict) -> Any:
+        return to_chat(record)[:2]
 
     def add(self, record: dict, line: int) -> None:
         """Add a conversation, cut at a turn if it is too long."""
@@ -269,6 +291,9 @@ class ChatTokenizer(BlockTokenizer):
 
 class PairTokenizer(ChatTokenizer):
     """Preferences of DPO: a chosen and a rejected answer."""
+
+    def content(self, record: dict) -> Any:
+        return [chat[:2] for chat in to_pair(record)]
 
     def add(self, record: dict, line: int) -> None:
         """Add both conversations, the chosen one first, or neither."""

@@ -29,8 +29,8 @@ from trainer.trainer_utils import load_tokenizer, model_config
 STAGES = {"train_pretrain": train_pretrain.Args, "train_full_sft": train_full_sft.Args}
 SETTINGS = settings_of(StageArgs)
 SECTIONS = {
-    "data": "data_path eval_data_path text_separator cache_dir max_seq_len packing on_bad_data max_bad_share "
-    "num_workers",
+    "data": "data_path eval_data_path eval_share text_separator cache_dir max_seq_len packing on_bad_data "
+    "max_bad_share num_workers",
     "model": "hidden_size num_hidden_layers use_moe num_experts num_experts_per_tok dropout tokenizer_path",
     "training": "epochs batch_size accumulation_steps learning_rate warmup_updates optimizer weight_decay grad_clip "
     "seed max_bad_updates patience min_delta monitor mode",
@@ -61,6 +61,7 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
     "use_wandb": False,
     "use_compile": "auto",
     "eval_data_path": None,
+    "eval_share": 0.0,
     "text_separator": None,
     "cache_dir": str(ROOT / "dataset/cache"),
     "packing": False,
@@ -122,7 +123,7 @@ TYPES = {
     int: "max_seq_len num_workers hidden_size num_hidden_layers num_experts num_experts_per_tok epochs batch_size "
     "accumulation_steps warmup_updates seed max_bad_updates rank_timeout save_interval log_interval eval_interval "
     "patience keep_every keep_last",
-    float: "max_bad_share dropout learning_rate weight_decay grad_clip min_delta",
+    float: "eval_share max_bad_share dropout learning_rate weight_decay grad_clip min_delta",
     str: "cache_dir tokenizer_path device save_dir save_weight checkpoint_dir from_weight wandb_project monitor",
     str | None: "data_path eval_data_path text_separator resume_from tensorboard_dir log_file log_dir",
 }
@@ -140,6 +141,7 @@ MUST = {1: "must be 1 or more", 0: "must be 0 or more"}
 LIMITS = {  # setting -> texts that are just in, and texts that are just out with what is told
     "max_seq_len": (["8", "32768"], {"7": "must be 8 or more", "32769": "must be 32768 or less"}),
     "max_bad_share": (["0", "1"], {"-0.001": "must be 0 or more", "1.001": "must be 1 or less"}),
+    "eval_share": (["0", "0.5"], {"-0.001": "must be 0 or more", "0.501": "must be 0.5 or less"}),
     "num_workers": (["0"], {"-1": MUST[0]}),
     "hidden_size": (["16", "4096"], {"0": "must be 16 or more", "24": "must be divisible by 16"}),
     "num_hidden_layers": (["1"], {"0": MUST[1]}),

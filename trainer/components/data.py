@@ -1,5 +1,6 @@
 """The datasets of a stage, opened before the process group exists, and the micro-batches made of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -10,6 +11,7 @@ from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.data_files import expand_paths
+from dataset.held_out import ALL, Part
 from dataset.lm_dataset import StageDataset
 from dataset.rollout_prompts import PromptDataset
 from trainer.components.distributed import world_size
@@ -18,8 +20,8 @@ from trainer.components.loaders import epoch_loader, epoch_order, eval_loader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-D = TypeVar("D", bound=StageDataset)
 StageData = StageDataset | PromptDataset
+D = TypeVar("D", bound=StageData)
 
 
 def check_data_paths(args: StageArgs) -> None:
@@ -33,7 +35,21 @@ def check_data_paths(args: StageArgs) -> None:
         expand_paths(data_path)
 
 
-def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTrainedTokenizerBase") -> tuple[D, D | None]:
+def open_held_out(args: StageArgs, train: D, open_part: Callable[[str, Part], D]) -> D | None:
+    """The held-out data, if the settings name some. `open_part`: opens a part of the records of a data path."""
+    if not args.eval_share:
+        return open_part(args.eval_data_path, ALL) if args.eval_data_path else None
+    held_out = open_part(cast(str, args.data_path), Part(args.eval_share, held_out=True))
+    if launch().rank == 0:
+        records = f"{held_out.records:,} of {held_out.records + train.records:,} records"
+        tokens = f"{held_out.tokens:,} of {held_out.tokens + train.tokens:,} tokens"
+        say(f"held out by --eval_share {args.eval_share:g}: {records}, {tokens}")
+    return held_out
+
+
+def open_datasets(
+    dataset_class: type[StageDataset], args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[StageDataset, StageDataset | None]:
     """The training and held-out (or None) data of a stage, tokenised first where no cache is there.
 
     No process group may exist yet: tokenising a large corpus takes longer than a collective waits.
@@ -43,15 +59,17 @@ def open_datasets(dataset_class: type[D], args: StageArgs, tokenizer: "PreTraine
     """
     check_data_paths(args)
     options = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")}
-    train = dataset_class(cast(str, args.data_path), tokenizer, args.max_seq_len, args.packing, **options)
+
+    def open_part(data_path: str, part: Part, packing: bool = False) -> StageDataset:
+        return dataset_class(data_path, tokenizer, args.max_seq_len, packing, part=part, **options)
+
+    train = open_part(cast(str, args.data_path), Part(args.eval_share), args.packing)
     ranks = launch().world_size
     if ranks > len(train):
         raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
     if args.packing and launch().rank == 0:
         say(train.describe())
-    if not args.eval_data_path:
-        return train, None
-    return train, dataset_class(args.eval_data_path, tokenizer, args.max_seq_len, **options)
+    return train, open_held_out(args, train, open_part)
 
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
@@ -98,6 +116,9 @@ def open_prompts(
     check_data_paths(args)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")}
     options |= {"tools": tools, "enable_thinking": args.open_thinking}
-    paths = (args.data_path, args.eval_data_path)
-    train, held_out = (PromptDataset(path, tokenizer, args.max_seq_len, **options) if path else None for path in paths)
-    return cast(PromptDataset, train), held_out
+
+    def open_part(data_path: str, part: Part) -> PromptDataset:
+        return PromptDataset(data_path, tokenizer, args.max_seq_len, part=part, **options)
+
+    train = open_part(args.data_path, Part(args.eval_share))
+    return train, open_held_out(args, train, open_part)

@@ -237,7 +237,8 @@ def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool
 
 SHARED_CODE = "trainer/loop.py trainer/trainer_utils.py trainer/components/language_model.py "
 SHARED_CODE += "trainer/components/optimizer.py model/model_minimind.py model/attention.py model/flat_batch.py "
-SHARED_CODE += "model/feed_forward.py dataset/formats.py dataset/tokenizing.py dataset/chat_labels.py"
+SHARED_CODE += "model/feed_forward.py dataset/formats.py dataset/tokenizing.py dataset/chat_labels.py "
+SHARED_CODE += "dataset/held_out.py"
 
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from common.errors import UserError
 from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
 from llm.training.core.config import Config
@@ -68,6 +69,8 @@ class TrainingEngine(Hooks):
         setup_seed(task.args.seed)
         data.num_samples()  # refuses to go on without any
         held_out = data.val_dataloader()
+        if task.args.eval_share and held_out is None:
+            raise UserError(f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out")
         checkpoint = self.checkpoint_manager.load_checkpoint()
         task.args = args = keep_global_batch(task.args, checkpoint)
         run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())

@@ -22,15 +22,16 @@ from trainer.trainer_utils import init_model, load_tokenizer, model_config
 ROLLOUTS = {"reward": "length,repetition=0.5", "max_gen_len": 4, "batch_size": 4, "max_seq_len": 32, "epochs": 1}
 ROLLOUTS |= {"from_weight": "start", "eval_interval": 3, "save_interval": 2, "learning_rate": 1e-3}
 TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9, "keep_every": 3}
+SPLIT = {"eval_data_path": "none", "eval_share": 0.2}
 TEACHER = {"from_teacher_weight": "start", "teacher_use_moe": "0"}
 # stage -> its data, its settings and the stem of its files
 RUNS = {
-    "pretrain": ("pretrain", {"accumulation_steps": 2, "packing": 1}, "pretrain"),
+    "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}, "pretrain"),
     "full_sft": ("sft", TRAINED | {"use_moe": 1}, "full_sft"),
     "lora": ("sft", TRAINED | {"lora_rank": 4}, "lora_medical"),
-    "dpo": ("dpo", TRAINED | {"beta": 0.2, "rpo_alpha": 0.5, "batch_size": 4}, "dpo"),
+    "dpo": ("dpo", TRAINED | SPLIT | {"beta": 0.2, "rpo_alpha": 0.5, "batch_size": 4}, "dpo"),
     "distillation": ("sft", TRAINED | TEACHER | {"alpha": 0.3}, "full_dist"),
-    "grpo": ("rl", ROLLOUTS | {"num_generations": 2, "beta": 0.1}, "grpo"),
+    "grpo": ("rl", ROLLOUTS | SPLIT | {"num_generations": 2, "beta": 0.1}, "grpo"),
     "agent": ("rl", ROLLOUTS | {"num_generations": 2, "max_seq_len": 400, "max_total_len": 420}, "agent"),
     "ppo": ("rl", ROLLOUTS | {"num_iterations": 2, "critic_learning_rate": 1e-2}, "ppo_actor"),
 }
