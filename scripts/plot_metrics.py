@@ -1,118 +1,249 @@
-"""Plot one or several runs to a PNG: loss, held-out loss, learning rate, gradient norm, speed, rewards.
+"""A table of runs, their curves as a picture, and a page with everything about them to send to somebody.
 
-    python scripts/plot_metrics.py out/full_sft_512_metrics.jsonl
+    python scripts/plot_metrics.py out
     python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png out/curves.png
-    python scripts/plot_metrics.py out/demo --panels loss eval_loss
+    python scripts/plot_metrics.py out --panels loss learning_rate --png out/curves.png --html out/runs.html
 
-It reads the metrics files that training writes, also while a run is in progress.
+It reads the metrics files that training writes, also while a run is in progress, and the settings beside them.
 """
 
 import argparse
 import math
+import shutil
 import sys
+import unicodedata
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError
-from trainer.components.metrics import read_metrics
+from common.errors import UserError, printable, say, warn
+from scripts.runs.html_page import html_page
+from scripts.runs.summary import ENDING, FIGURES, Summary, differing, finite_number, read_settings, shown
+from trainer.components.metrics import complete_lines, log_record
+from trainer.components.run_files import settings_path
 
-PANELS = ("loss", "eval_loss", "reward", "eval_reward", "kl", "entropy", "completion_length", "learning_rate")
-PANELS += ("grad_norm", "tokens_per_second", "expert_max_min")
+PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm", "tokens_per_second")
+PANELS += ("expert_max_min",)
 AXES = ("update", "tokens", "seconds")
+POINTS = 4000  # of all curves of a panel together, but some of each; a point of a longer one is a mean
+LONGEST = 28  # characters of a cell on a terminal
 Records = list[dict[str, Any]]
+
+
+class Run(NamedTuple):
+    """A run as it is reported."""
+
+    records: Records  # their numbers
+    summary: Summary
+    settings: dict[str, str]
+    about: dict[str, Any]  # what else the file of settings holds
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("metrics", nargs="+", help="metrics files, out/<run>_metrics.jsonl, or folders of them; one curve each")
-    flag("--panels", nargs="+", default=list(PANELS), help="fields of the records to draw, as far as they are there")
-    flag("--x", choices=AXES, default="update", help="field on the x axis")
-    flag("--png", default="curves.png", help="file to write")
-    return parser.parse_args()
+    flag("metrics", nargs="+", help="metrics files, out/<run>_metrics.jsonl, or folders of them")
+    flag("--png", help="picture of the curves to write")
+    flag("--html", help="page to write: table, curves, samples, warnings, settings, environment; one file")
+    flag("--panels", nargs="+", help=f"fields of the records to draw (default: {' '.join(PANELS)})")
+    flag("--x", choices=AXES, help="field on the x axis of the curves (default: update)")
+    args = parser.parse_args()
+    if (args.panels or args.x) and not (args.png or args.html):
+        raise UserError("--panels and --x say how curves are drawn; add where to: --png FILE or --html FILE")
+    return args
 
 
 def find_runs(paths: list[str]) -> list[Path]:
     """The metrics files among files and folders. Raises UserError if a folder holds none."""
     runs = []
     for path in map(Path, paths):
-        files = sorted(path.glob("*_metrics.jsonl")) if path.is_dir() else [path]
+        files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
         if not files:
-            raise UserError(f"{path} holds no metrics of a run (..._metrics.jsonl); give the --save_dir of a run")
+            raise UserError(f"{path} holds no metrics of a run (...{ENDING}); give the --save_dir of a run")
         runs += files
     return list(dict.fromkeys(runs))
 
 
-def read_run(path: Path) -> Records:
-    """The records of a metrics file, their numbers only. Raises UserError if it is missing, empty or something else."""
+def read_run(path: Path) -> Run:
+    """The run of a metrics file; damaged lines and a damaged file of settings are left out, with a warning.
+
+    Raises:
+        UserError: it is missing, empty or something else.
+    """
     if not path.is_file():
-        raise UserError(f"{path} does not exist; give metrics files, such as out/full_sft_512_metrics.jsonl")
-    records = read_metrics(path)
-    if not all(record.keys() >= {*AXES} for record in records):
-        raise UserError(f"{path} is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}")
+        raise UserError(f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}")
+    lines = complete_lines(path)
+    records = [each for each in map(log_record, lines) if each is not None]
+    records = [each for each in records if not any(math.isnan(finite_number(each.get(axis))) for axis in AXES)]
     if not records:
-        raise UserError(f"{path} holds no records yet; the first comes after --log_interval micro-batches")
+        what = f"is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
+        raise UserError(f"{path} {what if lines else 'holds no records yet; they come every --log_interval'}")
+    if len(records) < len(lines):
+        warn(f"{path}: {len(lines) - len(records)} damaged lines are left out")
+    settings = read_settings(path)
+    if settings is None:
+        warn(f"{settings_path(path)} is damaged: the settings of this run are not shown")
+    summary = Summary()
+    for record in records:
+        summary.add(record)
+        if "eval_reward" in record:
+            record.pop("eval_loss", None)  # minus the reward, which is no loss to draw
     drawable = (int, float, type(None))  # `null` stands for a number that is not finite
-    return [{name: value for name, value in record.items() if type(value) in drawable} for record in records]
+    records = [{name: value for name, value in each.items() if type(value) in drawable} for each in records]
+    return Run(records, summary, *(settings or ({}, {})))
 
 
-def points(records: Records, name: str, x: str) -> tuple[list[float], list[float]]:
-    """x and y values of the records that have a field; `null` (not finite) leaves a gap in the curve.
+def read_runs(paths: list[str]) -> dict[str, Run]:
+    """The runs by their names, the one of the lowest held-out loss first. Of several, those that cannot be read or have
+    no records yet are left out with a warning. Raises UserError if none is left."""
+    runs, problems = {}, []
+    for path in find_runs(paths):
+        try:
+            runs[str(path).removesuffix(".jsonl").removesuffix("_metrics")] = read_run(path)
+        except (UserError, OSError) as error:
+            problems.append(str(error))
+    if not runs:
+        raise UserError("; ".join(problems))
+    for problem in problems:
+        warn(problem)
+    is_clear = len({Path(name).name for name in runs}) == len(runs)  # else full paths
+    losses = ("best_eval_loss", "loss")
+    order = sorted(runs, key=lambda name: [runs[name].summary.figures.get(loss, math.inf) for loss in losses])
+    return {printable(Path(name).name if is_clear else name): runs[name] for name in order}
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def run_rows(runs: dict[str, Run]) -> list[list[str]]:
+    """The table of runs: a head, and a row for each with its settings that differ and its figures."""
+    settings = differing([run.settings for run in runs.values()])
+    figures = [name for name in FIGURES if any(name in run.summary.figures for run in runs.values())]
+    rows = [["run", *settings, *figures]]
+    for name, run in runs.items():
+        values = [run.settings.get(each, "-") for each in settings]
+        rows.append([name, *values, *(shown(run.summary.figures, each) for each in figures)])
+    return [[" ".join(printable(cell).split()) for cell in row] for row in rows]
+
+
+def columns_of(text: str) -> int:
+    """The places that a text takes on a terminal: Chinese characters take two."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
+    """A table as text. With the width of a terminal, long cells lose their beginning, and columns that do not fit stand
+    in further blocks below, each with the first column again."""
+    if width:
+        rows = [[cell if len(cell) <= LONGEST else f"…{cell[1 - LONGEST :]}" for cell in row] for row in rows]
+    sizes = [max(map(columns_of, column)) for column in zip(*rows, strict=True)]
+    blocks: list[list[int]] = [[0]]
+    for column in range(1, len(sizes)):
+        if width and len(blocks[-1]) > 1 and sum(sizes[i] + 2 for i in [*blocks[-1], column]) - 2 > width:
+            blocks.append([0])
+        blocks[-1].append(column)
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] if lines else []
+        for row in rows:
+            pads = [" " * (sizes[i] - columns_of(row[i])) for i in block]
+            lines.append("  ".join([row[0] + pads[0], *(pads[n] + row[i] for n, i in enumerate(block) if n)]).rstrip())
+    return lines
+
+
+# --- the curves ------------------------------------------------------------------------------------------------------
+
+
+def points(records: Records, name: str, x: str, count: int = POINTS) -> tuple[list[float], list[float]]:
+    """x and y values of the records that have a field, or of more than `count` the means of equally many; `null` (not
+    finite) leaves a gap in the curve.
 
     The loss is the mean since the record before, where there is one."""
     names = ("mean_loss", "loss") if name == "loss" else (name,)
     pairs = [(record[x], next(record[n] for n in names if n in record)) for record in records if {*names} & {*record}]
-    return [at for at, _ in pairs], [math.nan if value is None else value for _, value in pairs]
+    values = np.array([[*map(finite_number, pair)] for pair in pairs])
+    stride = math.ceil(len(values) / count)
+    if stride > 1:
+        values = np.array([values[at : at + stride].mean(axis=0) for at in range(0, len(values), stride)])
+    return tuple(values.T.tolist()) if len(values) else ([], [])  # type: ignore[return-value]
 
 
 def draw(runs: dict[str, Records], x: str, panels: Sequence[str] = PANELS) -> Any:
-    """A matplotlib figure: one panel for each field that a run has, one color for each run.
+    """A matplotlib figure: one panel for each field that a run has, one color for each run; what was measured on
+    held-out data (`eval_<field>`) is dashed, in the panel of its field.
 
     Raises:
         UserError: no run has any of the fields, or matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
     except ImportError as error:
         raise UserError("plotting needs matplotlib: pip install -r requirements.txt") from error
-    panels = [name for name in panels if any(name in record for run in runs.values() for record in run)]
+    there = {field for run in runs.values() for record in run for field in record}
+    panels = [name for name in panels if name in there and name.removeprefix("eval_") not in {*panels} - {name}]
     if not panels:
         raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(layout="constrained", figsize=(4 * columns, 0.4 + 2.8 * rows))
+    figure = Figure(layout="constrained", figsize=(4 * columns, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4)))
+    handles = {}
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, place)
         for number, (name, run) in enumerate(runs.items()):
-            at, values = points(run, panel, x)
-            style: dict[str, Any] = {"color": f"C{number % 10}", "marker": "." if len(values) < 40 else None}
-            style["linestyle"] = ("-", "--", ":")[number % 3]  # a run over another one hides it only in part
-            axes.plot(at, values, label=name, **style)
-        axes.set(title=panel, xlabel=x)
+            for field in (panel, f"eval_{panel}"):
+                at, values = points(run, field, x, max(40, POINTS // len(runs)))
+                if not at:
+                    continue
+                held_out = field.startswith("eval_")
+                style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "--" if held_out else "-"}
+                style["marker"] = "." if held_out or len(values) < 40 else None
+                style["linewidth"] = max(0.8, 2.4 - 0.4 * number)  # a run over another one hides it only in part
+                line = axes.plot(at, values, label=f"{name}, held-out" if held_out else name, **style)[0]
+                handles.setdefault(name, line)
+        axes.set_title(panel, parse_math=False)
+        axes.set_xlabel(x)
         axes.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
+        handles["held-out"] = Line2D([], [], color="gray", linestyle="--", marker=".")
+    names = [f" {name}" if name.startswith("_") else name for name in handles]  # those with a `_` are hidden
+    legend = figure.legend(handles.values(), names, loc="outside lower center", ncols=4, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a `$` in a name
     return figure
 
 
 def main() -> None:
-    """Read the runs, plot them, write the file."""
+    """Read the runs, print their table, write the files that are asked for."""
     args = parse_args()
-    files = find_runs(args.metrics)
-    runs = {str(path).removesuffix(".jsonl").removesuffix("_metrics"): read_run(path) for path in files}
-    names = {name: Path(name).name for name in runs}  # full paths only if the file names are ambiguous
-    if len(set(names.values())) == len(names):
-        runs = {names[name]: run for name, run in runs.items()}
-    figure = draw(runs, args.x, args.panels)
-    try:
-        figure.savefig(args.png, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--png {args.png} cannot be written: {error}") from error
-    print(f"wrote {args.png}")
+    runs = read_runs(args.metrics)
+    rows = run_rows(runs)
+    for line in table_lines(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
+        say(line)
+    if not (args.png or args.html):
+        return
+    warnings.filterwarnings(
+        "ignore", "Glyph .* missing", UserWarning
+    )  # of a name: it has a box there, in HTML the sign
+    figure = draw({name: run.records for name, run in runs.items()}, args.x or AXES[0], args.panels or PANELS)
+    written = {"--png": args.png, "--html": args.html}
+    for flag, path in ((flag, path) for flag, path in written.items() if path):
+        try:
+            if flag == "--png":
+                figure.savefig(path, dpi=150)
+            else:
+                page = html_page(rows, figure, [run[1:] for run in runs.values()])
+                Path(path).write_bytes(page.encode("utf-8", "backslashreplace"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{flag} {path} cannot be written: {error}") from error
+        say(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query, Response
 
+from scripts.runs.summary import ENDING, PLACES, Summary, finite_number, read_settings
 from trainer.components.metrics import log_record
+from trainer.components.run_files import settings_path
 
-ENDING = "_metrics.jsonl"
 POINTS = 512  # of a curve, unless the page asks for fewer
-KEPT = 128  # answers that are held in memory, each at most some 100 KB
+KEPT = 128  # answers that are held in memory, each at most some 200 KB
 BLOCK, PAUSE = 500, 0.001  # records that are read at a time, some four milliseconds of work; seconds behind them
 LEFT_OUT = {"epoch", "step", "iters", "mfu", "memory_mb", "logits_loss"}  # no curve of the page
 LAST = {"update", "tokens", "seconds", "seconds_left"}  # a point has the last record's value
@@ -34,25 +35,20 @@ LOSSES = ("loss", "mean_loss")
 LOAD = "expert_load"
 
 
-def _number(value: Any) -> float:
-    """A finite number of sensible size, else NaN."""
-    return float(value) if type(value) in (float, int) and -1e300 <= value <= 1e300 else math.nan
-
-
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record, with what the page counts and the load of each expert."""
     if isinstance(skipped := record.get("skipped"), list):
         record["skipped"] = len(skipped)
-    if any(math.isnan(_number(record.get(name, 0))) for name in LOSSES):
+    if any(math.isnan(finite_number(record.get(name, 0))) for name in LOSSES):
         record["not_finite"] = 1
     if isinstance(load := record.get(LOAD), list):
         record |= {f"{LOAD}.{expert}": share for expert, share in enumerate(load)}
-    return {name: _number(value) for name, value in record.items() if name not in LEFT_OUT}
+    return {name: finite_number(value) for name, value in record.items() if name not in LEFT_OUT}
 
 
 def curves(path: Path, points: int) -> dict[str, Any]:
-    """The columns that the page gets, each of at most so many points; a point stands for `stride` records."""
-    records, damaged = [], 0
+    """What the page gets of a run: columns of at most so many points, each for `stride` records, and its summary."""
+    records, damaged, summary = [], 0, Summary()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):  # it is being written
@@ -61,6 +57,7 @@ def curves(path: Path, points: int) -> dict[str, Any]:
             if record is None:
                 damaged += 1
             else:
+                summary.add(record)
                 records.append(_numbers(record))
             if number % BLOCK == 0:
                 time.sleep(PAUSE)
@@ -88,7 +85,8 @@ def curves(path: Path, points: int) -> dict[str, Any]:
     loads = [columns.pop(name) for name in list(columns) if name.startswith(f"{LOAD}.")]
     if loads:
         columns[LOAD] = [list(load) if None not in load else None for load in zip(*loads, strict=True)]
-    return {"records": len(table), "stride": stride, "damaged": damaged, "columns": columns}
+    sums = {"figures": summary.figures, "warnings": summary.warnings, "samples": [*summary.samples.items()]}
+    return {"records": len(table), "stride": stride, "damaged": damaged, "columns": columns} | sums
 
 
 def _short(values: np.ndarray) -> list[float | None]:
@@ -113,7 +111,9 @@ def curves_router(save_dir: str | Path) -> APIRouter:
 
     @lru_cache(KEPT)
     def read_run(name: str, path: Path, points: int, *_state: int) -> bytes:
-        return _json({"name": name, **curves(path, points)})
+        known = read_settings(path) if settings_path(path).resolve().is_relative_to(folder.resolve()) else None
+        settings = {name: value for name, value in known[0].items() if name not in PLACES} if known else {}
+        return _json({"name": name, "settings": settings, **curves(path, points)})
 
     # plain functions: FastAPI calls them in threads
 
@@ -132,9 +132,10 @@ def curves_router(save_dir: str | Path) -> APIRouter:
     def run(name: str, points: Annotated[int, Query(ge=1, le=POINTS)] = POINTS) -> Response:
         try:
             path = metrics_files(folder)[name]  # a name is looked up, never joined to a path
-            stat = path.stat()
+            stats = [file.stat() for file in (path, settings_path(path)) if file == path or file.exists()]
+            state = [n for stat in stats for n in (stat.st_mtime_ns, stat.st_size, stat.st_ino)]
             with reading:
-                content = read_run(name, path, points, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                content = read_run(name, path, points, *state)
         except (OSError, LookupError) as error:
             raise HTTPException(404, f"there is no run {name!r}") from error
         return Response(content, media_type="application/json")

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from html.parser import HTMLParser
+from typing import ClassVar
 
 import pytest
 
@@ -38,16 +40,34 @@ def start(monkeypatch):
 def test_one_panel_per_quantity_and_one_curve_per_run():
     runs = {"a": [record(1), record(2, eval_loss=2.5)], "b": [record(1), record(3)]}
     panels = drawn(plot_metrics.draw(runs, "update"))
-    assert list(panels) == ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second"]
-    assert panels["loss"] == {"a": ([1, 2], [3.0, 2.0]), "b": ([1, 3], [3.0, 1.0])}
-    assert panels["eval_loss"]["a"] == ([2], [2.5])
-    assert "eval_loss" not in drawn(plot_metrics.draw({"b": runs["b"]}, "update"))  # nothing to draw
+    assert list(panels) == ["loss", "learning_rate", "grad_norm", "tokens_per_second"]
+    losses = {"a": ([1, 2], [3.0, 2.0]), "b": ([1, 3], [3.0, 1.0])}
+    assert panels["loss"] == losses | {"a, held-out": ([2], [2.5])}
+    only_b = drawn(plot_metrics.draw({"b": runs["b"]}, "update"))
+    assert only_b["loss"] == {"b": losses["b"]}  # nothing more to draw
 
 
 def test_a_run_over_another_one_lets_it_show():
     records = [{"update": i, "tokens": i, "seconds": i, "loss": 1.0} for i in range(60)]
     lines = plot_metrics.draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
-    assert [line.get_linestyle() for line in lines] == ["-", "--", ":"]
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(widths, reverse=True) and len({*widths}) == 3
+
+
+def test_held_out_data_have_the_color_of_their_run():
+    runs = {"a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)], "_b$": [record(1, eval_loss=3.0), record(2)]}
+    figure = plot_metrics.draw(runs, "update", panels=["loss", "eval_loss"])
+    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+    assert lines == {"a": ("C0", "-"), "a, held-out": ("C0", "--"), "_b$": ("C1", "-"), "_b$, held-out": ("C1", "--")}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", " _b$", "held-out"]
+    assert len(figure.axes) == 1
+    assert list(drawn(plot_metrics.draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
+
+
+def test_a_long_curve_is_thinned_to_means():
+    records = [record(i, value=float(i % 2)) for i in range(1, 1001)]
+    at, values = plot_metrics.points(records, "value", "update", 100)
+    assert len(at) == 100 and values == [0.5] * 100 and at[0] == 5.5
 
 
 def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
@@ -55,7 +75,7 @@ def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
     run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
     panels = drawn(plot_metrics.draw({"a": run}, "update"))
     values = {title: lines["a"][1] for title, lines in panels.items()}
-    assert values["reward"] == [0.25, 0.25] and values["eval_reward"] == [0.75]
+    assert values["reward"] == [0.25, 0.25] and panels["reward"]["a, held-out"] == ([2], [0.75])
     assert values["kl"] == [0.5, 0.5] and values["entropy"] == [1.5, 1.5]
     assert values["completion_length"] == [3.0, 3.0]
 
@@ -88,6 +108,8 @@ def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
     assert seen == [["a_64", "b_64"]]
     with pytest.raises(UserError, match="holds no metrics"):
         (tmp_path / "empty").mkdir() or start(tmp_path / "empty")
+    with pytest.raises(UserError, match="add where to: --png FILE"):
+        start(tmp_path, "--panels", "loss")
     with pytest.raises(UserError, match="--smoothing"):
         start(tmp_path, "--smoothing", 1)
 
@@ -98,21 +120,17 @@ def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
         write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1, expert_load=[0.5]), record(2)])
     files = [tmp_path / folder / "sft_64_metrics.jsonl" for folder in ("one", "two")]
     done = run(SCRIPT, [*files, "--x", "tokens", "--png", tmp_path / "curves.png"])
-    assert done.out == f"wrote {tmp_path / 'curves.png'}\n"
+    assert done.out.startswith("run ") and done.out.endswith(f"wrote {tmp_path / 'curves.png'}\n")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_of_the_same_file_name_keep_their_folders(tmp_path, start, monkeypatch):
-    seen = []
-    original = plot_metrics.draw
-    monkeypatch.setattr(plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how))
+def test_runs_of_the_same_file_name_keep_their_folders(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1)])
-    first, second = (tmp_path / folder / "sft_64_metrics.jsonl" for folder in ("one", "two"))
-    start(first, second, "--png", tmp_path / "both.png")
-    start(first, "--png", tmp_path / "one.png")
-    assert seen == [[str(tmp_path / "one/sft_64"), str(tmp_path / "two/sft_64")], ["sft_64"]]
+    first, second = (str(tmp_path / folder / "sft_64_metrics.jsonl") for folder in ("one", "two"))
+    assert list(plot_metrics.read_runs([first, second])) == [str(tmp_path / "one/sft_64"), str(tmp_path / "two/sft_64")]
+    assert list(plot_metrics.read_runs([first])) == ["sft_64"]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +138,8 @@ def test_runs_of_the_same_file_name_keep_their_folders(tmp_path, start, monkeypa
     [
         (None, "does not exist"),
         ("", "holds no records yet"),
-        ("not json\n", "x_metrics.jsonl:1 is not a log record"),
-        ("[1]\n", "x_metrics.jsonl:1 is not a log record"),
+        ("not json\n", "is not a metrics file"),
+        ("[1]\n", "is not a metrics file"),
         (json.dumps({"update": 1}) + "\n", "is not a metrics file"),
     ],
 )
@@ -139,6 +157,118 @@ def test_a_picture_that_cannot_be_written_is_one_line(name, tmp_path, start):
     metrics = write_jsonl(tmp_path / "x_metrics.jsonl", [record(1)])
     with pytest.raises(UserError, match="cannot be written"):
         start(metrics, "--png", tmp_path / name)
+
+
+# --- the table
+
+
+def write_run(folder, name, settings: dict | str | None = None, records=()):
+    """The files of a run."""
+    if settings is not None:
+        text = settings if isinstance(settings, str) else json.dumps({"settings": settings, "stage": "a.py"})
+        (folder / f"{name}_run.json").write_text(text)
+    return write_jsonl(folder / f"{name}_metrics.jsonl", list(records) or [record(1)])
+
+
+def table(*paths) -> list[list[str]]:
+    lines = plot_metrics.table_lines(plot_metrics.run_rows(plot_metrics.read_runs([*map(str, paths)])), None)
+    return [line.split() for line in lines]
+
+
+def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path, capsys):
+    same = {"epochs": 2, "use_moe": True, "save_dir": "/x"}
+    falling = [record(i, eval_loss=4.0 - i / 10) for i in range(1, 5)]
+    rising = [record(1, eval_loss=2.0), record(2), record(3, eval_loss=2.5, loss=None)]
+    write_run(tmp_path, "a", same | {"learning_rate": 1e-3, "save_weight": "a"}, falling)
+    write_run(tmp_path, "b", same | {"learning_rate": 3e-3, "save_weight": "b", "packing": False}, rising)
+    write_run(tmp_path, "old")
+    write_run(tmp_path, "damaged", '{"settings": [')
+    head, *rows = table(tmp_path)
+    figures = ["update", "tokens", "seconds", "loss", "eval_loss", "best_eval_loss", "best_update"]
+    assert head == ["run", "learning_rate", "packing", *figures]
+    assert rows[0] == ["b", "0.003", "0", "3", "300", "6.0", "2.0000", "2.5000", "2.0000", "1"]
+    assert rows[1] == ["a", "0.001", "-", "4", "400", "8.0", "0.0000", "3.6000", "3.6000", "4"]
+    assert rows[2:] == [[name, "-", "-", "1", "100", "2.0", "3.0000", "-", "-", "-"] for name in ("damaged", "old")]
+    assert "damaged_run.json is damaged" in capsys.readouterr().err
+    assert table(tmp_path / "old_metrics.jsonl")[0] == ["run", "update", "tokens", "seconds", "loss"]
+
+
+def test_a_run_from_rewards_shows_them(tmp_path):
+    write_run(tmp_path, "a", None, [record(1, reward=0.25, eval_reward=0.5, eval_loss=-0.5), record(2, reward=None)])
+    head, row = table(tmp_path)
+    assert dict(zip(head, row, strict=True)) | {
+        "reward": "0.2500",
+        "eval_reward": "0.5000",
+        "best_update": "1",
+    } == dict(zip(head, row, strict=True))
+    run = plot_metrics.read_runs([str(tmp_path)])["a"]
+    assert not [each for each in run.records if "eval_loss" in each]  # it is no loss to draw
+
+
+def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp_path, capsys):
+    write_run(tmp_path, "good", None, [record(1), record(2)])
+    (tmp_path / "started_metrics.jsonl").write_text("")
+    (tmp_path / "other_metrics.jsonl").write_text("words\n")
+    with open(tmp_path / "good_metrics.jsonl", "ab") as file:
+        file.write(b'\xff\n{"update": 3}\n{"update": 4, "tok')
+    assert [row[0] for row in table(tmp_path)] == ["run", "good"]
+    told = capsys.readouterr().err
+    assert "good_metrics.jsonl: 2 damaged lines" in told and "started" in told and "other" in told
+    (tmp_path / "good_metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"other_metrics.jsonl is not a metrics file.*started"):
+        table(tmp_path)
+
+
+def test_a_wide_table_is_cut_into_blocks_on_a_terminal():
+    rows = [["run", "data_path", "loss"], ["中文" * 4, "x" * 50 + "end", "1.0"], ["b", "y", "12.5"]]
+    assert plot_metrics.table_lines(rows, None)[1] == f"{'中文' * 4}  {'x' * 50}end   1.0"
+    lines = plot_metrics.table_lines(rows, 50)
+    assert lines[1].endswith("xxend") and "…" in lines[1] and "" in lines and len(lines) == 7
+    assert max(map(plot_metrics.columns_of, lines)) <= 50
+    for width in range(1, 60):
+        lines = plot_metrics.table_lines(rows, width)
+        assert sum("12.5" in line for line in lines) == 1
+
+
+def test_fifty_runs_are_one_table(tmp_path):
+    for i in range(50):
+        write_run(tmp_path, f"run{i:02}", {"seed": i}, [record(1, eval_loss=50.0 - i)])
+    rows = table(tmp_path)
+    assert [row[0] for row in rows[1:]] == [f"run{i:02}" for i in reversed(range(50))] and rows[0][1] == "seed"
+
+
+# --- the page
+
+
+def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, start):
+    attack = "<script>alert(1)</script>\"'&"
+    samples = [{"prompt": attack, "answer": attack + "x" * 9999}, {"prompt": 1}, "no sample", None]
+    records = [record(1, warnings=[attack, 3], samples=samples), record(2, samples=[{"prompt": attack, "answer": "B"}])]
+    name = "a<img src=x>$b_中\x1b[31m"
+    write_run(tmp_path, name, {"data_path": attack, "seed": 1}, records)
+    write_run(tmp_path, "_plain", {"seed": 2}, [record(1, eval_loss=2.0)])
+    start(tmp_path, "--html", tmp_path / "runs.html")
+    page = (tmp_path / "runs.html").read_text(encoding="utf-8")
+
+    class Tags(HTMLParser):
+        found: ClassVar[set[str]] = set()
+        texts: ClassVar[list[str]] = []
+
+        def handle_starttag(self, tag, attributes):
+            self.found.add(tag)
+            for key, value in attributes:
+                assert not key.startswith("on") and "url(" not in str(value).replace("url(#", ""), (tag, key)
+                assert key not in ("src", "href") and (not key.endswith("href") or value.startswith("#")), (tag, key)
+
+        def handle_data(self, data):
+            self.texts.append(data)
+
+    Tags().feed(page)
+    assert not Tags.found & {"script", "img", "link", "iframe", "a", "image"} and {"svg", "table"} <= Tags.found
+    text = " ".join(Tags.texts)
+    assert text.count(attack) >= 4 and "update 1:" in text and "a<img src=x>$b_中\\x1b[31m" in text
+    assert "xxx …" in text and "x" * 500 not in text and "\x1b" not in page
+    assert len(page) < 200_000 and "default-src 'none'" in page
 
 
 def test_without_matplotlib_it_says_how_to_get_it(tmp_path, start, monkeypatch):

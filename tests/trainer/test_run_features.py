@@ -1,6 +1,7 @@
 """What belongs to every run, here in a stage script: settings from a file and the environment, early stopping, numbered
 states, TensorBoard, a log file, hooks of a reader's own."""
 
+import json
 import signal
 
 import pytest
@@ -52,6 +53,31 @@ def test_file_environment_and_command_line_in_a_stage_script(corpus, tmp_path):
     again = [*argvs["killed"][:-2], "--resume_from", str(folder / f"pretrain_32_update_{max(numbered):08d}.pth")]
     assert f"update {max(numbered)} of" in run("pretrain", again, Faults(script=env)).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
+    """Of each start, also after a kill, with another number of ranks, and where the file was damaged meanwhile."""
+    path, secret = tmp_path / "out/pretrain_32_run.json", {"MINIMIND_SEED": "4", "SWANLAB_API_KEY": "hush"}
+    argv = flags(corpus, tmp_path, "pretrain", from_resume=1)
+    run("pretrain", argv, Faults(signals={5: signal.SIGKILL}), status=-9, **secret)
+    first = json.loads(path.read_text())
+    assert (first["stage"], first["settings"]["seed"]) == ("trainer/train_pretrain.py", 4)
+    assert first["settings"]["batch_size"] == 8 and first["settings"]["packing"] is False
+    assert first["environment"].items() >= {"ranks": 1, "dtype": "torch.float32", "torch": torch.__version__}.items()
+    assert first["starts"][0]["command"][1:] == argv and "hush" not in path.read_text()
+    run("pretrain", [*argv, "--batch_size", "4"], Faults(signals={3: signal.SIGTERM}), 2, 143, MINIMIND_SEED="4")
+    second = json.loads(path.read_text())
+    assert second["settings"]["batch_size"] == 4 and second["environment"]["ranks"] == 2
+    updates = [start["update"] for start in second["starts"]]
+    assert second["starts"][0] == first["starts"][0] and len(updates) == 2 and 0 < updates[1] < 5
+    path.write_text(path.read_text()[:-20])
+    run("pretrain", argv, MINIMIND_SEED="4")
+    third = json.loads(path.read_text())
+    assert len(third["starts"]) == 1 and third["starts"][0]["update"] > updates[1]
+    run("pretrain", argv[:-2], MINIMIND_SEED="5")  # another run of this name
+    assert json.loads((tmp_path / "out/earlier_1/pretrain_32_run.json").read_text()) == third
+    fourth = json.loads(path.read_text())
+    assert fourth["settings"]["seed"] == 5 and [start["update"] for start in fourth["starts"]] == [0]
 
 
 @pytest.mark.parametrize(

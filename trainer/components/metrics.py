@@ -20,7 +20,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: a line is not a log record.
     """
     records = []
-    for number, line in enumerate(_complete_lines(path), 1):
+    for number, line in enumerate(complete_lines(path), 1):
         record = log_record(line)
         if record is None:
             raise UserError(f"{path}:{number} is not a log record; remove the line")
@@ -28,7 +28,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _complete_lines(path: Path) -> list[bytes]:
+def complete_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
 
 
@@ -53,7 +53,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, total_updates: int, last_update: int | None = None, shown: tuple[str, ...] = ()):
-        before = map(log_record, _complete_lines(path)) if last_update is not None else ()
+        before = map(log_record, complete_lines(path)) if last_update is not None else ()
         kept = [record for record in before if record is not None and record["update"] <= (last_update or 0)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         self.path, self.shown = path, shown

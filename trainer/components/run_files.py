@@ -103,6 +103,11 @@ def metrics_path(save_dir: str | Path, run: str) -> Path:
     return Path(save_dir) / f"{run}_metrics.jsonl"
 
 
+def settings_path(metrics: Path) -> Path:
+    """The file of the settings and the environment of a run, `<run_name>_run.json` beside its log records."""
+    return metrics.with_name(metrics.name.removesuffix(".jsonl").removesuffix("_metrics") + "_run.json")
+
+
 def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: Any) -> Path:
     """The file of the state to resume from: `<checkpoint_dir>/<run_name>_resume.pth`."""
     return Path(checkpoint_dir) / f"{run_name(weight, lm_config)}_resume.pth"

@@ -1,31 +1,40 @@
 """When files are written: checkpoints at the end of an update, the best weights, the last ones, and at a signal."""
 
 import glob
+import json
 import os
+import platform
 import re
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.durable_files import link, sync_folder, write_error
+import torch
+
+from common.durable_files import atomic_write, link, sync_folder, write_error
 from common.errors import Interrupted
 from common.settings import StageArgs
 from trainer.components import run_files
 from trainer.components.checkpoint import lm_checkpoint
-from trainer.components.distributed import Logger, is_main_process, meet
+from trainer.components.distributed import Logger, is_main_process, meet, world_size
 from trainer.components.metrics import MetricsLog
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
 from trainer.components.signals import end_loader_processes
 from trainer.components.state import TrainState
 
+KEPT_STARTS = 19  # of a run that was resumed more often than that, beside the first one
+
 
 def set_earlier_run_aside(args: StageArgs, lm_config: Any) -> None:
-    """Move the checkpoints, metrics and weights of an earlier run of this name into a folder `earlier_<n>` beside them:
-    a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files. Weights that the new
-    run starts from stay where they are, too.
+    """Move the checkpoints, metrics, settings and weights of an earlier run of this name into a folder `earlier_<n>`
+    beside them: a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files. Weights
+    that the new run starts from stay where they are, too.
 
     Raises:
         UserError: the disk is full ...
@@ -36,11 +45,13 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any) -> None:
     weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
     weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
     weights = [path for path in weights if path.is_file()]
-    metrics, start = run_files.metrics_path(out, run), run_files.start_path(out, args.from_weight, lm_config)
+    metrics = run_files.metrics_path(out, run)
+    logs = [path for path in (metrics, run_files.settings_path(metrics)) if path.is_file()]
+    start = run_files.start_path(out, args.from_weight, lm_config)
     if not (old_states or weights):  # it ended before it saved anything
         return
     # states last: a run killed before that finds the rest and sets it aside again
-    files = [(out, metrics)] * metrics.is_file() + [(out, path) for path in weights]
+    files = [(out, path) for path in logs + weights]
     files += [(states, path) for path in old_states]
     taken = [re.fullmatch(r"earlier_(\d+)", path.name) for folder in (states, out) for path in folder.glob("earlier_*")]
     name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
@@ -92,6 +103,31 @@ def description(state: TrainState) -> Description:
     return {"stage": stage, "from_weight": parent} | position | {"data": data, "code": state.code}
 
 
+def write_settings(state: TrainState, path: Path) -> None:
+    """Write what this run is: its settings, command lines, environment, data and code; of the process's environment
+    variables nothing. A resumed run replaces the file and keeps the list of starts.
+
+    Raises:
+        UserError: the disk is full ...
+    """
+    starts: list[Any] = []
+    if state.resumed_update is not None:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # an earlier version wrote none
+            starts = list(json.loads(path.read_bytes())["starts"])
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    starts.append({"time": now, "update": state.update, "command": sys.argv})
+    environment = {"python": platform.python_version(), "platform": platform.platform(), "ranks": world_size()}
+    environment |= {"GPU": torch.cuda.get_device_name(state.device)} if state.device.type == "cuda" else {}
+    content: dict[str, Any] = {
+        "stage": next(iter(state.code), None),
+        "settings": asdict(state.args),
+    }  # the first of its files
+    content |= {"environment": state.computing() | environment, "run": state.run, "code": state.code}
+    content["starts"] = starts[:1] + starts[1:][-KEPT_STARTS:]
+    text = json.dumps(content, indent=1, default=str)  # ASCII: file names may hold bytes that are not UTF-8
+    atomic_write(path, lambda file: file.write(text.encode()))
+
+
 def save_and_stop(state: TrainState, wandb=None) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
     state.expert_load.read(unwrap(state.model))
@@ -115,14 +151,16 @@ def interrupted(state: TrainState) -> Interrupted:
 
 @contextmanager
 def training_files(state: TrainState, wandb=None) -> Iterator[None]:
-    """Wrap training: the files of an earlier run of this name are set aside, unless it is resumed, and the metrics file
-    is opened. A signal waits for the end of an update. However training ends, the files being written are completed: a
-    checkpoint in the background, the metrics file, the tracker's curves; at its normal end the weights are written."""
+    """Wrap training: the files of an earlier run of this name are set aside, unless it is resumed, the settings of this
+    one written, and its metrics file opened. A signal waits for the end of an update. However training ends, the files
+    being written are completed: a checkpoint in the background, the metrics file, the tracker's curves; at its normal
+    end the weights are written."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     if state.resumed_update is None and is_main_process():
         set_earlier_run_aside(state.args, state.lm_config)
     if is_main_process():
         path = run_files.metrics_path(state.args.save_dir, run_files.run_name(state.args.save_weight, state.args))
+        write_settings(state, run_files.settings_path(path))
         shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
         state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, shown)
     try:

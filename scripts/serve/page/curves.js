@@ -13,11 +13,13 @@ const LIVE = 90; // seconds since the last record, for a run that counts as runn
 const COLORS = 8;
 const MANY = 10; // runs from which on the list has a filter
 const FIRST = 3; // runs shown at the first visit
-const LEARNING = ["reward", "eval_reward", "kl", "entropy", "completion_length"]; // from rewards
-const MAIN = ["loss", "eval_loss", ...LEARNING, "learning_rate", "grad_norm", "tokens_per_second", "expert_load"];
+const LEARNING = ["reward", "kl", "entropy", "completion_length"]; // from rewards
+const MAIN = ["loss", ...LEARNING, "learning_rate", "grad_norm", "tokens_per_second", "expert_load"];
+const HELD_OUT = { loss: "eval_loss", reward: "eval_reward" }; // drawn dashed in the same picture
+const FIGURES = ["update", "tokens", "seconds", "loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"];
 const LOSSES = ["mean_loss", "loss"]; // the first of them that a run has is its loss
 const SMOOTHED = ["loss", "reward", "kl", "entropy", "completion_length", "grad_norm", "tokens_per_second"];
-const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|skipped|not_finite)$|_(low|high)$/;
+const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|eval_loss|eval_reward|skipped|not_finite)$|_(low|high)$/;
 const AXES = ["update", "tokens", "seconds"];
 
 const FEW = 16; // runs of which each is shown in full
@@ -27,7 +29,7 @@ const DRAW_EVERY = 600; // milliseconds at least, while curves arrive; drawing t
 
 const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
 const colors = new Map(Array.isArray(view.colors) ? view.colors : []); // name -> colour; a run may have any name
-const known = new Map(); // name -> {columns: Map, records, stride, damaged}, with the size and points it had
+const known = new Map(); // name -> what the server says, columns as a Map, with the size and points it had
 const plots = new Map(); // field -> Plot
 let runs = null; // not known yet
 let timer = 0;
@@ -120,7 +122,8 @@ function draw() {
   if (byId("more").open) place(byId("more-plots"), more);
   byId("more").hidden = !more.length;
   byId("live").hidden = !lines.some((run) => state(run) === "running");
-  drawTable(lines, main);
+  drawTable(lines);
+  drawSamples(lines);
   pause = Math.max(DRAW_EVERY, 3 * (performance.now() - start));
 }
 
@@ -132,7 +135,8 @@ function place(element, fields) {
     if (!plots.has(field)) plots.set(field, new Plot(title(field), point));
     const plot = plots.get(field);
     if (plot.element.parentNode !== element) element.append(plot.element);
-    const lines = shown().filter((run) => column(run, field)).map((run) => line(run, field));
+    const both = (run) => [field, heldOut(run, field)].filter((name) => column(run, name));
+    const lines = shown().flatMap((run) => both(run).map((name) => line(run, name)));
     plot.draw(lines, { x: view.x, end, log: view.log && field !== "expert_load" });
   }
   const wanted = fields.map((field) => plots.get(field).element);
@@ -142,6 +146,9 @@ function place(element, fields) {
 
 const source = (run, field) => (field === "loss" ? LOSSES.find((name) => values(run, name)) : field);
 const column = (run, field) => values(run, source(run, field));
+
+/** What was measured on held-out data; after learning from rewards the held-out loss is minus the reward, and no loss. */
+const heldOut = (run, field) => (field === "loss" && column(run, "eval_reward") ? null : HELD_OUT[field]);
 
 /** A curve: the points that have both values. */
 function line(run, field) {
@@ -157,6 +164,7 @@ function line(run, field) {
   }
   if (field === "loss") base.bad = xs.filter((x, i) => x !== null && isBad(run, i));
   const y = pick(ys);
+  if (field.startsWith("eval_")) return { ...base, name: `${run.name}, ${t("heldOut")}`, y, heldOut: true };
   if (view.smoothing && SMOOTHED.includes(field)) return { ...base, y: smooth(y, view.smoothing), raw: y };
   const [low, high] = [values(run, `${name}_low`), values(run, `${name}_high`)];
   return low && high && shown().length <= FEW ? { ...base, y, low: pick(low), high: pick(high) } : { ...base, y };
@@ -213,24 +221,50 @@ function choose(name, on) {
   look();
 }
 
-function drawTable(lines, fields) {
+/** The runs, the best first: settings that are not the same in all of them, and figures. */
+function drawTable(lines) {
   const place = byId("latest-values");
-  const numbers = fields.filter((field) => field !== "expert_load");
-  const head = [t("run"), t("update"), ...numbers.map(title)].map((text) => h("th", { scope: "col" }, text));
-  const rows = lines.map((run) => {
+  const about = (run) => known.get(run.name);
+  const best = (run) => about(run).figures.best_eval_loss ?? Infinity;
+  const sorted = [...lines].sort((a, b) => best(a) - best(b) || 0); // NaN: both have none
+  const withSettings = lines.map((run) => new Map(Object.entries(about(run).settings))).filter((map) => map.size);
+  const names = [...new Set(withSettings.flatMap((map) => [...map.keys()]))];
+  const settings = names.filter((name) => new Set(withSettings.map((map) => map.get(name))).size > 1);
+  const figures = FIGURES.filter((name) => lines.some((run) => name in about(run).figures));
+  const head = [t("run"), ...settings, ...figures.map(title)].map((text) => h("th", { scope: "col" }, text));
+  const rows = sorted.map((run) => {
     const name = h("td", { class: `c${colorOf(run.name)}` }, h("span", { class: "swatch" }), run.name);
-    const numbersOf = numbers.map((field) => short(last(run, source(run, field)), 4));
-    const cells = [String(last(run, "update") ?? "–"), ...numbersOf].map((value) => h("td", {}, value));
-    return h("tr", {}, name, ...cells);
+    const mine = new Map(Object.entries(about(run).settings));
+    const cells = [...settings.map((each) => mine.get(each) ?? "–"), ...figures.map((each) => figure(run, each))];
+    return h("tr", {}, name, ...cells.map((value) => h("td", {}, value)));
   });
   const notes = lines.flatMap((run) => {
-    const { damaged, stride } = known.get(run.name);
+    const { damaged, stride, warnings } = about(run);
     const thinned = stride > 1 && t("thinned", { n: stride });
-    const remarks = [trouble(run), damaged && t("damaged", { n: damaged }), thinned].filter(Boolean);
+    const warned = warnings.map(([update, text]) => `${t("atUpdate", { n: update })}: ${text}`);
+    const remarks = [trouble(run), ...warned, damaged && t("damaged", { n: damaged }), thinned].filter(Boolean);
     return remarks.map((text) => h("p", { class: "muted" }, `${run.name}: ${text}`));
   });
   place.hidden = !lines.length;
   place.replaceChildren(h("h2", {}, t("table")), table(h("tr", {}, ...head), rows), ...notes);
+}
+
+function figure(run, name) {
+  const value = known.get(run.name).figures[name];
+  if (name.endsWith("update")) return String(value ?? "–");
+  return name === "seconds" && value !== undefined ? duration(value) : short(value, 4);
+}
+
+/** What the runs answered to their sample prompts, and how that changed. */
+function drawSamples(lines) {
+  const sampled = lines.filter((run) => known.get(run.name).samples.length);
+  const answer = ([update, text]) => h("p", {}, h("span", { class: "muted" }, `${t("atUpdate", { n: update })}: `), text);
+  const texts = sampled.flatMap((run) => [
+    h("h2", { class: `c${colorOf(run.name)}` }, h("span", { class: "swatch" }), run.name),
+    ...known.get(run.name).samples.flatMap(([prompt, answers]) => [h("h3", {}, prompt), ...answers.map(answer)]),
+  ]);
+  byId("samples").hidden = !texts.length;
+  byId("sample-texts").replaceChildren(...texts);
 }
 
 // --- the bar of choices

@@ -13,7 +13,7 @@ let count = 0;
 
 /**
  * A picture. draw(lines, {x, end, log}) shows lines of {name, color, x, y} and, if there are any, {raw, low, high,
- * experts, bad}, the last being places that are marked; `onMove(at)` is called with the place of the pointer, null when it leaves; point(at) shows a place.
+ * experts, bad, heldOut}: `bad` are places that are marked, `heldOut` is dashed; `onMove(at)` is called with the place of the pointer, null when it leaves; point(at) shows a place.
  */
 export class Plot {
   constructor(title, onMove) {
@@ -109,7 +109,7 @@ export class Plot {
     return text;
   }
 
-  curve({ color, x, y, raw, low, high, experts, bad }) {
+  curve({ color, x, y, raw, low, high, experts, bad, heldOut }) {
     const group = s("g", { class: `c${color}` });
     if (experts) {
       const even = this.atY(1 / experts.length);
@@ -126,7 +126,7 @@ export class Plot {
       if (kept.length) group.append(s("path", { class: "band", d: `${there}${back.replace("M", "L")}Z` }));
     }
     if (raw) group.append(s("path", { class: "faint", d: this.path(x, raw) }));
-    group.append(s("path", { class: "line", d: this.path(x, y) }));
+    group.append(s("path", { class: heldOut ? "line held-out" : "line", d: this.path(x, y) }));
     for (const at of bad ?? []) group.append(this.badMark(this.atX(at)));
     if (x.length < FEW) group.append(...this.dots({ x, y }, x.map((_, i) => i), "point", 2.6));
     return [group];

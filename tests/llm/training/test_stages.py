@@ -1,5 +1,6 @@
 """Every stage as an engine task: the numbers, files and checkpoints of its script, bit for bit."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -79,6 +80,10 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     (one, log), (other, others) = (everything(tmp_path / folder, name) for folder in ("script", "engine"))
     assert_same_tensors(one, other)
     assert log == others and len(log) >= 3 and any("eval_loss" in record for record in log)
+    about = [json.loads((tmp_path / f"{each}/out/{name}_run.json").read_text()) for each in ("script", "engine")]
+    assert len({each["stage"] for each in about}) == 1 and about[0]["run"] == about[1]["run"]
+    assert about[0]["settings"].keys() <= about[1]["settings"].keys()
+    assert [start["update"] for start in about[0]["starts"]] == [0] and len(about[1]["starts"]) == 2
 
 
 def test_every_stage_is_a_task_with_the_flags_and_defaults_of_its_script():

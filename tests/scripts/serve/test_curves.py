@@ -68,6 +68,26 @@ def test_no_name_leads_out_of_the_folder(folder, get, tmp_path):
         assert refused.type is ValueError or refused.value.code in (404, 307)
 
 
+def test_a_run_comes_with_its_settings_figures_warnings_and_samples(folder, get, tmp_path):
+    more = {"warnings": ["few updates"], "samples": [{"prompt": "a", "answer": "x" * 9999}, {"prompt": 1}, 2]}
+    append(folder / "about_64_metrics.jsonl", record(1, **more, eval_loss=2.5), record(2, eval_loss=2.75, reward=None))
+    answer = get("runs/about_64")
+    assert answer["settings"] == {} and answer["warnings"] == [[1, "few updates"]]
+    assert answer["samples"] == [["a", [[1, "x" * 400 + " …"]]], ["1", [[1, "none"]]]]
+    figures = {"update": 2, "tokens": 200, "seconds": 1.0, "loss": 0.5, "eval_loss": 2.75}
+    assert answer["figures"] == figures | {"best_eval_loss": 2.5, "best_update": 1}
+    about = folder / "about_64_run.json"
+    about.write_text(json.dumps({"settings": {"seed": 1, "packing": True, "save_dir": "/x", "odd": math.nan}}))
+    settings = {"stage": "none", "seed": "1", "packing": "1", "odd": "nan"}
+    assert get("runs/about_64")["settings"] == settings  # although the metrics did not change
+    about.write_text('{"settings": [')
+    assert get("runs/about_64")["settings"] == {}
+    (tmp_path / "secret.json").write_text(json.dumps({"settings": {"seed": 1}}))
+    about.unlink()
+    about.symlink_to(tmp_path / "secret.json")
+    assert get("runs/about_64")["settings"] == {}
+
+
 def test_damaged_lines_are_left_out_and_counted(folder, get):
     path = folder / "damaged_64_metrics.jsonl"
     append(path, record(1))

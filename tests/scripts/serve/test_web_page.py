@@ -51,7 +51,7 @@ def curve(page, title: str) -> list[str]:
     """The lines of a picture, as paths."""
     script = """
         const named = [...document.querySelectorAll('.plot')].filter((plot) => plot.innerText.startsWith(arguments[0]));
-        const lines = named.flatMap((plot) => [...plot.querySelectorAll('.line, .thin')]);
+        const lines = named.flatMap((plot) => [...plot.querySelectorAll('.line:not(.held-out), .thin')]);
         return lines.map((line) => line.getAttribute('d'));"""
     return page.run(script, title)
 
@@ -624,9 +624,11 @@ def curves(page, server, folder):
 
 def test_curves_of_all_runs_on_one_picture(curves):
     titles = [element.text for element in curves.all("#plots .plot h2")]
-    names = ["Loss", "Held-out loss", "Learning rate", "Gradient norm", "Tokens per second", "Experts’ load"]
-    assert titles == [name for name in names if name != "Tokens per second"]
-    assert [len(curve(curves, title)) for title in titles] == [2, 1, 2, 2, 2]
+    assert titles == ["Loss", "Learning rate", "Gradient norm", "Experts’ load"]
+    assert [len(curve(curves, title)) for title in titles] == [2, 2, 2, 2]
+    assert len(curves.all("#plots .held-out")) == 1 and "second_64, held-out 2" in curves.one(
+        "#plots .plot:first-child svg"
+    ).get_attribute("aria-label")
     curves.click("#more summary")
     curves.wait(lambda: curves.text("#more-plots h2") == "eval accuracy" and len(curves.all("#more-plots h2")) == 1)
     long, short = sorted(map(points, curve(curves, "Loss")), key=len, reverse=True)
@@ -643,11 +645,53 @@ def test_a_run_that_learns_from_rewards_shows_how(curves, folder):
     append(folder / "grpo_64_metrics.jsonl", *(record(i, **figures, eval_reward=i / 10) for i in range(1, 6)))
     curves.wait(lambda: "grpo_64" in curves.text("#runs"))
     curves.click('[data-run="grpo_64"]')
-    names = ["Reward", "Held-out reward", "KL from the reference", "Entropy per token", "Tokens of a completion"]
+    names = ["Reward", "KL from the reference", "Entropy per token", "Tokens of a completion"]
     curves.wait(lambda: len(curve(curves, names[0])) == 1)
     titles = [element.text for element in curves.all("#plots .plot h2")]
-    assert titles[2:7] == names and [len(curve(curves, title)) for title in names] == [1] * 5
+    assert titles[1:5] == names and [len(curve(curves, title)) for title in names] == [1] * 4
+    assert len(curves.all("#plots .plot:nth-child(2) .held-out")) == 1
     assert "samples" not in curves.one("#plots").get_attribute("textContent")
+
+
+def test_the_table_of_runs_and_their_samples(curves, folder):
+    attack = "<img src=x onerror=alert(1)>"
+    answers = [{"samples": [{"prompt": attack, "answer": f"answer {i}"}], "eval_loss": 3.0 - i} for i in (1, 2)]
+    append(folder / "sampled_64_metrics.jsonl", *(record(i + 1, **each) for i, each in enumerate(answers)))
+    append(folder / "sampled_64_metrics.jsonl", record(3, warnings=[attack]))
+    for name, rate in (("sampled", 0.5), ("second", 0.25)):
+        settings = {"learning_rate": rate, "constructor": attack, "save_dir": name}
+        (folder / f"{name}_64_run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
+    append(folder / "second_64_metrics.jsonl", record(11))
+    curves.wait(lambda: "sampled_64" in curves.text("#runs"))
+    curves.click('[data-run="sampled_64"]')
+    curves.wait(lambda: "sampled_64" in curves.text("#latest-values"))
+    head = [cell.text for cell in curves.all("#latest-values th")]
+    named = [
+        "Run",
+        "learning_rate",
+        "Updates",
+        "Tokens",
+        "Time",
+        "Loss",
+        "Held-out loss",
+        "Best held-out loss",
+        "at update",
+    ]
+    assert head == named
+    rows = [[cell.text for cell in row.find_elements("css selector", "td")] for row in curves.all("#latest-values tr")]
+    rows = [row for row in rows if row]
+    assert [row[:3] for row in rows] == [
+        ["sampled_64", "0.5", "3"],
+        ["second_64", "0.25", "11"],
+        ["first_64", "–", "30"],
+    ]
+    assert rows[0][-3:] == ["1", "1", "2"] and rows[2][-3:] == ["–", "–", "–"]
+    assert f"sampled_64: update 3: {attack}" in curves.text("#latest-values")
+    curves.click("#samples summary")
+    curves.wait(lambda: "update 2: answer 2" in curves.text("#sample-texts"))
+    append(folder / "sampled_64_metrics.jsonl", record(4, samples=[{"prompt": attack, "completion": "more"}]))
+    curves.wait(lambda: "update 4: more" in curves.text("#sample-texts"))  # it stays open while the file grows
+    assert "update 1: answer 1" in curves.text("#sample-texts") and attack in curves.text("#sample-texts")
 
 
 def test_curves_move_while_a_file_grows(curves, folder):

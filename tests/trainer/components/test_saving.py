@@ -13,7 +13,7 @@ from trainer.components.metrics import MetricsLog
 from trainer.components.saving import set_earlier_run_aside
 
 STATES = ("w_512_resume.pth", "w_512_resume_previous.pth", "w_512_update_00000002.pth", "w_512_best_resume.pth")
-OUT = ("w_512_metrics.jsonl", "w_512.pth", "w_best_512.pth")
+OUT = ("w_512_metrics.jsonl", "w_512_run.json", "w_512.pth", "w_best_512.pth")
 
 
 def earlier_run(folder: Path, weight: str = "w") -> StageArgs:
@@ -30,7 +30,7 @@ class Killed(BaseException):
     """Stands for kill -9."""
 
 
-@pytest.mark.parametrize("step", range(18))
+@pytest.mark.parametrize("step", range(20))
 def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
     """The metrics, too, which the new run would write over: after a second start each file is in some `earlier_<n>`."""
     args = earlier_run(tmp_path)
