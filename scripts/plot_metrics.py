@@ -86,7 +86,7 @@ def read_run(path: Path) -> Run:
         what = f"is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
         raise UserError(f"{path} {what if lines else 'holds no records yet; they come every --log_interval'}")
     if len(records) < len(lines):
-        warn(f"{path}: {len(lines) - len(records)} damaged lines are left out")
+        warn(f"{path}: damaged lines, left out: {len(lines) - len(records)}")
     settings = read_settings(path)
     if settings is None:
         warn(f"{settings_path(path)} is damaged: the settings of this run are not shown")

@@ -538,7 +538,7 @@ def test_the_cheap_commands_run_on_the_files_that_they_name(command, tmp_path, m
     texts = [json.dumps({"text": f"{i} ships lie in the harbour of Reedmarsh."}) for i in range(40)]
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]
     record = {"update": 1, "tokens": 9, "seconds": 1.0, "loss": 2.0, "reward": 0.5}
-    runs = ["demo/pretrain_256", "pretrain_512", "full_sft_512", "full_sft_768", "sums_grpo_256"]
+    runs = ["demo/pretrain_256", "pretrain_512", "full_sft_512", "full_sft_768", "sums_grpo_256", "rates/rate_1e-3_64"]
     files = {"data/pretrain.jsonl": texts, "data/sft.jsonl": [json.dumps({"messages": turns})] * 40}
     files |= {f"out/{name}_metrics.jsonl": [json.dumps(record)] for name in runs}
     for name, lines in files.items():

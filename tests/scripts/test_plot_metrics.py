@@ -213,7 +213,7 @@ def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp
         file.write(b'\xff\n{"update": 3}\n{"update": 4, "tok')
     assert [row[0] for row in table(tmp_path)] == ["run", "good"]
     told = capsys.readouterr().err
-    assert "good_metrics.jsonl: 2 damaged lines" in told and "started" in told and "other" in told
+    assert "good_metrics.jsonl: damaged lines, left out: 2" in told and "started" in told and "other" in told
     (tmp_path / "good_metrics.jsonl").unlink()
     with pytest.raises(UserError, match=r"other_metrics.jsonl is not a metrics file.*started"):
         table(tmp_path)
