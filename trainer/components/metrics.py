@@ -29,6 +29,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def complete_lines(path: Path) -> list[bytes]:
+    """The lines of a file that are written to their end."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
 
 
