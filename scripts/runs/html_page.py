@@ -29,7 +29,7 @@ def html_page(rows: list[list[str]], figure: Any, runs: list[tuple[Summary, dict
     for name, (summary, settings, about) in zip(names, runs, strict=True):
         parts.append(f"<h2>{name}</h2>")
         parts += [f'<p class="warning">update {update:,}: {escape(text)}</p>' for update, text in summary.warnings]
-        for prompt, answers in summary.samples.items():
+        for prompt, answers in [*summary.samples.items(), *summary.rollout.items()]:
             found = [(f"update {update:,}", escape(text)) for update, text in answers]
             parts.append(_table([("<b>prompt</b>", f"<b>{escape(prompt)}</b>"), *found]))
         folded = {"environment": about.pop("environment", None), "settings": settings, "starts, data and code": about}

@@ -13,7 +13,7 @@ LAST = ("update", "tokens", "seconds", "loss", "eval_loss", "reward", "eval_rewa
 FIGURES = (*LAST[:5], "best_eval_loss", "best_update", *LAST[5:])
 PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "from_resume", "resume_from", "log_file", "log_dir"}
 PLACES |= {"tensorboard_dir"}  # settings that say where a run lies, not what it does
-PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 6, 5, 20, 400  # that are kept of a run; characters of a text
+PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
 
 
 def finite_number(value: Any) -> float:
@@ -25,13 +25,14 @@ class Summary:
     """What the records of a run come to; `add` takes them one by one, the oldest first.
 
     figures: values of FIGURES, as far as there are any. warnings: (update, text). samples: prompt -> (update, answer),
-    the first and the last ones; an answer that did not change is not repeated.
+    the first and the last ones; an answer that did not change is not repeated. rollout: the same of the last rollout.
     """
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
         self.warnings: list[tuple[int, str]] = []
         self.samples: dict[str, list[tuple[int, str]]] = {}
+        self.rollout: dict[str, list[tuple[int, str]]] = {}
 
     def add(self, record: dict[str, Any]) -> None:
         """Take a record; one whose update is no sensible number is left out."""
@@ -45,17 +46,17 @@ class Summary:
             self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": update}
         warnings, samples = (each if isinstance(each := record.get(n), list) else [] for n in ("warnings", "samples"))
         self.warnings = [*self.warnings, *((update, _text(each)) for each in warnings)][:WARNINGS]
-        for sample in samples[:PROMPTS]:
-            if isinstance(sample, dict) and "prompt" in sample:
-                self._add_answer(update, _text(sample["prompt"]), _text(sample.get("answer", sample.get("completion"))))
-
-    def _add_answer(self, update: int, prompt: str, answer: str) -> None:
-        answers = self.samples.setdefault(prompt, [])
-        if not answers or answers[-1][1] != answer:
-            answers.append((update, answer))
-        del answers[1 : 1 - ANSWERS]
-        if len(self.samples) > PROMPTS:  # other prompts in each record: the oldest goes
-            del self.samples[min(self.samples, key=lambda each: len(self.samples[each]))]
+        found = [sample for sample in samples[:PROMPTS] if isinstance(sample, dict) and "prompt" in sample]
+        if any("reward" in sample for sample in found):  # of a rollout, each of which has other prompts
+            self.rollout = {}
+        for sample in found:
+            kept = self.rollout if "reward" in sample else self.samples
+            answers = kept.setdefault(_text(sample["prompt"]), [])
+            answer = _text(sample.get("answer", sample.get("completion")))
+            answers += [(update, answer)] if not answers or answers[-1][1] != answer else []
+            del answers[1 : 1 - ANSWERS]
+        for prompt in [*self.samples][:-PROMPTS]:
+            del self.samples[prompt]
 
 
 def _text(value: Any) -> str:

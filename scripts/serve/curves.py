@@ -86,6 +86,7 @@ def curves(path: Path, points: int) -> dict[str, Any]:
     if loads:
         columns[LOAD] = [list(load) if None not in load else None for load in zip(*loads, strict=True)]
     sums = {"figures": summary.figures, "warnings": summary.warnings, "samples": [*summary.samples.items()]}
+    sums["samples"] += [*summary.rollout.items()]
     return {"records": len(table), "stride": stride, "damaged": damaged, "columns": columns} | sums
 
 
