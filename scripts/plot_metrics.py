@@ -229,9 +229,7 @@ def main() -> None:
         say(line)
     if not (args.png or args.html):
         return
-    warnings.filterwarnings(
-        "ignore", "Glyph .* missing", UserWarning
-    )  # of a name: it has a box there, in HTML the sign
+    warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # in Chinese names; in HTML they are there
     figure = draw({name: run.records for name, run in runs.items()}, args.x or AXES[0], args.panels or PANELS)
     written = {"--png": args.png, "--html": args.html}
     for flag, path in ((flag, path) for flag, path in written.items() if path):
