@@ -9,6 +9,7 @@ begin a line has its index instead (`place`).
 import glob
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -37,6 +38,7 @@ READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Any]]]] = {
     ".arrow": read_arrow,
     ".feather": read_arrow,
 }
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"  # a weight of a source
 DAMAGED = "the compressed file is damaged or cut off"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of data, of `datasets`
 
@@ -55,6 +57,26 @@ def how_read(path: str, text_separator: str) -> str:
     if kind == PLAIN_TEXT:
         return f"{kind} {text_separator.strip()!r} "
     return f"{kind} " if kind in (".csv", ".tsv") else ""
+
+
+def split_weights(data_path: str) -> tuple[list[str], list[float]]:
+    """The sources of a data path and their weights: `a.jsonl:0.7,b/*.jsonl:0.3` -> (["a.jsonl", "b/*.jsonl"], [0.7,
+    0.3]). Without weights ([data_path], []). A path that exists as typed has no weight.
+    Raises UserError for a weight that is not a number above 0, and where some sources have one and others have not.
+    """
+    paths, weights = [], []
+    for part in () if os.path.lexists(data_path) else filter(None, map(str.strip, data_path.split(","))):
+        path, _, weight = part.rpartition(":")
+        if path and re.fullmatch(NUMBER, weight.strip()) and not os.path.lexists(part):
+            paths.append(path)
+            weights.append(float(weight))
+            if not 0 < weights[-1] < float("inf"):
+                raise UserError(f"--data_path: the weight of {part} must be a number above 0")
+        else:
+            paths.append(part)
+    if weights and len(weights) < len(paths):
+        raise UserError(f"--data_path {data_path}: give each of the {len(paths)} sources a weight, or none of them")
+    return (paths, weights) if weights else ([data_path], [])
 
 
 def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[str]:

@@ -58,32 +58,27 @@ def collate_flat(rows: list[list[dict]]) -> dict:
 
 
 class TokenDataset(Dataset):
-    """Items of a token cache. Worker processes receive only its path and open the memory maps again.
-
-    Attributes:
-        chosen: which items an epoch consists of, each as often as it stands here, such as [0, 2, 2]; None: each once.
-    """
-
-    chosen: np.ndarray | None = None  # integers [items of an epoch]
+    """Items of a token cache. Worker processes receive only its path and open the memory maps again."""
 
     def __init__(self, cache: TokenCache, packing: bool = False):
         self.cache, self.packing = cache, packing
 
     def __len__(self) -> int:
-        return self.num_items if self.chosen is None else len(self.chosen)
-
-    def __getitem__(self, index: int) -> list[dict]:
-        index = range(len(self))[index]
-        item = index if self.chosen is None else int(self.chosen[index])
-        return [self._sample(sample_id) for sample_id in self.samples_of(item)]
-
-    @property
-    def num_items(self) -> int:
-        """Items that there are to choose from."""
         return len(self.cache.row_offsets) - 1 if self.packing else len(self.cache)
 
+    def __getitem__(self, index: int) -> list[dict]:
+        return [self._sample(sample_id) for sample_id in self.samples_of(range(len(self))[index])]
+
     @property
-    def tokens(self) -> int:
+    def item_tokens(self) -> np.ndarray:
+        """Tokens of each item, integers [items]."""
+        lengths = np.diff(self.cache.offsets)
+        if not self.packing:
+            return lengths
+        return np.add.reduceat(lengths[self.cache.row_samples], self.cache.row_offsets[:-1].astype(np.int64))
+
+    @property
+    def num_tokens(self) -> int:
         """Tokens of all samples."""
         return int(self.cache.offsets[-1])
 
@@ -104,8 +99,8 @@ class TokenDataset(Dataset):
         if not self.packing:
             return ""
         samples, row = len(self.cache), self.cache.meta["max_length"]
-        text = f"packing: {samples:,} samples in {self.num_items:,} rows of {row} tokens, "
-        return text + f"{self.tokens / (self.num_items * row):.1%} filled, no sample split"
+        text = f"packing: {samples:,} samples in {len(self):,} rows of {row} tokens, "
+        return text + f"{self.num_tokens / (len(self) * row):.1%} filled, no sample split"
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
         """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
@@ -166,10 +161,13 @@ class DPODataset(StageDataset):
     kind = "dpo"
     collate: Callable[[list], dict] = staticmethod(collate_pairs)
 
-    @property
-    def num_items(self) -> int:
-        """Pairs."""
+    def __len__(self) -> int:
         return len(self.cache) // 2
+
+    @property
+    def item_tokens(self) -> np.ndarray:
+        """Tokens of each pair, integers [pairs]."""
+        return np.diff(self.cache.offsets).reshape(-1, 2).sum(axis=1)
 
     def samples_of(self, item: int) -> Sequence[int]:
         """The ids of the chosen and the rejected answer of a pair."""

@@ -141,7 +141,7 @@ class PromptDataset(Dataset):
         self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts), source))
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(prompt.input_ids) for prompt in self.prompts)
 

@@ -13,7 +13,7 @@ import signal
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, say
 from common.settings import StageArgs, add_flags, settings_of
-from dataset.data_files import describe_files
+from dataset.data_files import describe_files, split_weights
 from dataset.held_out import Part
 from dataset.lm_dataset import TokenDataset
 from dataset.report import format_report
@@ -69,10 +69,12 @@ def main() -> None:
     tokenizer = load_tokenizer(args.tokenizer_path)
     options = {name: getattr(args, name) for name in ("num_proc", *OPTIONS)}
     length = args.max_seq_len or STAGE_LENGTH[args.kind]
-    for held_out in (False, True) if args.eval_share else (False,):
-        part = Part(args.eval_share, held_out)
-        cache = build_token_cache(args.kind, args.data_path, tokenizer, length, **options, part=part)
-        show(TokenDataset(cache, packing=bool(args.packing) and not held_out), tokenizer, args.samples)
+    paths, _ = split_weights(args.data_path)
+    parts = [(path, Part(args.eval_share)) for path in paths]
+    parts += [(",".join(paths), Part(args.eval_share, held_out=True))] * bool(args.eval_share)
+    for path, part in parts:
+        cache = build_token_cache(args.kind, path, tokenizer, length, **options, part=part)
+        show(TokenDataset(cache, packing=bool(args.packing) and not part.held_out), tokenizer, args.samples)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def test_prompts_are_chosen_by_what_is_asked(write, tokenizer, tmp_path):
 
     def read(records, held_out):
         data = PromptDataset(write("p.jsonl", records), tokenizer, 64, str(tmp_path), part=Part(0.2, held_out))
-        assert data.records == len(data) and data.tokens == sum(len(prompt.input_ids) for prompt in data)
+        assert data.records == len(data) and data.num_tokens == sum(len(prompt.input_ids) for prompt in data)
         return data, {prompt.messages[-1]["content"] for prompt in data}
 
     one = [{"prompt": text, "answer": "1"} for text in QUESTIONS]

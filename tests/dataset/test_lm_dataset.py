@@ -4,8 +4,6 @@ import copy
 import itertools
 import json
 import pickle
-import re
-import textwrap
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ from torch.utils.data import DataLoader
 
 from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
-from tests.conftest import ROOT
-from trainer.components.loaders import epoch_loader
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
 CHATS = [
@@ -204,23 +200,3 @@ def test_real_conversations_pack_well(tokenizer, shared, cache_dir):
             checked += text == answer + "<|im_end|>"
             assert text == answer + "<|im_end|>" or len(sample["input_ids"]) == 768
     assert checked > 50
-
-
-def test_two_sources_in_a_ratio(write, tokenizer, cache_dir):
-    """The lines of the manual: 30 % of the second file, however large it is."""
-    (code,) = re.findall(
-        r"```python\n(    is_second.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    first = write("a.jsonl", [{"text": f"a {i}"} for i in range(70)])
-    for count in (7, 500):
-        second = write("b.jsonl", [{"text": f"b {i}"} for i in range(count)])
-        train_set = PretrainDataset(f"{first},{second}", tokenizer, 64, cache_dir=cache_dir)
-        exec(textwrap.dedent(code), {"np": np, "train_set": train_set})
-        sources = [train_set.cache.source(train_set[i][0]["sample_id"]) for i in range(len(train_set))]
-        assert len(train_set) == 100 and sum("b.jsonl" in source for source in sources) == 30
-        assert len({source for source in sources if "a.jsonl" in source}) == 70
-        assert len({source for source in sources if "b.jsonl" in source}) == min(count, 30)
-        epoch = {int(i) for batch in epoch_loader(train_set, 8, 1, 0).batch_sampler for i in batch}
-        assert epoch == set(range(100)) and len(pickle.loads(pickle.dumps(train_set))) == 100
-        with pytest.raises(IndexError):
-            train_set[100]

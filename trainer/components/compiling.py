@@ -41,7 +41,7 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 def operations(args: StageArgs, train_set: TokenDataset) -> float:
     """Roughly the floating-point operations of a run, of each thread of a rank."""
     weights = 12.0 * args.num_hidden_layers * args.hidden_size**2
-    return 6.0 * weights * train_set.tokens * args.epochs / (world_size() * torch.get_num_threads())
+    return 6.0 * weights * train_set.num_tokens * args.epochs / (world_size() * torch.get_num_threads())
 
 
 def has_compiler() -> bool:

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
-from dataset.data_files import expand_paths
+from dataset.data_files import expand_paths, split_weights
 from dataset.held_out import ALL, Part
 from dataset.lm_dataset import StageDataset
+from dataset.mixing import MixedDataset
 from dataset.rollout_prompts import PromptDataset
 from trainer.components.distributed import world_size
 from trainer.components.loaders import epoch_loader, epoch_order, eval_loader
@@ -31,7 +32,7 @@ def check_data_paths(args: StageArgs) -> None:
     if args.data_path == type(args).data_path and not Path(args.data_path).exists():
         demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
-    for data_path in filter(None, (args.data_path, args.eval_data_path)):
+    for data_path in filter(None, (*split_weights(args.data_path)[0], args.eval_data_path)):
         expand_paths(data_path)
 
 
@@ -39,10 +40,10 @@ def open_held_out(args: StageArgs, train: D, open_part: Callable[[str, Part], D]
     """The held-out data, if the settings name some. `open_part`: opens a part of the records of a data path."""
     if not args.eval_share:
         return open_part(args.eval_data_path, ALL) if args.eval_data_path else None
-    held_out = open_part(cast(str, args.data_path), Part(args.eval_share, held_out=True))
+    held_out = open_part(",".join(split_weights(cast(str, args.data_path))[0]), Part(args.eval_share, held_out=True))
     if launch().rank == 0:
         records = f"{held_out.records:,} of {held_out.records + train.records:,} records"
-        tokens = f"{held_out.tokens:,} of {held_out.tokens + train.tokens:,} tokens"
+        tokens = f"{held_out.num_tokens:,} of {held_out.num_tokens + train.num_tokens:,} tokens"
         say(f"held out by --eval_share {args.eval_share:g}: {records}, {tokens}")
     return held_out
 
@@ -63,12 +64,17 @@ def open_datasets(
     def open_part(data_path: str, part: Part, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, part=part, **options)
 
-    train = open_part(cast(str, args.data_path), Part(args.eval_share), args.packing)
+    paths, weights = split_weights(cast(str, args.data_path))
+    sources = [open_part(path, Part(args.eval_share), args.packing) for path in paths]
+    train = MixedDataset(list(zip(paths, sources, strict=True)), weights) if weights else sources[0]
     ranks = launch().world_size
     if ranks > len(train):
         raise UserError(f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes")
-    if args.packing and launch().rank == 0:
-        say(train.describe())
+    if launch().rank == 0:
+        for source in sources if args.packing else ():
+            say(source.describe())
+        if isinstance(train, MixedDataset):
+            train.report(args.epochs)
     return train, open_held_out(args, train, open_part)
 
 
@@ -77,7 +83,9 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
     --num_iterations times, update by update. For another order of the samples change `order`; a second source of them
     is another `epoch_loader` (loaders.py)."""
     order = epoch_order(len(train_set), args.seed, epoch)
-    if not isinstance(train_set, StageDataset):
+    if isinstance(train_set, MixedDataset):
+        order = train_set.items_of_epoch(args.seed, epoch)[order]
+    elif not isinstance(train_set, StageDataset):
         per_update = prompts_per_update(args)
         updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
         order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
@@ -114,6 +122,8 @@ def open_prompts(
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """The training and held-out (or None) prompts. Raises UserError."""
     check_data_paths(args)
+    if split_weights(args.data_path)[1]:
+        raise UserError(f"--data_path {args.data_path}: prompts are not mixed by weight; leave the weights out")
     options: dict[str, Any] = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")}
     options |= {"tools": tools, "enable_thinking": args.open_thinking}
 

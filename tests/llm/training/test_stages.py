@@ -29,7 +29,7 @@ TEACHER = {"from_teacher_weight": "start", "teacher_use_moe": "0"}
 RUNS = {
     "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}, "pretrain"),
     "full_sft": ("sft", TRAINED | {"use_moe": 1}, "full_sft"),
-    "lora": ("sft", TRAINED | {"lora_rank": 4}, "lora_medical"),
+    "lora": ("sft", TRAINED | SPLIT | {"lora_rank": 4}, "lora_medical"),
     "dpo": ("dpo", TRAINED | SPLIT | {"beta": 0.2, "rpo_alpha": 0.5, "batch_size": 4}, "dpo"),
     "distillation": ("sft", TRAINED | TEACHER | {"alpha": 0.3}, "full_dist"),
     "grpo": ("rl", ROLLOUTS | SPLIT | {"num_generations": 2, "beta": 0.1}, "grpo"),
@@ -56,7 +56,8 @@ def argv(data, folder: Path, stage: str, **extra) -> list[str]:
     for path in data["start"].glob("*.pth"):
         (folder / "out" / path.name).write_bytes(path.read_bytes())
     kind, settings, _ = RUNS[stage]
-    return flags(data, folder, kind, **(settings | extra))
+    mixed = {"data_path": f"{data['sft']}:0.3,{data['sft_eval']}:0.7"} if stage == "lora" else {}
+    return flags(data, folder, kind, **(settings | mixed | extra))
 
 
 def everything(folder: Path, name: str) -> tuple:

@@ -1,0 +1,159 @@
+"""Sources mixed by weight: their shares, what an epoch consists of, and the weights of a data path."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from dataset.data_files import split_weights
+from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, collate_flat
+from dataset.mixing import MixedDataset, even_order
+from trainer.components.loaders import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(st.just(7), min_size=1, max_size=40)
+
+
+class FakeSource:
+    """Items of these lengths, a sample each."""
+
+    def __init__(self, lengths: list[int]):
+        self.item_tokens, self.num_tokens, self.cache = np.array(lengths), sum(lengths), lengths
+        self.packing, self.kind, self.collate = False, "pretrain", collate_flat
+
+    def __len__(self) -> int:
+        return len(self.item_tokens)
+
+
+def mixed(lengths: list[list[int]], weights: list[float]) -> MixedDataset:
+    return MixedDataset([(f"s{i}", FakeSource(each)) for i, each in enumerate(lengths)], weights)  # pyrefly: ignore
+
+
+@settings(max_examples=200)
+@given(lengths=LENGTHS, seed=st.integers(0, 2**63 - 1))
+def test_every_stretch_of_the_order_has_its_share_of_the_tokens(lengths, seed):
+    """However many items in a row, from wherever, also across the end."""
+    lengths = np.array(lengths)
+    order = even_order(lengths, [seed, 0, 0])
+    assert sorted(order) == list(range(len(lengths)))
+    sums = np.cumsum(np.concatenate([[0], np.tile(lengths[order], 2)]))
+    counts = np.arange(len(sums))
+    off = (sums[None, :] - sums[:, None]) - (counts[None, :] - counts[:, None]) * lengths.mean()
+    assert abs(off).max() <= lengths.max() - lengths.min() + 1e-6
+
+
+@settings(max_examples=200)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_shares_are_exact_and_all_samples_are_seen_equally_often(data, seed):
+    lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=4))
+    weights = [data.draw(st.floats(0.01, 100)) for _ in lengths]
+    train, total = mixed(lengths, weights), sum(map(sum, lengths))
+    seen = np.zeros(train.first_items[-1], dtype=int)
+    flat = np.concatenate([np.array(each) for each in lengths])
+    for epoch in range(5):
+        items = train.items_of_epoch(seed, epoch)
+        assert len(items) == len(train) == sum(train.counts)
+        assert np.array_equal(items, train.items_of_epoch(seed, epoch))
+        np.add.at(seen, items, 1)
+        for i, (first, end) in enumerate(itertools.pairwise(train.first_items)):
+            own = items[(items >= first) & (items < end)]
+            share = weights[i] / sum(weights) * total
+            assert len(own) == train.counts[i]
+            assert abs(flat[own].sum() - share) <= 2 * max(
+                lengths[i]
+            )  # half an item of rounding, less than one of order
+            assert seen[first:end].max() - seen[first:end].min() <= 1
+    assert seen.sum() == 5 * len(train)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), batch=st.integers(1, 5), ranks=st.integers(1, 4), skip=st.integers(0, 6))
+def test_ranks_and_skipped_batches_are_parts_of_one_order(data, batch, ranks, skip):
+    lengths = data.draw(st.lists(LENGTHS, min_size=2, max_size=3))
+    train = mixed(lengths, [1.0] * len(lengths))
+    order = train.items_of_epoch(3, 2)[epoch_order(len(train), 3, 2)]
+    shares = [rank_share(order, batch, rank, ranks) for rank in range(ranks)]
+    assert sorted(np.concatenate(shares)) == sorted(order)
+    steps = -(-len(order) // (batch * ranks))
+    batches = [list(SkipBatchSampler(share, batch, 0, steps)) for share in shares]
+    assert [i for step in zip(*batches, strict=True) for each in step for i in each] == order.tolist()
+    for share, whole in zip(shares, batches, strict=True):
+        assert list(SkipBatchSampler(share, batch, skip, steps)) == whole[skip:]
+    assert steps_per_epoch(len(train), batch) == -(-len(order) // batch)
+
+
+def test_the_part_of_an_epoch_is_another_one_in_the_next():
+    train = mixed([[5] * 100, [5] * 100], [1, 3])
+    epochs = [set(train.items_of_epoch(1, epoch).tolist()) for epoch in range(2)]
+    assert train.counts == [50, 150] and not {i for i in epochs[0] & epochs[1] if i < 100}
+    assert {i for i in epochs[0] | epochs[1] if i < 100} == set(range(100))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", [PretrainDataset, SFTDataset, DPODataset])
+def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer, cache_dir):
+    """Numbered through; a row holds samples of one source; what makes up the run is in the fingerprint."""
+
+    def chat(text):
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
+
+    def record(text):
+        pair = {"chosen": chat(text), "rejected": chat(text + "!")}
+        return {PretrainDataset: {"text": text}, SFTDataset: {"messages": chat(text)}, DPODataset: pair}[kind]
+
+    files = [
+        write(f"{name}.jsonl", [record(f"{name} {i} " * (i % 5 + 1)) for i in range(n)])
+        for name, n in (("a", 30), ("b", 12))
+    ]
+    sources = [(file, kind(file, tokenizer, 128, packing, cache_dir)) for file in files]
+    train = MixedDataset(sources, [0.5, 0.5])
+    for number, (file, source) in enumerate(sources):
+        assert source.item_tokens.sum() == source.num_tokens and len(source.item_tokens) == len(source)
+        for item in range(len(source)):
+            row = train[int(train.first_items[number]) + item]
+            assert [sample["input_ids"].tolist() for sample in row] == [s["input_ids"].tolist() for s in source[item]]
+            assert sum(len(sample["input_ids"]) for sample in row) == source.item_tokens[item]
+            for sample, own in zip(row, source[item], strict=True):
+                assert train.source(sample["sample_id"]) == source.source(own["sample_id"])
+                assert train.source(sample["sample_id"]).startswith(file)
+    with pytest.raises(IndexError):
+        train[int(train.first_items[-1])]
+    again = pickle.loads(pickle.dumps(train))
+    assert len(again.__getitems__([0, 1])) == 2 and again.fingerprint == train.fingerprint
+    batch = train.collate([train[0], train[int(train.first_items[1])]])
+    assert len(set(batch["sample_ids"].tolist())) == len(batch["sample_ids"])
+    prints = [MixedDataset(sources, weights).fingerprint for weights in ([1, 1], [2, 1], [1, 2])]
+    assert prints[0] == train.fingerprint and len({p["data"] for p in prints}) == 3
+    assert [p["weights"] for p in prints] == ["0.5, 0.5", "0.6667, 0.3333", "0.3333, 0.6667"]
+    assert MixedDataset(sources[::-1], [1, 1]).fingerprint["data"] != prints[0]["data"]
+    assert len({repr(sorted(each.items())) for each in (*prints, *(s.fingerprint for _, s in sources))}) == 5
+
+
+def test_the_report_names_each_source(capsys):
+    train = mixed([[10] * 90, [10] * 10], [0.5, 0.5])
+    train.report(epochs=2)
+    done = capsys.readouterr()
+    assert done.out.splitlines() == [
+        "s0: 90 samples, 900 tokens; 50.0% of each epoch, 0.56 passes an epoch, 1.11 in all",
+        "s1: 10 samples, 100 tokens; 50.0% of each epoch, 5.00 passes an epoch, 10.00 in all",
+    ]
+    assert done.err.startswith("warning: s1 is passed 10.0 times; more than 4 passes teach little")
+    assert done.err.count("warning") == 1
+
+
+def test_weights_of_a_data_path(write):
+    named, weighted = write("a:0.5", [{"text": "a"}]), write("b.jsonl", [{"text": "b"}])
+    assert split_weights("a.jsonl:0.7, b/*.jsonl:.3,c:2") == (["a.jsonl", "b/*.jsonl", "c"], [0.7, 0.3, 2.0])
+    assert split_weights("a.jsonl:1e-3") == (["a.jsonl"], [0.001])
+    for path in ("a.jsonl,b.jsonl", "a", "", "C:/a,b", "a:x", ":0.5", named, f"{named},{weighted}"):
+        assert split_weights(path) == ([path], [])
+    assert split_weights(f"{named}:2,{weighted}:1") == ([named, weighted], [2.0, 1.0])
+    for wrong in ("a:0,b:1", "a:-1,b:1", "a:1e999,b:1"):
+        with pytest.raises(UserError, match="must be a number above 0"):
+            split_weights(wrong)
+    for wrong in ("a:0.5,b", "a,b:0.5", f"{named},{weighted}:1"):
+        with pytest.raises(UserError, match="give each of the 2 sources a weight, or none of them"):
+            split_weights(wrong)
