@@ -64,7 +64,8 @@ def format_report(report: dict) -> str:
         f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens",
     ]
     fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in r["unused_fields"].items()]
-    return "\n".join(lines + ([f"  unused fields: {', '.join(fields)}"] if fields else []))
+    lines += [f"  unused fields: {', '.join(fields)}"] if fields else []
+    return "\n".join(filter(str.strip, lines))
 
 
 def first_bad_record(report: dict, paths: list[str]) -> str:

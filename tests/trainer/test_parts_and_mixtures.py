@@ -1,0 +1,76 @@
+"""Runs of a stage on weighted sources of which a share is held out: resumed, on two ranks, refused."""
+
+import json
+import signal
+
+import pytest
+
+from tests.conftest import write_jsonl
+from tests.stage_process import Faults, run
+from tests.trainer.rollout_runs import rollout_flags, write_prompts
+from tests.trainer.stage_flags import assert_same_run, flags
+
+SPLIT = {"eval_data_path": "none", "eval_share": 0.2, "packing": 1, "batch_size": 4}
+
+
+def weighted(corpus, first: float = 0.3, second: float = 0.7) -> str:
+    return f"{corpus['pretrain']}:{first},{corpus['pretrain_eval']}:{second}"
+
+
+def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
+    settings = SPLIT | {"data_path": weighted(corpus), "num_workers": 1}
+    argvs = {n: flags(corpus, tmp_path / n, "pretrain", **settings, from_resume=1) for n in ("whole", "killed")}
+    done = run("pretrain", argvs["whole"])
+    lines = done.out.splitlines()
+    for share, path in ((30, corpus["pretrain"]), (70, corpus["pretrain_eval"])):
+        (line,) = [line for line in lines if line.startswith(f"{path}: ")]
+        assert abs(float(line.split("tokens; ")[1].split("%")[0]) - share) < 10  # few rows: one is a few per cent
+    assert sum(line.startswith("held out by --eval_share 0.2: ") for line in lines) == 1
+    assert "pe.jsonl:0.7" not in done.out and "pe.jsonl is passed" in done.err
+    run("pretrain", argvs["killed"], Faults(signals={6: signal.SIGKILL}), status=-9)
+    assert "resuming" in run("pretrain", argvs["killed"]).out
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    for change, line in (
+        ({"data_path": weighted(corpus, 0.5, 0.5)}, "weights: 0.3, 0.7 -> 0.5, 0.5"),
+        ({"data_path": corpus["pretrain"]}, "weights: 0.3, 0.7 -> None"),
+        ({"eval_share": 0.25}, "eval_share: 0.2 -> 0.25"),
+    ):
+        argv = flags(corpus, tmp_path / "killed", "pretrain", **settings | change, from_resume=1)
+        error = run("pretrain", argv, status=2).error_lines[-1]
+        assert "the checkpoint belongs to another run" in error and line in error
+
+
+def test_two_ranks_train_the_samples_of_one(corpus, tmp_path):
+    """Each held-out text is in no sample that is trained."""
+    trained = []
+    for ranks, size in ((1, 4), (2, 2)):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        settings = SPLIT | {"data_path": weighted(corpus), "packing": 0, "batch_size": size, "epochs": 1}
+        faults = Faults(record=str(folder / "ids"))
+        run("pretrain", flags(corpus, folder, "pretrain", **settings), faults, ranks=ranks)
+        trained.append(sorted(map(int, (folder / "ids").read_text().split())))
+    assert trained[0] == trained[1] and len(set(trained[0])) > 20
+
+
+def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
+    both = flags(corpus, tmp_path, "pretrain", eval_share=0.1)
+    assert "--eval_share and --eval_data_path both give held-out data" in run("pretrain", both, status=2).error_lines[0]
+    half = flags(corpus, tmp_path, "pretrain", data_path=f"{corpus['pretrain']}:1,{corpus['pretrain_eval']}")
+    assert "give each of the 2 sources a weight" in run("pretrain", half, status=2).error_lines[0]
+    prompts = write_prompts(tmp_path)
+    prompts["rl"] = f"{prompts['rl']}:1,{prompts['rl_eval']}:1"
+    (error,) = run("grpo", rollout_flags(prompts, tmp_path), status=2).error_lines
+    assert "prompts are not mixed by weight" in error
+    few = write_jsonl(tmp_path / "few.jsonl", [{"text": json.dumps(i)} for i in range(3)])
+    argv = flags(corpus, tmp_path, "pretrain", data_path=few, eval_data_path="none", eval_share=1e-6)
+    assert "--eval_share 1e-06 holds out none of the records of" in run("pretrain", argv, status=2).error_lines[0]
+
+
+@pytest.mark.parametrize("task", ["regression"])
+def test_a_data_module_that_holds_nothing_out_refuses_the_share(task, tmp_path):
+    script = "from llm.training.data.synthetic import SyntheticDataModule as M\nsetup = M.setup\n"
+    script += "def alone(self):\n    setup(self)\n    self.val_dataset = None\nM.setup = alone\n"
+    argv = ["--task", task, "--eval_share", "0.1", "--save_dir", str(tmp_path), "--checkpoint_dir", str(tmp_path / "c")]
+    (error,) = run("engine", argv, Faults(script=script), status=2).error_lines
+    assert "--eval_share: SyntheticDataModule sets no val_dataset" in error
