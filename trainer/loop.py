@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from common.errors import UserError, warn
-from trainer.components.device import peak_memory_mb
-from trainer.components.distributed import gather, is_main_process, reduce_sum, this_rank, world_size
+from common.errors import UserError
+from dataset.lm_dataset import TokenDataset
+from trainer.components.device import describe_device, peak_memory_mb
+from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.components.language_model import to_device
 from trainer.components.meter import Size
+from trainer.components.metrics import duration
 from trainer.components.optimizer import set_learning_rate, should_step
 from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.components.saving import interrupted, save_and_stop, save_checkpoint, write_weights
@@ -62,6 +64,9 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         if stop_requested:
             read_meter(state)
             save_and_stop(state, wandb)
+        if not meter.updates:
+            Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
+            meter.restart()  # nor is that training time
         for hook in state.hooks:
             hook.batch_start(state)
         losses, grad_norm = train_update(state, window, targets, tokens)
@@ -70,8 +75,6 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         for hook in state.hooks:
             hook.after_step(state)
-        if state.update == 1:
-            check_first_loss(state, losses)
 
         is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
@@ -148,11 +151,53 @@ def train_on_nothing(state: TrainState, loader: DataLoader) -> None:
     first backward pass, and with three or more ranks the first update after a resume would sum the gradients in another
     order than the same update of a run that was not stopped. Nothing else changes."""
     assert loader.collate_fn is not None
-    (batch,) = prepared(state, [loader.collate_fn([])])
-    with state.autocast:
-        loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
-    (loss + aux_loss).backward()
+    trial_pass(state, prepared(state, [loader.collate_fn([])])[0])
+
+
+def trial_pass(state: TrainState, batch: Batch) -> float:
+    """Seconds of a micro-batch forward and backward that changes nothing: the gradients are thrown away; buffers, such
+    as token counts, and random streams are put back. Sync point."""
+    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    begin = time.perf_counter()
+    with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []):
+        with state.autocast:
+            loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
+        (loss + aux_loss).backward()
+    loss.item()  # a device works in order: then the backward pass is done as well
+    seconds = time.perf_counter() - begin
     state.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return seconds
+
+
+def describe_run(
+    state: TrainState, loader: DataLoader, fetched: list[Batch], window: list[Batch], own_tokens: int, tokens: float
+) -> str:
+    """The line before the first update of this process: the updates that are left, their tokens, passes over the data
+    and time, which two micro-batches tell (saves and evaluations not included), device and dtype. Of rollouts, which
+    take most of the time, it says neither tokens nor time. Called on all ranks.
+
+    own_tokens: of this rank's first micro-batch. tokens: of the first update, over all ranks.
+    """
+    left, updates = state.total_updates - state.update, f"{state.total_updates:,} updates"
+    passes = state.args.epochs * left / state.total_updates
+    parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
+    if window[0] is fetched[0] and tokens:
+        data = loader.dataset
+        amount = data.tokens * passes if isinstance(data, TokenDataset) and data.chosen is None else tokens * left
+        parts[0] += f" of about {amount / left:,.0f} tokens"
+        parts.append(f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all")
+        with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
+            trial_pass(state, window[0])  # it compiles, and asks for memory
+            trials = gather((own_tokens, trial_pass(state, window[0])))
+        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
+        time_left = [f"about {duration(amount / rate)}"] if rate else []
+    else:
+        time_left = []
+    parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
+    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}"
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
@@ -184,20 +229,6 @@ def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, boo
 def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
     """Make dropout a function of (seed, update, micro-batch, rank), so that there is no random state to save."""
     torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0]))
-
-
-def check_first_loss(state: TrainState, losses: Tensor) -> None:
-    """Warn if trained weights predict text worse than chance does: they belong to another tokenizer, or are damaged.
-    Only of stages whose loss is the cross entropy alone: the others have metrics. Sync point, once in a run."""
-    vocabulary = getattr(state.lm_config, "vocab_size", 0)
-    if state.args.from_weight == "none" or state.metric_names or not vocabulary:
-        return
-    loss, chance = float(losses[0]), math.log(vocabulary)
-    if loss > 1.01 * chance:  # random weights are about as good as chance
-        warn(
-            f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight "
-            f"{state.args.from_weight} does not fit the text; was it trained with another tokenizer (--tokenizer_path)?"
-        )
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------
@@ -274,6 +305,8 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
             write_weights(state, f"{state.args.save_weight}_best")
         for hook in state.hooks:
             hook.validation_end(state, held_out, is_best)
+    for hook in state.hooks:
+        record |= hook.remarks(state, record)
     iters = record.pop("iters")
     if is_main_process():
         state.writer.check()

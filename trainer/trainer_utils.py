@@ -23,7 +23,7 @@ from trainer.components.bad_updates import BadUpdates
 from trainer.components.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.components.compiling import compiles
 from trainer.components.data import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
-from trainer.components.device import describe_device, device_and_precision, prepare_device
+from trainer.components.device import device_and_precision, prepare_device
 from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
 from trainer.components.flops import peak_rate
 from trainer.components.language_model import (
@@ -48,6 +48,7 @@ from trainer.components.run_files import is_path, run_name, start_path
 from trainer.components.run_hooks import hooks_of_settings
 from trainer.components.signals import StopRequest
 from trainer.components.state import TrainState
+from trainer.components.verdict import Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,7 +217,6 @@ def compile_and_wrap(
     """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where there are
     several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
     prepare_device(device)
-    Logger(describe_device(device, autocast))
     if frozen:
         freeze(model, frozen)
     compiled = compiles(args, train_set)
@@ -243,6 +243,7 @@ def begin_run(
     state.code = resume.code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
+    state.hooks.append(Verdict(getattr(data, "train_dataset", data)))
     if tokenizer := state.run.get("tokenizer"):
         keep_tokenizer(args.tokenizer_path, args.save_dir, tokenizer)
     if checkpoint is not None:

@@ -1,13 +1,18 @@
 """An update is the same however it is cut into micro-batches and ranks, at the tail of an epoch too."""
 
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from common.errors import UserError
 from tests.conftest import write_jsonl
-from tests.stage_process import run
-from tests.trainer.stage_flags import flags
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer.components.metrics import read_metrics
+from trainer.loop import trial_pass
 
 
 def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
@@ -73,8 +78,8 @@ def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
         folder = tmp_path / str(interval)
         settings = {"eval_interval": interval, "save_interval": 1, "epochs": 1, "batch_size": 1, "data_path": ten}
         run("pretrain", flags(corpus, folder, "pretrain", **settings))
-        records = read_metrics(folder / "out/pretrain_32_metrics.jsonl")
-        assert [record["step"] for record in records if "eval_loss" in record] == at_steps
+        written = read_metrics(folder / "out/pretrain_32_metrics.jsonl")
+        assert [record["step"] for record in written if "eval_loss" in record] == at_steps
 
 
 def test_a_metric_that_is_not_named_is_one_line():
@@ -117,5 +122,41 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     record = make_record(state, means, norm, False)
     assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
     assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5
-    assert "ids: 3.5000, twice: " in describe(record, state.metric_names)
+    assert "ids: 3.500, twice: " in describe(record, "", state.metric_names)[0]
     assert not state.losses.any()
+
+
+RUN_LINE = r"^run: \d+ updates of about [\d,]+ tokens, [\d,]+ tokens in all, 1 pass over the data, about "
+RUN_LINE += r"[\d.]+ min; cpu \(\d+ threads\), float32$"
+TIMELESS = Faults(script="import trainer.loop; trainer.loop.describe_run = lambda *_: 'run: nothing'")
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.1, "use_moe": 1}, {"parallel": "fsdp", "accumulation_steps": 2}])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_timing_a_micro_batch_changes_no_bit(corpus, tmp_path, settings, ranks):
+    """Weights, optimizer, records, counts of experts, also after a stop: those of a run in which nothing is timed."""
+    moe = "_moe" if "use_moe" in settings else ""
+    for name, faults in (("timed", None), ("not", TIMELESS)):
+        argv = flags(corpus, tmp_path / name, "pretrain", epochs=1, **settings)
+        done = run("pretrain", argv, faults, ranks)
+        lines = [line for line in done.out.splitlines() if line.startswith("run: ")]
+        assert len(lines) == 1 and (faults is not None or re.search(RUN_LINE, lines[0])), lines
+    assert records(tmp_path / "timed", f"pretrain_32{moe}") == records(tmp_path / "not", f"pretrain_32{moe}")
+    timed, untimed = (saved_state(tmp_path / name, f"pretrain_32{moe}") for name in ("timed", "not"))
+    for part in ("model", "optimizer", "expert_load", "hooks"):
+        assert_same_tensors(timed[part], untimed[part])
+
+
+def test_a_trial_leaves_the_model_and_the_random_streams_as_they_were():
+    """Batch normalisation, dropout: whatever a model of one's own keeps while it trains."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    before, seed = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    state = SimpleNamespace(
+        model=model, device=torch.device("cpu"), autocast=nullcontext(), args=None,
+        loss_fn=lambda model, batch, args: (model(batch["x"]).square().sum(), torch.zeros(())),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+    )  # fmt: skip
+    assert trial_pass(state, {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(1))}) > 0
+    assert_same_tensors(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), seed) and all(p.grad is None for p in model.parameters())

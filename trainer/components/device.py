@@ -151,9 +151,9 @@ def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> to
 
 
 def describe_device(device: torch.device, autocast: AbstractContextManager) -> str:
-    """One line: what this rank computes on, and in which dtype."""
+    """What this rank computes on, and in which dtype."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    return f"device: {device} ({kind}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
+    return f"{device} ({kind}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 2.0) -> float:

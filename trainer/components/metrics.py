@@ -12,6 +12,8 @@ from tqdm import tqdm
 from common.durable_files import atomic_write
 from common.errors import UserError, WriteError
 
+WIDTH = 120  # characters of a line on the console
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, oldest first; a last line cut off by a kill is dropped.
@@ -81,8 +83,8 @@ class MetricsLog:
             self.file.flush()
         except OSError as error:
             raise WriteError(f"{self.path} cannot be written ({error.strerror}); make room") from error
-        text = f"{head}, {describe(record, self.shown)}, eta: {duration(record['seconds_left'])}"
-        self.bar.write(text, file=sys.stdout)
+        for line in describe(record, head, self.shown):
+            self.bar.write(line, file=sys.stdout)
         sys.stdout.flush()
 
     def close(self) -> None:
@@ -104,23 +106,42 @@ def number(name: str, value: float | None, form: str) -> str:
     return f"{name}: {'-' if value is None else format(value, form)}"
 
 
-def describe(record: dict[str, Any], shown: tuple[str, ...] = ()) -> str:
-    """One record as text for people; `shown`: names of the values of its stage."""
-    forms = {"loss": ".4f", "logits_loss": ".4f", "aux_loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f"}
-    if not record["aux_loss"]:  # a dense model
-        del forms["logits_loss"], forms["aux_loss"]
-    parts = [number("lr" if key == "learning_rate" else key, record[key], form) for key, form in forms.items()]
-    parts.insert(1, number("mean loss", record["mean_loss"], ".4f"))
-    parts[2:2] = [number(name, record[name], ".4f") for name in shown if name in record]
-    parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"mfu: {record['mfu']:.0%}"]
-    parts += [f"data wait: {record['data_wait']:.1%}"] if record["data_wait"] > 0.01 else []
-    parts += [f"{record['memory_mb']:,.0f} MB"]
+def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> list[str]:
+    """One record as lines of at most WIDTH characters, each of an update or of an evaluation beginning with `head`;
+    what does not fit stands in the metrics file. `shown`: names of the values of its stage."""
+    of_stage = [(min(i, 3), number(name, record[name], ".3f")) for i, name in enumerate(shown) if name in record]
+    parts = [(0, head), (0, number("loss", record["loss"], ".4f"))]  # a larger number is left out first
+    parts += [(0 if not of_stage else 5, number("mean loss", record["mean_loss"], ".4f")), *of_stage]
+    if record["aux_loss"]:  # not of a dense model
+        parts += [(7, number("logits_loss", record["logits_loss"], ".4f"))]
+        parts += [(3, number("aux_loss", record["aux_loss"], ".4f"))]
+    parts += [(4, number("lr", record["learning_rate"], ".2e")), (6, number("grad_norm", record["grad_norm"], ".3f"))]
+    parts += [(4, f"{record['tokens_per_second']:,.0f} tokens/s"), (8, f"mfu: {record['mfu']:.0%}")]
+    parts += [(3, f"data wait: {record['data_wait']:.1%}")] if record["data_wait"] > 0.01 else []
+    parts += [(9, f"{record['memory_mb']:,.0f} MB")]
     if record.get("dead_experts") is not None:
         ratio = record["expert_max_min"]
-        parts += [f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}, dead: {record['dead_experts']}"]
-    parts += [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
-    if "skipped" in record:
-        parts += [f"updates skipped: {len(record['skipped'])}"]
-    if "overflows" in record:
-        parts += [f"overflows: {record['overflows']}"]
-    return ", ".join(parts)
+        parts += [(3, f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}")]
+        parts += [(3, f"dead: {record['dead_experts']}")]
+    parts += [(0, f"updates skipped: {len(record['skipped'])}")] if "skipped" in record else []
+    parts += [(0, f"overflows: {record['overflows']}")] if "overflows" in record else []
+    lines = [fitted([*parts, (0, f"eta: {duration(record['seconds_left'])}")])]
+    held_out = [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
+    lines += [fitted([(0, head), *enumerate(held_out)])] if held_out else []
+    return lines + [sample_line(sample) for sample in record.get("samples", ())]
+
+
+def fitted(parts: list[tuple[int, str]]) -> str:
+    """The texts (rank, text) as one line; while it is longer than WIDTH, the last text of the highest rank is left out,
+    but none of rank 0."""
+    while len(line := ", ".join(text for _, text in parts)) > WIDTH and (worst := max(rank for rank, _ in parts)):
+        del parts[max(i for i, (rank, _) in enumerate(parts) if rank == worst)]
+    return line
+
+
+def sample_line(sample: dict[str, Any]) -> str:
+    """What the model wrote, as one line of at most WIDTH characters."""
+    reward = f"reward {sample['reward']:.3f}: " if "reward" in sample else ""
+    prompt, answer = (repr(str(sample.get(key, ""))) for key in ("prompt", "answer"))
+    line = f"  {reward}{prompt if len(prompt) <= WIDTH // 2 else prompt[: WIDTH // 2 - 4] + ' ...'} -> {answer}"
+    return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dataset.lm_dataset import collate_flat
 from dataset.rollout_prompts import RolloutPrompt
 from trainer.components.checkpoint import snapshot
-from trainer.components.distributed import Logger, gather, reduce_sum, this_rank, world_size
+from trainer.components.distributed import gather, reduce_sum, this_rank, world_size
 from trainer.components.language_model import flat_size, target_log_probs, to_device
 from trainer.components.meter import Size
 from trainer.components.parallel import unwrap
@@ -47,7 +47,7 @@ class Rollouts(Hooks):
         reference: a frozen model for the KL divergence; None with --beta 0.
     """
 
-    shown = ("reward", "entropy", "completion_length", "rollout_seconds")
+    shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
     counts: tuple[str, ...] = COUNTS
     of_target: tuple[str, ...] = ("advantages",)  # what a batch holds for each target, beside `lengths`
 
@@ -97,8 +97,6 @@ class Rollouts(Hooks):
         """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last rollout."""
         means = self._means({name: self.totals[name] for name in self.sums})
         self.totals.clear()
-        for sample in self.samples:
-            Logger(f"  reward {sample['reward']:.3f}: {sample['prompt']!r} -> {sample['completion']!r}")
         return means | {"samples": self.samples}
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
@@ -125,7 +123,8 @@ class Rollouts(Hooks):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self.totals, self.samples = defaultdict(float, saved["totals"]), saved["samples"]
+        self.totals = defaultdict(float, saved["totals"])
+        self.samples = [sample for sample in saved["samples"] if "answer" in sample]  # `completion` in early versions
         own = saved["kept"][this_rank()] if len(saved["kept"]) == world_size() else []
         self.kept = [batch | {"host_cu_seqlens": batch["cu_seqlens"].numpy()} for batch in own]
 
@@ -195,7 +194,7 @@ class Rollouts(Hooks):
         self.samples = self.samples or [
             {
                 "prompt": _shown(each.prompt.messages[-1]["content"]),
-                "completion": _shown("\n".join(message["content"] for message in each.messages)),
+                "answer": _shown("\n".join(message["content"] for message in each.messages)),
                 "reward": value,
             }
             for each, value in zip(written[:2], values[:2], strict=True)

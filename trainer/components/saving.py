@@ -171,6 +171,8 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         path = write_weights(state, state.args.save_weight)
         state.writer.wait()
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {path}")
+        for line in filter(None, [hook.verdict(state) for hook in state.hooks]):
+            Logger(line)
         tracker_timeout = None
     finally:
         state.stop.defer = False

@@ -82,6 +82,14 @@ class Hooks:
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
+    def remarks(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
+        """More values for a record that is complete, with the evaluation if there was one; called on all ranks."""
+        return {}
+
+    def verdict(self, state: "TrainState") -> str:
+        """A line for the end of the run, or an empty text."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint saves of the hook, under keys of its own."""
         return {}

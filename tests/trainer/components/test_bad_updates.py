@@ -150,9 +150,9 @@ def test_overflows_stand_in_the_record_of_the_updates_that_they_skipped():
     for _ in range(2):
         train(state, [batch(1)])
     record = make_record(state, torch.ones(2), torch.tensor(math.inf), evaluate_due=False)
-    assert record["overflows"] == 2 and "skipped" not in record and "overflows: 2" in describe(record)
+    assert record["overflows"] == 2 and "skipped" not in record and "overflows: 2" in describe(record, "")[0]
     record = make_record(state, torch.ones(2), torch.tensor(1.0), evaluate_due=False)
-    assert "overflows" not in record and "overflows" not in describe(record)
+    assert "overflows" not in record and "overflows" not in describe(record, "")[0]
 
 
 def test_in_float16_a_loss_that_is_not_finite_is_one():

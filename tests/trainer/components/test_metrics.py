@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from common.errors import UserError
+from trainer.components import policy_loss, ppo, preference
 from trainer.components.metrics import MetricsLog, describe, duration, read_metrics
+from trainer.components.rollouts import Rollouts
 
 
 def record(update: int) -> dict:
@@ -68,18 +70,46 @@ def test_a_duration(seconds, text):
 
 
 def test_a_line_tells_of_experts_where_there_are_some():
-    assert "experts" not in describe(record(1))
-    dense = describe(record(1) | {"aux_loss": 0.0, "data_wait": 0.0})
-    assert not any(name in dense for name in ("aux_loss", "logits_loss", "data wait")) and "grad_norm: 0.500" in dense
-    assert "logits_loss: 0.5000, aux_loss: 0.5000" in describe(record(1))
+    """The fields of a mixture of experts stand there if there is one; figures that do not fit are left out."""
+    dense = describe(record(1) | {"aux_loss": 0.0, "data_wait": 0.0}, "head")
+    assert len(dense) == 1 and "experts" not in dense[0] and "grad_norm: 0.500" in dense[0]
+    assert not any(name in dense[0] for name in ("aux_loss", "logits_loss", "data wait"))
     figures = {"expert_load": [0.2, 0.8], "expert_max_min": 4.0, "dead_experts": 0}
-    assert "experts max/min: 4.0, dead: 0" in describe(record(1) | figures)
-    assert "experts max/min: -, dead: 3" in describe(record(1) | figures | {"expert_max_min": None, "dead_experts": 3})
+    (moe,) = describe(record(1) | figures, "head")
+    assert "aux_loss: 0.5000" in moe and "experts max/min: 4.0, dead: 0" in moe and "logits_loss" not in moe
+    (moe,) = describe(record(1) | figures | {"expert_max_min": None, "dead_experts": 3}, "head")
+    assert "experts max/min: -, dead: 3" in moe
 
 
-def test_a_line_names_the_held_out_loss_where_there_is_one():
-    assert "eval_loss" not in describe(record(1))
-    assert "eval_loss: 1.2500, eval_bpb: 0.7500" in describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75})
+def test_an_evaluation_is_a_line_of_its_own():
+    assert len(describe(record(1), "head")) == 1
+    lines = describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75}, "head")
+    assert lines[1:] == ["head, eval_loss: 1.2500, eval_bpb: 0.7500"] and "eval" not in lines[0]
+
+
+SHOWN = {  # of the stages
+    "": (),
+    "dpo": preference.METRICS,
+    "distillation": ("cross_entropy", "divergence"),
+    "grpo": Rollouts.shown + policy_loss.METRICS,
+    "ppo": Rollouts.shown + ppo.METRICS,
+}
+
+
+@pytest.mark.parametrize("stage", SHOWN)
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("large", [0.5, 123456.0, None])
+def test_no_line_is_longer_than_a_terminal_is_wide(stage, moe, large):
+    fields = record(1) | dict.fromkeys(SHOWN[stage], large) | {"tokens_per_second": 1e7, "memory_mb": 1e5}
+    fields |= {"loss": large, "aux_loss": 0.01 if moe else 0.0}
+    fields |= {f"eval_{name}": large for name in ("loss", "bpb", *SHOWN[stage])}
+    fields |= {"expert_max_min": 100.0, "dead_experts": 10} if moe else {}
+    fields["samples"] = [{"prompt": "\x1b" * 70, "answer": "好" * 200, "reward": 1.0}, {"prompt": "a", "answer": "b"}]
+    lines = describe(fields, "Epoch:[10/10](12345/123456)", SHOWN[stage])
+    assert max(map(len, lines)) <= 120 and lines[1].startswith("Epoch:[10/10](12345/123456), eval_loss: ")
+    assert lines[2].startswith("  reward 1.000: '\\x1b") and lines[3] == "  'a' -> 'b'"
+    shown = ["eta", "loss", *SHOWN[stage][:1]] + ["reward_std", "frac_reward_zero_std"] * (stage in ("grpo", "ppo"))
+    assert large == 123456.0 or all(f", {name}: " in lines[0] for name in shown)
 
 
 def test_a_terminal_gets_a_live_bar_and_the_same_lines(tmp_path, monkeypatch):
