@@ -148,6 +148,9 @@ class LoggingConfig:
     section: ClassVar[str] = "logging"
     log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
     eval_interval: int = setting(0, "interval of evaluations; 0: only at the end of each epoch", "micro-batches", ge=0)
+    sample_prompts: str = setting(
+        "auto", "answered at each evaluation: auto (beginnings of held-out data), none, or a text file of one per line"
+    )
     use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
     tensorboard_dir: str | None = setting(
         None, "folder of TensorBoard curves, <save_dir>/tensorboard; to view them: tensorboard --logdir FOLDER"
@@ -209,6 +212,8 @@ class StageArgs(
             wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
+        if self.sample_prompts not in ("auto", "none") and not Path(self.sample_prompts).is_file():
+            wrong.append(f"--sample_prompts {self.sample_prompts}: no such file; give auto, none, or a text file")
         if self.resume_from and self.from_resume:
             wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
         experts, per_token = self.num_experts, self.num_experts_per_tok

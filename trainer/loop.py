@@ -314,7 +314,9 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
         epoch = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]"
         state.metrics.write(record, f"{epoch}({record['step']}/{iters})")
     if wandb is not None:
-        wandb.log(drawable(record, leave_out=("update", "seconds")), record["update"])
+        texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
+        points = drawable(record, leave_out=("update", "seconds"))
+        wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
     return record
 
 

@@ -46,6 +46,7 @@ from trainer.components.model_files import (
 from trainer.components.parallel import freeze, wrap_model
 from trainer.components.run_files import is_path, run_name, start_path
 from trainer.components.run_hooks import hooks_of_settings
+from trainer.components.samples import sample_hooks
 from trainer.components.signals import StopRequest
 from trainer.components.state import TrainState
 from trainer.components.verdict import Verdict
@@ -243,7 +244,7 @@ def begin_run(
     state.code = resume.code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
-    state.hooks.append(Verdict(getattr(data, "train_dataset", data)))
+    state.hooks += [Verdict(getattr(data, "train_dataset", data)), *sample_hooks(state)]
     if tokenizer := state.run.get("tokenizer"):
         keep_tokenizer(args.tokenizer_path, args.save_dir, tokenizer)
     if checkpoint is not None:

@@ -152,7 +152,8 @@ def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> to
 
 def describe_device(device: torch.device, autocast: AbstractContextManager) -> str:
     """What this rank computes on, and in which dtype."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
     return f"{device} ({kind}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
 
 

@@ -67,7 +67,8 @@ class Tracker:
             self._ready.set()
             while (item := self._queue.get()) is not None:
                 metrics, step = item
-                run.log(metrics, step=step)
+                texts = {name: [swanlab.Text(each) for each in v] for name, v in metrics.items() if isinstance(v, list)}
+                run.log(metrics | texts, step=step)
             swanlab.finish()
         except BaseException as error:  # also SystemExit and KeyboardInterrupt raised inside the tracker
             why = f"{type(error).__name__}: {reason(error)}"
@@ -75,13 +76,13 @@ class Tracker:
         finally:
             self._ready.set()
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Queue the points of update `step`; never waits. An update is drawn at most once."""
+    def log(self, metrics: Mapping[str, float | list[str]], step: int) -> None:
+        """Queue the points of update `step`, and lists of texts; never waits. An update is drawn at most once."""
         if step <= self.last_step or not self._thread.is_alive():
             return
         self.last_step = step
         try:
-            self._queue.put_nowait((metrics, step))
+            self._queue.put_nowait((dict(metrics), step))
         except queue.Full:
             warn("SwanLab is far behind; a point was dropped")
 

@@ -164,7 +164,7 @@ class Verdict(Hooks):
         else:
             return ""
         if not self.evaluations:
-            return f"verdict: {text}; whether it learns or remembers, only held-out data tell (--eval_data_path)"
+            return f"verdict: {text}; whether it learns or remembers, only held-out data tell (--eval_share 0.02)"
         (value, at), (end, last) = self.best(), self.evaluations[-1]
         if "reward" in self.first:
             return f"verdict: {text}; held-out reward {-last:.3f}, the best {-value:.3f} at update {at}"

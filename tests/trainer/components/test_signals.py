@@ -101,7 +101,7 @@ def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
     ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     argv = flags(corpus, tmp_path, "pretrain", epochs=1)
     done = run("pretrain", argv, Faults(script=ignore, signals={3: signal.SIGHUP}))
-    assert "done: 8 updates" in done.out and done.err == ""
+    assert "done: 8 updates" in done.out and done.error_lines == []
 
 
 def test_a_signal_that_comes_again_does_not_disturb_the_end():

@@ -57,6 +57,16 @@ def test_one_point_per_update(monkeypatch):
     assert tracker.id == "run7"
 
 
+def test_samples_are_texts(monkeypatch):
+    stub = Stub()
+    stub.Text = lambda text: ("Text", text)
+    tracker = track(monkeypatch, stub)
+    tracker.log({"loss": 1.0, "samples": ["a\n-> b", "c"]}, 1)
+    tracker.log({"loss": 0.5}, 2)
+    tracker.finish()
+    assert stub.points == [(1, {"loss": 1.0, "samples": [("Text", "a\n-> b"), ("Text", "c")]}), (2, {"loss": 0.5})]
+
+
 def test_a_resumed_run_goes_on_under_its_id(monkeypatch):
     stub = Stub()
     monkeypatch.setitem(sys.modules, "swanlab", stub)
@@ -107,7 +117,7 @@ class Run:
 def init(**settings):
     act("init")
     return Run()
-swanlab.init, swanlab.finish = init, lambda: act("finish")
+swanlab.init, swanlab.finish, swanlab.Text = init, lambda: act("finish"), str
 sys.modules["swanlab"] = None if kind == "is missing" else swanlab
 """
 
