@@ -24,6 +24,7 @@ from trainer.trainer_utils import load_tokenizer
 def run_state(updates=1000, metric_names=(), from_weight="pretrain", data="d", **args) -> SimpleNamespace:
     """What the warnings look at, at the start of a run."""
     settings = StageArgs(save_weight="mine", from_weight=from_weight, **args)
+    vars(settings)["max_gen_len"] = 8  # of the stages with rollouts
     return SimpleNamespace(
         args=settings, total_updates=updates, update=0, metric_names=metric_names, device=torch.device("cpu"),
         autocast=nullcontext(), lm_config=MiniMindConfig(vocab_size=100), run={"data": data}, eval_loader=None,
@@ -89,8 +90,6 @@ WRONG = {
 def test_what_goes_wrong_is_named_once_with_its_figures(text, capsys):
     settings, records = WRONG[text]
     hook, state = Verdict(None), run_state(**settings)
-    if "max_gen_len" not in vars(state.args):
-        state.args.max_gen_len = 8  # of the stages with rollouts
     (warning,) = told(hook, state, records, capsys)
     assert warning.startswith(text)
     assert told(hook, state, records, capsys) == []  # once
