@@ -28,7 +28,9 @@ class Verdict(Hooks):
         self.said: list[str] = []  # names of the warnings given
         self.pending: list[str] = []  # their texts that no record holds yet
         self.since: dict[str, int] = {}  # condition -> the last update that was reported without it
-        self.first: dict[str, float] = {}  # figures of the first record, and of the last
+        self.first: dict[
+            str, float
+        ] = {}  # reward of the first record, loss of the first update; those of the last record
         self.last: dict[str, float] = {}
         self.evaluations: list[tuple[int, float]] = []  # update, eval_loss
 
@@ -77,6 +79,7 @@ class Verdict(Hooks):
             return
         total, count, *sums = state.losses.tolist()
         loss, figures = total / max(count, 1), dict(zip(state.metric_names, sums, strict=True))
+        self.first |= {"mean_loss": loss} if count else {}
         chance, weight = math.log(getattr(state.lm_config, "vocab_size", 0) or math.inf), state.args.from_weight
         # only where the loss is the cross entropy alone; random weights are about as good as chance
         text = (
@@ -116,7 +119,7 @@ class Verdict(Hooks):
     def look_at_plateau(self, state: TrainState, update: int, loss: float) -> None:
         """Warn if the model knows the frequencies of single tokens, and nothing else yet."""
         cache = getattr(self.dataset, "cache", None)
-        if state.metric_names or not isinstance(cache, TokenCache) or "plateau" in self.said:
+        if state.metric_names or not isinstance(cache, TokenCache) or {"plateau", "diverged"} & set(self.said):
             return
         self.entropy = self.entropy or unigram_entropy(cache)
         patience = max(FEW // 2, min(LONG, state.total_updates // 2))
