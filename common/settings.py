@@ -212,8 +212,6 @@ class StageArgs(
             wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
-        if self.sample_prompts not in ("auto", "none") and not Path(self.sample_prompts).is_file():
-            wrong.append(f"--sample_prompts {self.sample_prompts}: no such file; give auto, none, or a text file")
         if self.resume_from and self.from_resume:
             wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
         experts, per_token = self.num_experts, self.num_experts_per_tok

@@ -601,7 +601,8 @@ def test_the_mistake_on_the_front_page_is_told_as_it_says():
 @pytest.mark.parametrize("folder", LANGUAGES)
 def test_the_metrics_fields_are_those_of_the_loop(folder):
     code = read("trainer/loop.py") + "".join(
-        read(f"trainer/components/{name}.py") for name in ("meter", "run_hooks", "expert_load", "bad_updates")
+        read(f"trainer/components/{name}.py")
+        for name in ("meter", "run_hooks", "expert_load", "bad_updates", "verdict")
     )
     fields = [name for row in rows(section(folder, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]

@@ -186,7 +186,7 @@ def describe_run(
     parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
     if window[0] is fetched[0] and tokens:
         data = loader.dataset
-        amount = data.tokens * passes if isinstance(data, TokenDataset) and data.chosen is None else tokens * left
+        amount = data.num_tokens * passes if isinstance(data, TokenDataset) else tokens * left
         parts[0] += f" of about {amount / left:,.0f} tokens"
         parts.append(f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all")
         with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):

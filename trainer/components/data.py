@@ -32,6 +32,8 @@ def check_data_paths(args: StageArgs) -> None:
     if args.data_path == type(args).data_path and not Path(args.data_path).exists():
         demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
+    if args.sample_prompts not in ("auto", "none") and not Path(args.sample_prompts).is_file():
+        raise UserError(f"--sample_prompts {args.sample_prompts}: no such file; give auto, none, or a text file")
     for data_path in filter(None, (*split_weights(args.data_path)[0], args.eval_data_path)):
         expand_paths(data_path)
 
