@@ -21,7 +21,7 @@ from common.command_line import Parser
 from common.errors import UserError, reason
 from common.launcher import launch
 from common.minimind_flags import USE_INSTEAD
-from common.settings import Setting, StageArgs, aliases_of, flag_options, settings_of
+from common.settings import AUTO, Setting, StageArgs, aliases_of, flag_options, settings_of
 
 PREFIX = "MINIMIND_"  # of environment variables
 OTHERS = ("MINIMIND_API_KEY",)  # environment variables of other programs
@@ -158,7 +158,9 @@ def described(settings: Settings, values: Mapping[str, Any], sources: Mapping[st
         for name in names:
             where = sources.get(name if name in settings else f"{OPTIONS}.{name}", "default")
             shown = "".join(c if c.isprintable() else "?" for c in where)
-            lines.append(f"  {f'{name}: {to_yaml(values[name])}':58}  # {shown}")
+            is_auto = name in settings and settings[name].auto and values[name] == AUTO
+            value = "auto" if is_auto else to_yaml(values[name])
+            lines.append(f"  {f'{name}: {value}':58}  # {shown}")
     return "\n".join(lines) + "\n"
 
 

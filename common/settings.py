@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 ROOT = Path(__file__).resolve().parents[1]  # the repository: default paths start here, not in the current folder
 T = TypeVar("T")
 Switch = bool | Literal["auto"]  # auto: the program decides
+AUTO = 0  # `auto` for a number: trainer/components/rules.py decides
 
 
 def data_file(*names: str) -> str:
@@ -27,9 +28,9 @@ def data_file(*names: str) -> str:
     return next(filter(os.path.exists, paths), paths[0])
 
 
-def setting(default: T, help: str, unit: str = "", **limits: Any) -> T:
-    """A field of a section; `limits` are pydantic's: ge, gt, le, lt, multiple_of."""
-    return cast(T, field(default=default, metadata={"help": help, "unit": unit, "limits": limits}))
+def setting(default: T, help: str, unit: str = "", auto: bool = False, **limits: Any) -> T:
+    """A field of a section; `limits` are pydantic's: ge, gt, le, lt, multiple_of. With `auto` it may be AUTO."""
+    return cast(T, field(default=default, metadata={"help": help, "unit": unit, "auto": auto, "limits": limits}))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -82,9 +83,13 @@ class TrainingConfig:
 
     section: ClassVar[str] = "training"
     epochs: int = setting(2, "passes over the data", ge=1)
-    batch_size: int = setting(32, "micro-batch size of each rank (with --packing 1 in rows)", "samples", ge=1)
+    batch_size: int = setting(
+        32, "micro-batch size of each rank (with --packing 1 in rows); auto: by the data", "samples", auto=True, ge=1
+    )
     accumulation_steps: int = setting(1, "gradient accumulation: micro-batches per update", "micro-batches", ge=1)
-    learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times this value)", gt=0)
+    learning_rate: float = setting(
+        5e-4, "peak learning rate (muon: 8 times this value); auto: by width, batch and data", auto=True, gt=0
+    )
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "AdamW, or Muon for the layers' matrices (AdamW for others)")
     weight_decay: float = setting(0.01, "weight decay of the optimizer, on matrices only", ge=0, le=1)
@@ -175,6 +180,7 @@ class StageArgs(
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}  # other names of settings, in every source
     removed: ClassVar[dict[str, Any]] = {}  # flags of earlier versions -> the value that is now the only one
     compiling_pays: ClassVar[bool] = False  # whether --use_compile auto may compile: it was measured for this stage
+    auto_rate: ClassVar[float] = 0.0  # --learning_rate auto, as a multiple of pretraining's; 0: nobody measured it
 
     @property
     def lr_scales(self) -> dict[str, float]:
@@ -219,6 +225,9 @@ class StageArgs(
             wrong.append(
                 "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1, or leave them out"
             )
+        for name in ("learning_rate", "batch_size") if not self.auto_rate else ():
+            if getattr(self, name) == AUTO:
+                wrong.append(f"--{name} auto: the rules are those of pretraining and SFT; give a number")
         if per_token > experts:
             wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
         if self.use_compile is True and self.parallel == "fsdp":
@@ -256,6 +265,7 @@ class Setting:
     unit: str
     limits: dict[str, Any] = field(hash=False)
     section: str
+    auto: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -272,6 +282,8 @@ class Setting:
         """
         if type(None) in get_args(self.kind) and (value is None or str(value).lower() in ("", "none", "null")):
             return None
+        if self.auto and value == "auto":
+            return AUTO
         shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
         if self.kind is str and value == "" and self.default != "":
             raise ValueError("must not be empty")
@@ -282,7 +294,7 @@ class Setting:
             problem = error.errors()[0]
             kind = problem["type"] if problem["type"] in MUST_BE else problem["type"].split("_")[0]
             must_be = MUST_BE[kind].format(**problem.get("ctx", {}) | self.limits)
-            text = "auto, 0 or 1" if self.kind == Switch else must_be
+            text = "auto, 0 or 1" if self.kind == Switch else must_be + " or auto" * self.auto
             raise ValueError(f"must be {text}, not {shown}") from None
 
     def parse_flag(self, text: str) -> Any:

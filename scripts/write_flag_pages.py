@@ -31,6 +31,7 @@ from scripts import (
     chat,
     convert_model,
     evaluate,
+    plan,
     plot_metrics,
     serve_openai_api,
     train_tokenizer,
@@ -49,7 +50,17 @@ REWARDED_FLAGS = {
     if name not in STAGES[0] or each.default != STAGES[0][name].default
 }
 REWARDED_OWN = REWARDED_FLAGS.keys() - STAGES[0].keys()
-TOOLS = (chat, evaluate, convert_model, serve_openai_api, train_tokenizer, show_samples, plot_metrics, verify_resume)
+TOOLS = (
+    chat,
+    evaluate,
+    convert_model,
+    serve_openai_api,
+    train_tokenizer,
+    show_samples,
+    plan,
+    plot_metrics,
+    verify_resume,
+)
 OPTIONS = {a.dest: a.help or "" for a in engine_parser()._actions if a.dest not in ("help", *SETTINGS)}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
 PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
@@ -60,7 +71,7 @@ def value(setting: Setting) -> str:
     if setting.choices or setting.kind is bool:
         return ", ".join(f"`{choice}`" for choice in setting.choices or (0, 1))
     limits = [f"{LIMITS[name]} {limit}" for name, limit in setting.limits.items() if name in LIMITS]
-    return f"{METAVARS.get(setting.kind, 'TEXT')} {', '.join(limits)}".rstrip()
+    return f"{METAVARS.get(setting.kind, 'TEXT')} {', '.join(limits)}".rstrip() + ", `auto`" * setting.auto
 
 
 def default(setting: Setting | None) -> str:

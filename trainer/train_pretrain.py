@@ -46,6 +46,7 @@ class Args(StageArgs):
     learning_rate: float = 5e-4
     max_seq_len: int = 340
     compiling_pays = True
+    auto_rate = 1.0
 
 
 loss_fn = utils.next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`

@@ -44,6 +44,7 @@ from trainer.components.model_files import (
     tokenizer_folder,
 )
 from trainer.components.parallel import freeze, wrap_model
+from trainer.components.rules import apply_rules
 from trainer.components.run_files import is_path, run_name, start_path
 from trainer.components.run_hooks import hooks_of_settings
 from trainer.components.samples import sample_hooks
@@ -185,12 +186,12 @@ def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler,
 def identify_run(
     args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
 ) -> tuple[A, resume.Fingerprint]:
-    """The settings, adapted to another number of ranks than before, and what identifies the run.
+    """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the run.
 
     Raises:
         UserError: the checkpoint belongs to another run.
     """
-    args = resume.keep_global_batch(args, checkpoint)
+    args = resume.keep_global_batch(apply_rules(args, checkpoint, train_set), checkpoint)
     run = resume.run_fingerprint(args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args))
     return args, resume.check_resume(args, run, checkpoint)
 

@@ -38,8 +38,8 @@ SECTIONS = {
     "distributed": "device rank_timeout",
     "checkpoint": "save_dir save_weight checkpoint_dir from_weight from_resume resume_from extend_epochs save_interval "
     "keep_every keep_last",
-    "logging": "log_interval eval_interval use_tensorboard tensorboard_dir use_wandb wandb_project swanlab_mode "
-    "log_level log_file log_dir",
+    "logging": "log_interval eval_interval sample_prompts use_tensorboard tensorboard_dir use_wandb wandb_project "
+    "swanlab_mode log_level log_file log_dir",
 }
 MINIMIND = """save_dir save_weight epochs batch_size learning_rate device dtype num_workers accumulation_steps grad_clip
 log_interval save_interval hidden_size num_hidden_layers max_seq_len use_moe data_path from_weight from_resume use_wandb
@@ -81,6 +81,7 @@ DEFAULTS = {  # of both stages; MiniMind's where MiniMind has the flag, but for 
     "checkpoint_dir": str(ROOT / "checkpoints"),
     "extend_epochs": False,
     "eval_interval": 0,
+    "sample_prompts": "auto",
     "wandb_project": "MiniMind-Trainer",
     "swanlab_mode": "cloud",
     "patience": 0,
@@ -124,7 +125,8 @@ TYPES = {
     "accumulation_steps warmup_updates seed max_bad_updates rank_timeout save_interval log_interval eval_interval "
     "patience keep_every keep_last",
     float: "eval_share max_bad_share dropout learning_rate weight_decay grad_clip min_delta",
-    str: "cache_dir tokenizer_path device save_dir save_weight checkpoint_dir from_weight wandb_project monitor",
+    str: "cache_dir tokenizer_path device save_dir save_weight checkpoint_dir from_weight wandb_project monitor "
+    "sample_prompts",
     str | None: "data_path eval_data_path text_separator resume_from tensorboard_dir log_file log_dir",
 }
 CHOICES = {
@@ -149,9 +151,9 @@ LIMITS = {  # setting -> texts that are just in, and texts that are just out wit
     "num_experts_per_tok": (["1"], {"0": MUST[1]}),
     "dropout": (["0", "0.999"], {"-0.001": "must be 0 or more", "1": "must be below 1"}),
     "epochs": (["1"], {"0": MUST[1]}),
-    "batch_size": (["1"], {"0": MUST[1]}),
+    "batch_size": (["1"], {"0": MUST[1] + " or auto"}),
     "accumulation_steps": (["1"], {"0": MUST[1]}),
-    "learning_rate": (["1e-30", "100"], {"0": "must be above 0", "-1e-30": "must be above 0"}),
+    "learning_rate": (["1e-30", "100"], {"0": "must be above 0 or auto", "-1e-30": "must be above 0 or auto"}),
     "warmup_updates": (["0"], {"-1": MUST[0]}),
     "weight_decay": (["0", "1"], {"-0.001": "must be 0 or more", "1.001": "must be 1 or less"}),
     "grad_clip": (["0", "1e9"], {"-0.001": "must be 0 or more"}),
@@ -259,6 +261,7 @@ def test_the_limits(name):
     for text, must in outside.items():
         assert told(StageArgs, f"--{name}={text}") == f"--{name} {must}, not '{text}'"
     kind = "a whole number" if SETTINGS[name].kind is int else "a finite number"
+    kind += " or auto" * SETTINGS[name].auto
     for text in ("two", "", "nan", "inf", "-inf", "1 2", "0x10", "none", "true", *(["1.5"] if "whole" in kind else [])):
         assert told(StageArgs, f"--{name}={text}") == f"--{name} must be {kind}, not '{text}'"
 
@@ -352,7 +355,9 @@ def test_all_impossible_settings_are_told_at_once():
     wrong |= {"dtype": "int8", "use_moe": 2, "save_dir": "", "parallel": "both"}
     line = told(train_full_sft.Args, *[f"--{name}={value}" for name, value in wrong.items()])
     assert [part.split()[0] for part in line.split("; ")] == [f"--{name}" for name in wrong]
-    assert line.startswith("--epochs must be 1 or more, not '0'; --batch_size must be a whole number, not 'x'; ")
+    assert line.startswith(
+        "--epochs must be 1 or more, not '0'; --batch_size must be a whole number or auto, not 'x'; "
+    )
 
 
 def test_all_contradictions_are_told_at_once():

@@ -19,6 +19,7 @@ from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonito
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer.components.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
+from trainer.components.rules import apply_rules
 from trainer.components.run_files import run_name
 from trainer.components.saving import training_files
 from trainer.components.signals import StopRequest
@@ -68,11 +69,12 @@ class TrainingEngine(Hooks):
         device, autocast, scaler = device_and_precision(task.args)
         setup_seed(task.args.seed)
         data.num_samples()  # refuses to go on without any
-        held_out = data.val_dataloader()
-        if task.args.eval_share and held_out is None:
-            raise UserError(f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out")
         checkpoint = self.checkpoint_manager.load_checkpoint()
-        task.args = args = keep_global_batch(task.args, checkpoint)
+        args = apply_rules(task.args, checkpoint, data.train_dataset)
+        task.args = args = keep_global_batch(args, checkpoint)
+        held_out = data.val_dataloader()
+        if args.eval_share and held_out is None:
+            raise UserError(f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out")
         run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
         run = check_resume(args, run, checkpoint)
         self.wandb = start_tracker(args, run, checkpoint)

@@ -286,7 +286,7 @@ def broken(home) -> Path:
             [],
             "NoData has no data: set its data_module, or give --data_module package.module:ClassName",
         ),
-        ("broken:WrongDefault", [], "its default batch_size must be a whole number, not 'three'"),
+        ("broken:WrongDefault", [], "its default batch_size must be a whole number or auto, not 'three'"),
         ("broken:MisspeltCallback", [], "callback Misspelt: on_bach_end would never be called"),
         (
             "broken:NothingHeldOut",

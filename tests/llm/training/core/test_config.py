@@ -234,7 +234,7 @@ def test_an_integer_is_decimal_in_every_source(run_yaml):
             *run_yaml(f"training: {{seed: {text}}}")
         )
         assert f"--seed must be a whole number, not '{text}'" in mistake("--seed", text)
-    assert "must be a finite number, not '1:30.5'" in mistake(*run_yaml("training: {learning_rate: 1:30.5}"))
+    assert "must be a finite number or auto, not '1:30.5'" in mistake(*run_yaml("training: {learning_rate: 1:30.5}"))
 
 
 def test_text_in_yaml_needs_no_quotes(run_yaml):
@@ -273,12 +273,12 @@ YAML = {
     "training: {epochs: 0x10}": "run.yaml:1: training.epochs must be a whole number, not '0x10'",
     "training: {epochs: !!python/name:os.system ''}": "run.yaml:1: training.epochs must be a whole number, not ''",
     "model: {use_moe: !!bool maybe}": "run.yaml:1: model.use_moe must be 0 or 1, not 'maybe'",
-    "training: {learning_rate: fast}": "run.yaml:1: training.learning_rate must be a finite number, not 'fast'",
-    "training: {learning_rate: true}": "run.yaml:1: training.learning_rate must be a finite number, not 'true'",
-    "training: {learning_rate: .nan}": "run.yaml:1: training.learning_rate must be a finite number, not '.nan'",
-    "training: {learning_rate: .inf}": "run.yaml:1: training.learning_rate must be a finite number, not '.inf'",
-    "training: {learning_rate: null}": "run.yaml:1: training.learning_rate must be a finite number, not null",
-    "training: {learning_rate: 0}": "run.yaml:1: training.learning_rate must be above 0, not '0'",
+    "training: {learning_rate: fast}": "run.yaml:1: training.learning_rate must be a finite number or auto, not 'fast'",
+    "training: {learning_rate: true}": "run.yaml:1: training.learning_rate must be a finite number or auto, not 'true'",
+    "training: {learning_rate: .nan}": "run.yaml:1: training.learning_rate must be a finite number or auto, not '.nan'",
+    "training: {learning_rate: .inf}": "run.yaml:1: training.learning_rate must be a finite number or auto, not '.inf'",
+    "training: {learning_rate: null}": "run.yaml:1: training.learning_rate must be a finite number or auto, not null",
+    "training: {learning_rate: 0}": "run.yaml:1: training.learning_rate must be above 0 or auto, not '0'",
     "model: {use_moe: 2}": "run.yaml:1: model.use_moe must be 0 or 1, not '2'",
     "model: {use_moe: 0.5}": "run.yaml:1: model.use_moe must be 0 or 1, not '0.5'",
     "model: {use_moe: null}": "run.yaml:1: model.use_moe must be 0 or 1, not null",
@@ -325,8 +325,8 @@ FLAGS = {
     "--epochs true": "--epochs must be a whole number, not 'true'",
     "--epochs none": "--epochs must be a whole number, not 'none'",
     "--epochs": "argument --epochs: expected one argument; see --help",
-    "--learning_rate fast": "--learning_rate must be a finite number, not 'fast'",
-    "--learning_rate nan": "--learning_rate must be a finite number, not 'nan'",
+    "--learning_rate fast": "--learning_rate must be a finite number or auto, not 'fast'",
+    "--learning_rate nan": "--learning_rate must be a finite number or auto, not 'nan'",
     "--grad_clip inf": "--grad_clip must be a finite number, not 'inf'",
     "--use_moe 2": "--use_moe must be 0 or 1, not '2'",
     "--use_wandb maybe": "--use_wandb must be 0 or 1, not 'maybe'",

@@ -1,0 +1,340 @@
+"""Plan a run before it starts: from your data, this machine and your hours to every setting of pretraining and SFT.
+
+    python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8
+    python scripts/plan.py --pretrain_data data/pretrain.jsonl --depth 8
+    python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8 --gpu rtx4090
+
+It tokenises the data as the stages do, times a few updates of models of growing size on them (a minute in all), and
+takes size, passes over the data, batch and learning rate from measured rules (trainer/components/rules.py). It prints
+the plan, the held-out loss to expect, what limits it and what is unwise, and writes a shell file that runs it.
+"""
+
+import argparse
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
+import torch
+
+from common.durable_files import atomic_write
+from common.errors import UserError, say
+from common.settings import AUTO, ROOT, ModelConfig, StageArgs, add_flags, settings_of
+from dataset.data_files import split_weights
+from dataset.lm_dataset import StageDataset
+from dataset.token_cache import load_tokenizer
+from scripts.planning.machine import GPUS, SHARE_OF_SHEET, STATE, Cost, count_parameters, free_memory, training_cost
+from scripts.planning.trigrams import trigram_loss
+from trainer import train_full_sft, train_pretrain
+from trainer.components import rules
+from trainer.components.device import describe_device, mixed_precision, select_device
+from trainer.components.language_model import model_config
+from trainer.components.metrics import duration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:2305.16264)
+MEASURING, MEASURED_TOKENS = 40.0, 8192  # seconds after which no larger model is measured; of an update, at most
+COUNTED = 4  # layers of the largest model of which the bytes are counted for a GPU that is not here
+USABLE = 0.8  # share of the memory
+START, EVALUATIONS, EVALUATION = 12.0, 5, 0.4  # of a stage: seconds before it trains; how many; cost of a token in them
+FEW_UPDATES, COSTLY_STEP, FEW_BYTES = 100, 0.3, 2.5  # updates; share of an update; of text per token
+TOKENS_PER_PARAMETER = (0.5, 1000)  # outside of them the size of the model does not fit the data
+SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a plan: its script and settings, its data, and what the model costs."""
+
+    script: Any
+    args: StageArgs
+    data: StageDataset
+    held_out: StageDataset
+    ranks: int
+    cost: Cost = field(default=None)  # type: ignore[assignment] (until `of`)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to train."""
+        return self.data.num_tokens * self.args.epochs
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps."""
+        per_update = self.args.batch_size * self.args.accumulation_steps * self.ranks
+        return math.ceil(len(self.data) / per_update) * self.args.epochs
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its weights, with evaluations."""
+        tokens = self.tokens + EVALUATIONS * EVALUATION * self.held_out.num_tokens
+        return START + tokens / self.ranks * self.cost.token + self.updates * self.cost.update
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank."""
+        return self.cost.memory(self.data.num_tokens / len(self.data) * self.args.batch_size)
+
+    def of(self, depth: int, cost: Cost, epochs: int, memory: float) -> "Stage":
+        """With a model of so many layers: batch and rate by the rules, the micro-batch as the memory allows."""
+        args = replace(self.args, hidden_size=WIDTH * depth, num_hidden_layers=depth, epochs=epochs)
+        stage = replace(self, args=rules.chosen(args, self.data, self.ranks), cost=cost)
+        while stage.memory > memory and stage.args.batch_size > 1:
+            half, twice = stage.args.batch_size // 2, stage.args.accumulation_steps * 2
+            stage = replace(stage, args=replace(stage.args, batch_size=half, accumulation_steps=twice))
+        return replace(stage, args=replace(stage.args, warmup_updates=rules.warmup(stage.updates)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of one model, and the held-out loss of pretraining to expect."""
+
+    stages: list[Stage]
+    loss: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+
+def choose(
+    stages: list[Stage], costs: dict[int, Cost], memory: float, limit: float, trigram: float
+) -> tuple[Plan, str]:
+    """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it.
+
+    Raises:
+        UserError: none fits.
+    """
+    plans, tokens = [], stages[0].data.num_tokens
+    for depth, cost in costs.items():
+        weights = 12 * depth * (WIDTH * depth) ** 2  # of the layers
+        for passes in range(1, PASSES + 1) if weights <= PASSES * tokens or len(costs) == 1 or depth == 1 else ():
+            of = [stage.of(depth, cost, n, memory) for stage, n in zip(stages, (passes, SFT_PASSES), strict=False)]
+            plans.append(Plan(of, rules.expected_loss(trigram, weights, tokens, passes)))
+    fitting = [plan for plan in plans if max(stage.memory for stage in plan.stages) <= memory]
+    if not fitting:
+        raise UserError(f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model")
+    in_time = [plan for plan in fitting if plan.seconds <= limit]
+    if not in_time:
+        least = duration(min(plan.seconds for plan in fitting))
+        raise UserError(f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data")
+    best, unhurried = (min(each, key=lambda plan: plan.loss) for each in (in_time, fitting))
+    if best.loss > unhurried.loss:
+        return best, "hours"
+    return best, "memory" if best.loss > min(plan.loss for plan in plans) else "data"
+
+
+def measure(
+    stage: Stage, tokenizer: "PreTrainedTokenizerBase", depths: Iterable[int], gpu: str | None, memory: float
+) -> dict[int, Cost]:
+    """Depth -> what training costs, from the smallest model on; what would take too long or too much memory is
+    extrapolated from the largest that was measured."""
+    device, data = select_device("cpu" if gpu else stage.args.device), stage.data
+    wanted = min(rules.update_tokens(data.num_tokens * PASSES), MEASURED_TOKENS) / (8 if gpu else 1)
+    count = max(1, round(wanted / data.num_tokens * len(data)))
+    batch = data.collate([data[i * len(data) // count] for i in range(count)])
+    costs: dict[int, Cost] = {}
+    begin = time.monotonic()
+    for depth in depths:
+        config = model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
+        if costs:
+            last = max(costs)
+            guess = costs[last].scaled(config, batch, depth / last)
+            late = time.monotonic() - begin + 4 * wanted * guess.token > MEASURING
+            fits = costs[last].measured and guess.memory(wanted) <= memory
+            if depth > COUNTED if gpu else late or not fits:
+                costs[depth] = guess
+                continue
+        elif STATE * count_parameters(config) > memory:
+            raise UserError(f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}")
+        costs[depth] = training_cost(config, batch, device, stage.args.dtype, rules.OPTIMIZER, gpu)
+    return costs
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    flag, rows = parser.add_argument, settings_of(StageArgs)
+    flag("--pretrain_data", required=True, help="text to learn from, as --data_path of train_pretrain.py")
+    flag("--sft_data", help="conversations, as --data_path of train_full_sft.py; without it pretraining alone")
+    flag("--hours", type=float, default=math.inf, help="time for all stages; without it as long as the data are worth")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--depth", type=int, help=f"layers of the model, {WIDTH} times as wide: the one dial")
+    size.add_argument("--size", help="parameters of the model, such as 5m or 30m, instead of --depth")
+    flag("--gpu", choices=sorted(GPUS), help="plan for this GPU by its data sheet; nothing is measured")
+    flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
+    flag("--tokenizer_path", help="folder of a tokenizer; without it the shipped one, or for few data a smaller one")
+    flag("--eval_share", type=rows["eval_share"].parse_flag, default=0.02, help="share of the records to hold out")
+    add_flags(parser, [rows[name] for name in SHARED if name != "eval_share"])
+    args = parser.parse_args()
+    for name in ("hours", "eval_share", "depth"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            raise UserError(f"--{name} {getattr(args, name)} must be above 0")
+    for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
+        if getattr(args, name):
+            setattr(args, name, os.path.abspath(getattr(args, name)))
+    return args
+
+
+def depths_for(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> Iterable[int]:
+    """The depths to choose from. Raises UserError for a --size that is none."""
+    if args.depth or not args.size:
+        return [args.depth] if args.depth else DEPTHS
+    try:
+        wanted = float(args.size[:-1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[args.size[-1].lower()]
+        shapes = {d: ModelConfig(hidden_size=WIDTH * d, num_hidden_layers=d) for d in range(1, 41)}
+        sizes = {d: count_parameters(model_config(tokenizer, shape)) for d, shape in shapes.items()}
+        return [min(sizes, key=lambda depth: abs(math.log(sizes[depth] / wanted)))]
+    except (ValueError, LookupError):
+        raise UserError(f"--size {args.size} must be a number with k, m or b, such as 30m") from None
+
+
+def open_stages(args: argparse.Namespace, folder: str, tokenizer: "PreTrainedTokenizerBase", ranks: int) -> list[Stage]:
+    """The stages with their data and what is the same for all sizes of the model."""
+    stages = []
+    for script, path in ((train_pretrain, args.pretrain_data), (train_full_sft, args.sft_data)):
+        if path and split_weights(path)[1]:
+            raise UserError(f"{path}: a plan is for data without weights; leave them out, and add them to run.sh")
+        if path:
+            settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED}
+            parts = [path] if Path(path).exists() else path.split(",")
+            settings |= {"data_path": ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts)}
+            settings |= {"save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints"}
+            settings |= {"tokenizer_path": folder, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER}
+            settings |= {"batch_size": AUTO, "learning_rate": AUTO, "accumulation_steps": 1}
+            stage_args = script.Args(**settings)
+            data, held_out = script.open_data(stage_args, tokenizer)
+            assert held_out is not None  # --eval_share holds some out
+            stages.append(Stage(script, stage_args, data, held_out, ranks))
+    return stages
+
+
+def own_tokenizer(args: argparse.Namespace, stages: list[Stage]) -> str | None:
+    """The folder of a vocabulary that is made for these data, or None where the shipped one suits them."""
+    report = stages[0].data.cache.report
+    size = rules.vocabulary(report["target_bytes"], report["target_bytes"] / report["targets"])
+    if args.tokenizer_path or size is None:
+        return None
+    folder, paths = f"{args.save_dir}/tokenizer", [str(stage.args.data_path) for stage in stages]
+    command = [sys.executable, str(ROOT / "scripts/train_tokenizer.py"), "--vocab_size", str(size)]
+    command += ["--output_dir", folder, "--data_path", *paths]
+    command += ["--text_separator", args.text_separator] if args.text_separator else []
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise UserError("no tokenizer could be made for these data (see above); give --tokenizer_path")
+    return folder
+
+
+def unwise(plan: Plan) -> list[str]:
+    """What to think about again, one line each."""
+    first, found = plan.stages[0], []
+    for stage in plan.stages:
+        if stage.updates < FEW_UPDATES:
+            found.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; more data help")
+    ratio, report = first.tokens / first.cost.parameters, first.data.cache.report
+    if not TOKENS_PER_PARAMETER[0] <= ratio <= TOKENS_PER_PARAMETER[1]:
+        advice = "a smaller model learns as much" if ratio < 1 else "a larger model learns more"
+        found.append(f"{ratio:,.2f} tokens per parameter: {advice}")
+    if (share := first.updates * first.cost.update / first.seconds) > COSTLY_STEP:
+        found.append(f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw")
+    spelled = report["target_bytes"] / report["targets"]
+    if spelled < FEW_BYTES and first.args.tokenizer_path == ModelConfig.tokenizer_path:
+        found.append(f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)")
+    return found
+
+
+def describe(plan: Plan, limit: str) -> list[str]:
+    """The plan as a table with a column for each stage."""
+    first = plan.stages[0]
+    rows = {
+        "": lambda stage: stage.args.save_weight,
+        "tokens held out": lambda stage: f"{stage.held_out.num_tokens:,}",
+        "tokens to train": lambda stage: f"{stage.tokens:,}",
+        "passes over the data": lambda stage: stage.args.epochs,
+        "updates": lambda stage: f"{stage.updates:,}",
+        "tokens of an update": lambda stage: f"{stage.tokens / stage.updates:,.0f}",
+        "learning rate": lambda stage: f"{stage.args.learning_rate:g}",
+        "time": lambda stage: duration(stage.seconds),
+        "memory": lambda stage: f"{stage.memory / 1e9:.1f} GB",
+        "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",  # fp16 weights twice, two checkpoints
+    }
+    size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, {first.cost.parameters / 1e6:.2f} M parameters"
+    low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
+    report = first.held_out.cache.report
+    bits = plan.loss / math.log(2) * report["targets"] / report["target_bytes"]
+    return [
+        f"plan: {size}; {duration(plan.seconds)} in all; limited by the {limit}",
+        *(f"  {name:22}" + "".join(f"{value(stage):>14}" for stage in plan.stages) for name, value in rows.items()),
+        f"  held-out loss to expect of pretraining: {plan.loss:.2f} ({low:.2f} to {high:.2f}), {bits:.2f} bits a byte",
+    ]
+
+
+def shell_file(plan: Plan) -> str:
+    """A shell file that runs the plan; run again, it goes on where it was stopped."""
+    lines = ["#!/usr/bin/env bash", "# Written by scripts/plan.py. Run it again to go on after an interruption."]
+    lines += ["set -e", f"cd {shlex.quote(str(ROOT))}"]
+    for stage in plan.stages:
+        steps = stage.updates * stage.args.accumulation_steps
+        often = {"eval_interval": max(1, steps // EVALUATIONS), "log_interval": max(1, steps // 50)}
+        args = replace(stage.args, from_resume=True, **often)
+        start = ["python"] if stage.ranks == 1 else f"torchrun --standalone --nproc_per_node {stage.ranks}".split()
+        command = [*start, f"trainer/{Path(stage.script.__file__).name}"]
+        for name in settings_of(type(args)):
+            if (value := getattr(args, name)) != getattr(type(args), name):
+                command += [f"--{name}", str(int(value) if isinstance(value, bool) else value)]
+        lines.append(shlex.join(command))
+    command = ["python", "scripts/plot_metrics.py", args.save_dir, "--html", f"{args.save_dir}/report.html"]
+    return "\n".join([*lines, shlex.join(command)]) + "\n"
+
+
+def main() -> None:
+    """Read, measure, choose, print, write."""
+    args = parse_args()
+    device, gpu = select_device("cpu" if args.gpu else args.device), args.gpu
+    ranks = torch.cuda.device_count() if device.type == "cuda" else 1
+    memory = free_memory(device, gpu)
+    machine = describe_device(device, mixed_precision(args.dtype, device)[0])
+    if gpu:
+        machine = f"arithmetic for {gpu}: {SHARE_OF_SHEET:.0%} of {GPUS[gpu][0]} TFLOP/s, its data sheet"
+    say(f"{machine}; {memory / 1e9:.0f} GB of memory")
+    folder = args.tokenizer_path or ModelConfig.tokenizer_path
+    tokenizer = load_tokenizer(folder)
+    stages = open_stages(args, folder, tokenizer, ranks)
+    if folder := own_tokenizer(args, stages):
+        tokenizer = load_tokenizer(folder)
+        stages = open_stages(args, folder, tokenizer, ranks)
+    trigram = trigram_loss(stages[0].data, stages[0].held_out, len(tokenizer))
+    costs = measure(stages[0], tokenizer, depths_for(args, tokenizer), gpu, USABLE * memory)
+    for depth, cost in costs.items():
+        size, kind = f"{cost.parameters / 1e6:,.2f} M parameters", "measured" if cost.measured else "arithmetic"
+        say(f"  {WIDTH * depth} x {depth}: {size}, {1 / cost.token:,.0f} tokens/s, {kind}")
+    plan, limit = choose(stages, costs, USABLE * memory, 3600 * args.hours, trigram)
+    for line in describe(plan, limit) + [f"  unwise: {text}" for text in unwise(plan)]:
+        say(line)
+    path = Path(args.save_dir, "run.sh")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, lambda file: file.write(shell_file(plan).encode()))
+    say(f"wrote {path}; to run it: bash {path}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,119 @@
+"""What training costs: seconds and bytes of an update, measured on the user's data, or of a GPU that is not here by
+its data sheet."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import psutil
+import torch
+from torch import nn
+
+from trainer.components.device import mixed_precision, prepare_device
+from trainer.components.flops import training_flops
+from trainer.components.language_model import Batch, next_token_loss, to_device
+from trainer.components.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
+
+GPUS = {  # dense products in bfloat16 with float32 sums, TFLOP/s, and memory, GB: the makers' data sheets
+    "rtx3090": (71, 24),
+    "rtx4060": (30, 8),
+    "rtx4090": (165, 24),
+    "a100": (312, 80),
+    "l40s": (362, 48),
+    "h100": (989, 80),
+    "h200": (989, 141),
+}
+SHARE_OF_SHEET = 0.2  # of that rate, assumed
+STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
+LIBRARIES = 0.6e9  # bytes of a process without a model
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training a model costs a rank."""
+
+    parameters: int
+    flops: float  # per token
+    token: float  # seconds of forward and backward
+    update: float  # seconds of the optimizer
+    kept: float  # bytes per token of a micro-batch, for the backward pass
+    measured: bool  # else arithmetic
+
+    def memory(self, tokens: float) -> float:
+        """Bytes with micro-batches of so many tokens."""
+        return LIBRARIES + STATE * self.parameters + self.kept * tokens
+
+    def scaled(self, config: "MiniMindConfig", host: Batch, times: float) -> "Cost":
+        """The cost of a model that is `times` as wide and as deep, at the same rate on this batch."""
+        flops = batch_flops(config, host)
+        rate, size = self.flops / self.token, count_parameters(config)
+        return Cost(size, flops, flops / rate, self.update * size / self.parameters, self.kept * times**2, False)
+
+
+def batch_flops(config: "MiniMindConfig", host: Batch) -> float:
+    """Floating-point operations per token of a flat batch."""
+    tokens, seqlens = len(host["input_ids"]), torch.from_numpy(host["host_cu_seqlens"])
+    return training_flops(config, tokens, len(host["targets"]), seqlens) / tokens
+
+
+def free_memory(device: torch.device, gpu: str | None) -> float:
+    """Bytes that a rank may use."""
+    if gpu:
+        return GPUS[gpu][1] * 1e9
+    return float(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+
+
+def training_cost(
+    config: "MiniMindConfig", host: Batch, device: torch.device, dtype: str, optimizer: str, gpu: str | None = None
+) -> Cost:
+    """The cost of an update on this flat batch: the faster of two, after one to warm up. With `gpu`, one of GPUS, the
+    bytes are counted in bfloat16 on `device`, and the seconds are arithmetic."""
+    from model.model_minimind import MiniMindForCausalLM
+
+    autocast = mixed_precision("bfloat16_emulated" if gpu else dtype, device)[0]
+    prepare_device(device)
+    model = cast(nn.Module, MiniMindForCausalLM(config)).to(device)
+    stepping, batch = build_optimizer(model, 1e-4, 0.0, optimizer), to_device(host, device)
+    tokens, targets, size = len(host["input_ids"]), len(host["targets"]), count_parameters(config)
+    storages = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}  # these are counted in STATE
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = next_token_loss(model, batch)[0]
+    kept = sum(storages.values()) / tokens
+    flops = batch_flops(config, host)
+    if gpu:
+        return Cost(size, flops, flops / (GPUS[gpu][0] * 1e12 * SHARE_OF_SHEET), 0.0, kept, False)
+    times = []
+    for _ in range(2):
+        begin = clock(device)
+        with autocast:
+            loss = next_token_loss(model, batch)[0]
+        (loss / targets).backward()
+        middle = clock(device)
+        stepping.step()
+        stepping.zero_grad()
+        times.append((middle - begin, clock(device) - middle))
+    passes, step = (min(column) for column in zip(*times, strict=True))
+    return Cost(size, flops, passes / tokens, step, kept, True)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def count_parameters(config: "MiniMindConfig") -> int:
+    """Parameters of a model, without making it."""
+    from model.model_minimind import MiniMindForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in MiniMindForCausalLM(config).parameters())

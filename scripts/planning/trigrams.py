@@ -1,0 +1,57 @@
+"""How predictable a text is: the held-out loss of a trigram model of the training data, counted in seconds."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dataset.lm_dataset import StageDataset
+
+COUNTED = 1 << 22  # tokens; the loss of a larger corpus is extrapolated
+DISCOUNT = 0.75  # taken off each count and given to the shorter contexts
+Ngrams = list[np.ndarray]  # each target with 0, 1 and 2 tokens before it, as one number, int64 [M]
+
+
+def trigram_loss(train: "StageDataset", held_out: "StageDataset", vocabulary: int) -> float:
+    """Nats per held-out target under a trigram model of the training data.
+
+    Of more than COUNTED tokens the first ones are counted, and a power law through the loss of these and of their half
+    leads to the size of the data.
+    """
+    seen, asked = ngrams(train, vocabulary), ngrams(held_out, vocabulary)
+    loss = interpolated_loss(seen, asked, vocabulary)
+    if train.num_tokens <= COUNTED:
+        return loss
+    half = interpolated_loss([each[: len(each) // 2] for each in seen], asked, vocabulary)
+    return loss * (loss / half) ** np.log2(train.num_tokens / COUNTED)
+
+
+def ngrams(data: "StageDataset", vocabulary: int) -> Ngrams:
+    """The n-grams of the targets among the first COUNTED tokens."""
+    cache = data.cache
+    tokens = np.array(cache.tokens[:COUNTED], dtype=np.int64)
+    is_target = np.ones(len(tokens), bool) if cache.loss_mask is None else np.array(cache.loss_mask[:COUNTED])
+    is_target[cache.offsets[:-1][cache.offsets[:-1] < len(tokens)]] = False
+    at = np.flatnonzero(is_target)
+    last, before = tokens[at - 1], tokens[np.maximum(at - 2, 0)]
+    return [tokens[at], last * vocabulary + tokens[at], (before * vocabulary + last) * vocabulary + tokens[at]]
+
+
+def interpolated_loss(seen: Ngrams, asked: Ngrams, vocabulary: int) -> float:
+    """Nats per n-gram of `asked`, with the counts of `seen` under absolute discounting, interpolated with those of
+    shorter contexts (Ney, Essen and Kneser 1994)."""
+    counts = np.bincount(seen[0], minlength=vocabulary) + 0.5
+    probability = counts[asked[0]] / counts.sum()
+    for order in (1, 2):
+        contexts, follows = (np.unique(each, return_counts=True) for each in (seen[order] // vocabulary, seen[order]))
+        kinds = np.unique(follows[0] // vocabulary, return_counts=True)  # different targets after a context
+        count, kind = (look_up(table, asked[order] // vocabulary) for table in (contexts, kinds))
+        times = np.maximum(look_up(follows, asked[order]) - DISCOUNT, 0)
+        probability = np.where(count > 0, (times + DISCOUNT * kind * probability) / np.maximum(count, 1), probability)
+    return float(-np.log(probability).mean())
+
+
+def look_up(table: tuple[np.ndarray, np.ndarray], wanted: np.ndarray) -> np.ndarray:
+    """The count of each wanted key [M] in (sorted keys, counts), 0 where it is missing."""
+    at = np.minimum(np.searchsorted(table[0], wanted), len(table[0]) - 1)
+    return np.where(table[0][at] == wanted, table[1][at], 0)

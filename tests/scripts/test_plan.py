@@ -1,0 +1,152 @@
+"""The plan of a run: what it chooses, what it says, and that what it writes can be run as it stands."""
+
+import math
+import random
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config_sources import parse_args
+from common.errors import UserError
+from scripts import plan
+from scripts.planning.machine import Cost
+from tests.conftest import sentence, write_jsonl
+from trainer import train_full_sft, train_pretrain
+from trainer.components import rules
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("data"), random.Random(3)
+    write_jsonl(folder / "text.jsonl", [{"text": sentence(rng, 20, 60)} for _ in range(300)])
+    turns = [[sentence(rng, 3, 9), sentence(rng, 3, 20)] for _ in range(400)]
+    chats = [{"conversations": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
+    write_jsonl(folder / "chat.jsonl", chats)
+    return folder
+
+
+@pytest.fixture
+def start(data, tmp_path, monkeypatch, capsys):
+    """Runs the command on small data and returns what it printed."""
+
+    def run(*flags, **paths) -> str:
+        given = {"pretrain_data": data / "text.jsonl", "save_dir": tmp_path, "cache_dir": data / "cache"} | paths
+        argv = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+        monkeypatch.setattr(sys, "argv", ["plan.py", *argv, *map(str, flags)])
+        plan.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def commands(folder) -> list[list[str]]:
+    lines = (folder / "run.sh").read_text().splitlines()
+    return [shlex.split(line) for line in lines if line.startswith(("python", "torchrun"))]
+
+
+def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data, tmp_path):
+    out = start(
+        "--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=plan.ModelConfig.tokenizer_path
+    )
+    pretrain, sft, report = commands(tmp_path)
+    assert pretrain[1] == "trainer/train_pretrain.py" and sft[1] == "trainer/train_full_sft.py"
+    assert report[:2] == ["python", "scripts/plot_metrics.py"]
+    for script, command in ((train_pretrain, pretrain), (train_full_sft, sft)):
+        args = parse_args(script.Args, "", command[2:])
+        assert args.hidden_size == 64 and args.num_hidden_layers == 1 and args.from_resume and args.eval_share == 0.02
+        assert args.optimizer == "muon" and args.accumulation_steps == 1 and 0 < args.learning_rate < 0.1
+        assert args.batch_size >= 1 and args.warmup_updates >= 1  # numbers, no auto
+        assert f"{args.learning_rate:g}" in out
+    assert "64 x 1: 0.47 M parameters" in out and "held-out loss to expect of pretraining:" in out
+    assert "unwise: pretrain: " in out and "updates teach little" in out  # these data are few
+
+
+def test_relative_paths_and_patterns_mean_what_they_meant_here(start, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data)
+    start("--depth", 1, pretrain_data="tex*.jsonl", cache_dir="cache")
+    flags = dict(zip(*[iter(commands(tmp_path)[0][2:])] * 2, strict=True))
+    assert flags["--data_path"] == str(data / "tex*.jsonl") and flags["--cache_dir"] == str(data / "cache")
+
+
+def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
+    out = start("--depth", 1)
+    assert commands(tmp_path)[0].count("--tokenizer_path") == 1 and (tmp_path / "tokenizer/tokenizer.json").is_file()
+    assert "64 x 1: 0.0" in out  # at most 512 rows of the embedding, not 6,400
+
+
+def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
+    out = start("--gpu", "rtx4090", "--size", "500k", tokenizer_path=plan.ModelConfig.tokenizer_path)
+    assert "arithmetic for rtx4090" in out and "measured" not in out and "64 x 1: 0.47 M parameters" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--hours", "0"], "--hours 0.0 must be above 0"),
+        (["--hours", "nan"], "--hours nan must be above 0"),
+        (["--eval_share", "0"], "--eval_share 0.0 must be above 0"),
+        (["--depth", "0"], "--depth 0 must be above 0"),
+        (["--size", "many"], "--size many must be a number with k, m or b, such as 30m"),
+        (["--size=-3m"], "--size -3m must be a number with k, m or b, such as 30m"),
+        (["--depth", "64"], "do not hold a model of 4096 x 64"),
+        (["--depth", "2", "--size", "3m"], "not allowed with argument"),
+        (["--hours", "0.001", "--depth", "1"], "--hours 0.001: the smallest plan takes"),
+    ],
+)
+def test_wrong_flags_are_one_line(start, flags, line):
+    with pytest.raises(UserError) as error:
+        start(*flags, tokenizer_path=plan.ModelConfig.tokenizer_path)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_data_are_one_line(start, tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        start(pretrain_data=tmp_path / "missing.jsonl")
+
+
+class Data(SimpleNamespace):
+    def __len__(self) -> int:
+        return self.items
+
+
+COSTS = st.builds(
+    Cost,
+    parameters=st.integers(10**5, 10**9),
+    flops=st.floats(1e6, 1e10),
+    token=st.floats(1e-6, 1e-2),
+    update=st.floats(0, 1),
+    kept=st.floats(1e3, 1e6),
+    measured=st.just(True),
+)
+
+
+@given(st.dictionaries(st.integers(1, 24), COSTS, min_size=1), st.floats(1e9, 1e11), st.floats(60, 1e6))
+def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
+    data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
+    args = train_pretrain.Args(batch_size=0, learning_rate=0, accumulation_steps=1)
+    stages = [plan.Stage(train_pretrain, args, data, held_out, 1)]
+    try:
+        best, limited = plan.choose(stages, costs, memory, limit, 5.0)
+    except UserError:
+        stage = stages[0].of(min(costs), costs[min(costs)], 1, memory)
+        assert len(costs) > 1 or stage.memory > memory or stage.seconds > limit
+        return
+    (stage,) = best.stages
+    assert stage.memory <= memory and stage.seconds <= limit and limited in ("hours", "memory", "data")
+    whole = rules.chosen(stage.args.__class__(**vars(args) | {"epochs": stage.args.epochs}), data, 1)
+    split = stage.args.batch_size * stage.args.accumulation_steps
+    assert whole.batch_size / 2 < split <= whole.batch_size  # the memory changes the micro-batch, not the update
+
+
+def test_seconds_and_bytes_add_up():
+    data, held_out = Data(num_tokens=10**6, items=1000), Data(num_tokens=10**4, items=10)
+    args = train_pretrain.Args(batch_size=2, accumulation_steps=2, epochs=3)
+    stage = plan.Stage(train_pretrain, args, data, held_out, 4, Cost(10**6, 1e7, 1e-3, 0.5, 1e4, True))
+    assert stage.updates == 3 * math.ceil(1000 / 16) and stage.tokens == 3 * 10**6
+    evaluated = plan.EVALUATIONS * plan.EVALUATION * 10**4
+    assert stage.seconds == pytest.approx(plan.START + (3e6 + evaluated) / 4 * 1e-3 + stage.updates * 0.5)
+    assert stage.memory == pytest.approx(0.6e9 + 16e6 + 1e4 * 2000)

@@ -1,0 +1,77 @@
+"""Batch, learning rate and warm-up by the size of model and data, and the held-out loss to expect: fits to runs
+that were measured (docs/dev/LOG.md, "Which batch, learning rate and loss").
+
+scripts/plan.py uses them, and `--learning_rate auto` and `--batch_size auto`.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from common.settings import AUTO, StageArgs
+from trainer.components.distributed import Logger, world_size
+
+A = TypeVar("A", bound=StageArgs)
+OPTIMIZER = "muon"
+SPREAD = 0.05  # of the loss to expect
+
+
+def update_tokens(tokens: float) -> float:
+    """Tokens of an update, in a run over so many tokens."""
+    return min(max(2048 * (tokens / 1e6) ** 0.5, 2048), 2**19)
+
+
+def learning_rate(width: int, tokens: float, tokens_per_update: float, optimizer: str) -> float:
+    """The peak learning rate of a run over so many tokens."""
+    rate = 1e-3 * (width / 128) ** -0.6 * (tokens / 3.5e5) ** -0.4 * (tokens_per_update / 2048) ** 0.5
+    return rate * (3 if optimizer == "adamw" else 1)
+
+
+def warmup(updates: int) -> int:
+    """Updates of warm-up."""
+    return max(1, min(100, updates // 20))
+
+
+def vocabulary(text_bytes: float, bytes_per_token: float) -> int | None:
+    """Size of a vocabulary of its own for little text that the shipped one spells in short tokens; None: the shipped
+    one. Most of its rows would hardly be trained there, and cost as much as the others."""
+    return 512 if text_bytes < 2e6 and bytes_per_token < 3 else None
+
+
+def expected_loss(trigram: float, weights: float, tokens: float, passes: int) -> float:
+    """Held-out loss of pretraining, from that of a trigram model of the same data.
+
+    weights: of the layers, 12 x layers x width^2. tokens: of one pass. The fit's rms error is 2 %, on models of 0.05 to
+    3 M weights and 0.3 to 1.4 M tokens; beyond 20 M and 1,000 M a quarter of it is believed.
+    """
+    size, trained = math.log(weights / 4e5), math.log(passes * tokens / 1e6)
+    size, trained = min(size, 3.9 + (size - 3.9) / 4), min(trained, 6.9 + (trained - 6.9) / 4)
+    return trigram * math.exp(
+        -0.004 - 0.035 * math.log(passes) - 0.015 * size - 0.02 * trained - 0.011 * size * trained
+    )
+
+
+def chosen(args: A, data: Any, ranks: int) -> A:
+    """The settings with a number in place of each `auto`; data: a StageDataset."""
+    of_ranks, item = args.accumulation_steps * ranks, data.num_tokens / len(data)
+    if args.batch_size == AUTO:
+        wanted = update_tokens(data.num_tokens * args.epochs) / item / of_ranks
+        args = replace(args, batch_size=max(1, min(round(wanted), len(data))))
+    if args.learning_rate == AUTO:
+        of_update = item * args.batch_size * of_ranks
+        rate = learning_rate(args.hidden_size, data.num_tokens * args.epochs, of_update, args.optimizer)
+        args = replace(args, learning_rate=float(f"{rate * args.auto_rate:.1e}"))
+    return args
+
+
+def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
+    """`chosen` for a run on these data; a resumed run keeps the numbers that it began with."""
+    if AUTO not in (args.learning_rate, args.batch_size):
+        return args
+    if checkpoint is not None:
+        run, of_ranks = checkpoint["run"], args.accumulation_steps * world_size()
+        args = replace(args, batch_size=args.batch_size or max(1, run["global_batch"] // of_ranks))
+        return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
+    args = chosen(args, data, world_size())
+    Logger(f"auto: --batch_size {args.batch_size} --learning_rate {args.learning_rate:g}")
+    return args
