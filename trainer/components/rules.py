@@ -46,9 +46,8 @@ def expected_loss(trigram: float, weights: float, tokens: float, passes: int) ->
     """
     size, trained = math.log(weights / 4e5), math.log(passes * tokens / 1e6)
     size, trained = min(size, 3.9 + (size - 3.9) / 4), min(trained, 6.9 + (trained - 6.9) / 4)
-    return trigram * math.exp(
-        -0.004 - 0.035 * math.log(passes) - 0.015 * size - 0.02 * trained - 0.011 * size * trained
-    )
+    change = -0.004 - 0.035 * math.log(passes) - 0.015 * size - 0.02 * trained - 0.011 * size * trained
+    return trigram * math.exp(change)
 
 
 def chosen(args: A, data: Any, ranks: int) -> A:

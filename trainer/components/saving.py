@@ -118,10 +118,8 @@ def write_settings(state: TrainState, path: Path) -> None:
     starts.append({"time": now, "update": state.update, "command": sys.argv})
     environment = {"python": platform.python_version(), "platform": platform.platform(), "ranks": world_size()}
     environment |= {"GPU": torch.cuda.get_device_name(state.device)} if state.device.type == "cuda" else {}
-    content: dict[str, Any] = {
-        "stage": next(iter(state.code), None),
-        "settings": asdict(state.args),
-    }  # the first of its files
+    stage = next(iter(state.code), None)  # the first of its files
+    content: dict[str, Any] = {"stage": stage, "settings": asdict(state.args)}
     content |= {"environment": state.computing() | environment, "run": state.run, "code": state.code}
     content["starts"] = starts[:1] + starts[1:][-KEPT_STARTS:]
     text = json.dumps(content, indent=1, default=str)  # ASCII: file names may hold bytes that are not UTF-8

@@ -28,10 +28,8 @@ class Verdict(Hooks):
         self.said: list[str] = []  # names of the warnings given
         self.pending: list[str] = []  # their texts that no record holds yet
         self.since: dict[str, int] = {}  # condition -> the last update that was reported without it
-        self.first: dict[
-            str, float
-        ] = {}  # reward of the first record, loss of the first update; those of the last record
-        self.last: dict[str, float] = {}
+        self.first: dict[str, float] = {}  # reward of the first record, loss of the first update
+        self.last: dict[str, float] = {}  # of the last record
         self.evaluations: list[tuple[int, float]] = []  # update, eval_loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,10 +80,8 @@ class Verdict(Hooks):
         self.first |= {"mean_loss": loss} if count else {}
         chance, weight = math.log(getattr(state.lm_config, "vocab_size", 0) or math.inf), state.args.from_weight
         # only where the loss is the cross entropy alone; random weights are about as good as chance
-        text = (
-            f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight {weight} does not fit "
-        )
-        text += "the text; was it trained with another tokenizer (--tokenizer_path)?"
+        text = f"the first loss {loss:.2f} is above {chance:.2f}, that of guessing: --from_weight {weight} does not "
+        text += "fit the text; was it trained with another tokenizer (--tokenizer_path)?"
         self.warn_if(weight != "none" and not figures and loss > 1.01 * chance, "first loss", text)
         text = "the teacher predicts just what the student does: are they the same weights?"
         self.warn_if(count > 0 and abs(figures.get("divergence", 1.0)) < 1e-5, "teacher", text)
@@ -100,10 +96,8 @@ class Verdict(Hooks):
         elif "mean_loss" in figures and "reward" not in record:
             loss, start = figures["mean_loss"], self.first["mean_loss"]
             diverged = self.lasts("diverged", update, 0 < 1.2 * start < loss, SOON)
-            text = (
-                f"the loss is {loss:.2f}, and was {start:.2f} at the start: --learning_rate {args.learning_rate:g} is "
-            )
-            self.warn_if(diverged, "diverged", text + "too large; try a third of it")
+            text = f"the loss is {loss:.2f}, and was {start:.2f} at the start: --learning_rate {args.learning_rate:g} "
+            self.warn_if(diverged, "diverged", text + "is too large; try a third of it")
             self.look_at_plateau(state, update, loss)
         if (value := record.get("eval_loss")) is not None:
             self.evaluations.append((update, value))
@@ -180,9 +174,8 @@ def unigram_entropy(cache: TokenCache) -> float:
     size, parts = len(cache.tokens), []
     for begin in range(0, size, max(PIECE, size // PIECES)):
         tokens = np.array(cache.tokens[begin : begin + PIECE])
-        mask = (
-            np.ones(len(tokens), bool) if cache.loss_mask is None else np.array(cache.loss_mask[begin:][: len(tokens)])
-        )
+        labels = cache.loss_mask
+        mask = np.ones(len(tokens), bool) if labels is None else np.array(labels[begin : begin + len(tokens)])
         first, last = np.searchsorted(cache.offsets, (begin, begin + len(tokens)))
         mask[cache.offsets[first:last] - begin] = False  # the first token of a sample is no target
         parts.append(tokens[mask])
