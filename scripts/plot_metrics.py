@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
-from common.command_line import Parser, one_line_errors
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
+import numpy as np
+
 from common.errors import UserError, printable, say, warn
 from scripts.runs.html_page import html_page
 from scripts.runs.summary import ENDING, FIGURES, Summary, differing, finite_number, read_settings, shown
