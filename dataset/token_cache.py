@@ -114,6 +114,15 @@ class TokenCache:
         return place(self.files[file], line)
 
 
+def target_mask(cache: TokenCache, begin: int, end: int) -> np.ndarray:
+    """Which of the tokens from `begin` to `end` are targets, bool [end - begin]; no sample's first token is one."""
+    labels = cache.loss_mask
+    mask = np.ones(end - begin, bool) if labels is None else np.array(labels[begin:end])
+    first, last = np.searchsorted(cache.offsets, (begin, end))
+    mask[cache.offsets[first:last] - begin] = False
+    return mask
+
+
 def build_token_cache(
     kind: str,
     data_path: str,

@@ -39,6 +39,7 @@ from scripts.planning.trigrams import trigram_loss
 from trainer import train_full_sft, train_pretrain
 from trainer.components import rules
 from trainer.components.device import describe_device, mixed_precision, select_device
+from trainer.components.flops import layer_weights
 from trainer.components.language_model import model_config
 from trainer.components.metrics import duration
 
@@ -51,8 +52,10 @@ PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:23
 MEASURING, MEASURED_TOKENS = 40.0, 8192  # seconds after which no larger model is measured; of an update, at most
 COUNTED = 4  # layers of the largest model of which the bytes are counted for a GPU that is not here
 USABLE = 0.8  # share of the memory
-START, EVALUATIONS, EVALUATION = 12.0, 5, 0.4  # of a stage: seconds before it trains; how many; cost of a token in them
-FEW_UPDATES, COSTLY_STEP, FEW_BYTES = 100, 0.3, 2.5  # updates; share of an update; of text per token
+START = 12.0  # seconds of a stage before it trains
+EVALUATIONS, EVALUATION = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
+FEW_UPDATES, COSTLY_STEP = 100, 0.3  # share of an update
+FEW_BYTES = 2.5  # of text per token
 TOKENS_PER_PARAMETER = (0.5, 1000)  # outside of them the size of the model does not fit the data
 SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
 
@@ -66,7 +69,7 @@ class Stage:
     data: StageDataset
     held_out: StageDataset
     ranks: int
-    cost: Cost = field(default=None)  # type: ignore[assignment] (until `of`)
+    cost: Cost = field(default=None)  # type: ignore[assignment] (until `with_model`)
 
     @property
     def tokens(self) -> int:
@@ -90,7 +93,7 @@ class Stage:
         """Bytes of a rank."""
         return self.cost.memory(self.data.num_tokens / len(self.data) * self.args.batch_size)
 
-    def of(self, depth: int, cost: Cost, epochs: int, memory: float) -> "Stage":
+    def with_model(self, depth: int, cost: Cost, epochs: int, memory: float) -> "Stage":
         """With a model of so many layers: batch and rate by the rules, the micro-batch as the memory allows."""
         args = replace(self.args, hidden_size=WIDTH * depth, num_hidden_layers=depth, epochs=epochs)
         stage = replace(self, args=rules.chosen(args, self.data, self.ranks), cost=cost)
@@ -123,10 +126,11 @@ def choose(
     """
     plans, tokens = [], stages[0].data.num_tokens
     for depth, cost in costs.items():
-        weights = 12 * depth * (WIDTH * depth) ** 2  # of the layers
+        weights = layer_weights(depth, WIDTH * depth)
         for passes in range(1, PASSES + 1) if weights <= PASSES * tokens or len(costs) == 1 or depth == 1 else ():
-            of = [stage.of(depth, cost, n, memory) for stage, n in zip(stages, (passes, SFT_PASSES), strict=False)]
-            plans.append(Plan(of, rules.expected_loss(trigram, weights, tokens, passes)))
+            epochs = zip(stages, (passes, SFT_PASSES), strict=False)
+            planned = [stage.with_model(depth, cost, n, memory) for stage, n in epochs]
+            plans.append(Plan(planned, rules.expected_loss(trigram, weights, tokens, passes)))
     fitting = [plan for plan in plans if max(stage.memory for stage in plan.stages) <= memory]
     if not fitting:
         raise UserError(f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model")

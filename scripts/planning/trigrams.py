@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dataset.token_cache import target_mask
+
 if TYPE_CHECKING:
     from dataset.lm_dataset import StageDataset
 
@@ -30,9 +32,7 @@ def ngrams(data: "StageDataset", vocabulary: int) -> Ngrams:
     """The n-grams of the targets among the first COUNTED tokens."""
     cache = data.cache
     tokens = np.array(cache.tokens[:COUNTED], dtype=np.int64)
-    is_target = np.ones(len(tokens), bool) if cache.loss_mask is None else np.array(cache.loss_mask[:COUNTED])
-    is_target[cache.offsets[:-1][cache.offsets[:-1] < len(tokens)]] = False
-    at = np.flatnonzero(is_target)
+    at = np.flatnonzero(target_mask(cache, 0, len(tokens)))
     last, before = tokens[at - 1], tokens[np.maximum(at - 2, 0)]
     return [tokens[at], last * vocabulary + tokens[at], (before * vocabulary + last) * vocabulary + tokens[at]]
 

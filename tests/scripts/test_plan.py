@@ -132,7 +132,7 @@ def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     try:
         best, limited = plan.choose(stages, costs, memory, limit, 5.0)
     except UserError:
-        stage = stages[0].of(min(costs), costs[min(costs)], 1, memory)
+        stage = stages[0].with_model(min(costs), costs[min(costs)], 1, memory)
         assert len(costs) > 1 or stage.memory > memory or stage.seconds > limit
         return
     (stage,) = best.stages

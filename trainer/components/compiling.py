@@ -11,6 +11,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
 from trainer.components.device import has_matrix_unit, select_device
 from trainer.components.distributed import Logger, world_size
+from trainer.components.flops import layer_weights
 from trainer.components.loaders import SizedDataset
 
 ENOUGH = 5e13  # operations of a run per thread: five to twelve minutes; compiling takes half a one and saves a tenth
@@ -40,7 +41,7 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 
 def operations(args: StageArgs, train_set: TokenDataset) -> float:
     """Roughly the floating-point operations of a run, of each thread of a rank."""
-    weights = 12.0 * args.num_hidden_layers * args.hidden_size**2
+    weights = layer_weights(args.num_hidden_layers, args.hidden_size)
     return 6.0 * weights * train_set.num_tokens * args.epochs / (world_size() * torch.get_num_threads())
 
 

@@ -31,6 +31,11 @@ def training_flops(config: "MiniMindConfig", tokens: int, targets: int, cu_seqle
     return products + 6.0 * targets * c * config.vocab_size
 
 
+def layer_weights(layers: int, width: int) -> float:
+    """Roughly the weights of so many dense layers, all of which a token meets."""
+    return 12.0 * layers * width**2
+
+
 def peak_rate(autocast: AbstractContextManager, device: torch.device) -> float:
     """Matrix rate of all ranks together, in the dtype of the run's matrix products."""
     return matrix_rate(device, autocast_dtype(autocast, device)) * world_size()

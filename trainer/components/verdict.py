@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.errors import warn
-from dataset.token_cache import TokenCache
+from dataset.token_cache import TokenCache, target_mask
 from trainer.components.device import autocast_dtype, native_bfloat16
 from trainer.components.resume import held_out_fingerprint
 from trainer.components.state import Hooks, TrainState
@@ -174,11 +174,7 @@ def unigram_entropy(cache: TokenCache) -> float:
     size, parts = len(cache.tokens), []
     for begin in range(0, size, max(PIECE, size // PIECES)):
         tokens = np.array(cache.tokens[begin : begin + PIECE])
-        labels = cache.loss_mask
-        mask = np.ones(len(tokens), bool) if labels is None else np.array(labels[begin : begin + len(tokens)])
-        first, last = np.searchsorted(cache.offsets, (begin, begin + len(tokens)))
-        mask[cache.offsets[first:last] - begin] = False  # the first token of a sample is no target
-        parts.append(tokens[mask])
+        parts.append(tokens[target_mask(cache, begin, begin + len(tokens))])
     cache.release()
     counts = np.bincount(np.concatenate(parts))
     shares = counts[counts > 0] / max(1, counts.sum())
