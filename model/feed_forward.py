@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GROUP = 16  # each expert's rows are padded to a multiple: CUDA's grouped_mm needs 8, and oneDNN caches few shapes
+RANK = 8  # the rank of adapters is padded to a multiple: CUDA's grouped_mm wants rows that are multiples of 16 bytes
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -51,16 +52,20 @@ def group_size(rows: int, experts: int) -> int:
     return GROUP * (rows // (4 * GROUP * experts) + 1)
 
 
-def grouped_linear(x: Tensor, layers: list[nn.Linear], ends: Tensor, group: int) -> Tensor:
-    """Apply linear layer i to rows [ends[i-1], ends[i]) of x [R, in] -> [R, out].
+def stacked(layers: list[nn.Linear]) -> Tensor:
+    """The weights [E, out, in] of E linear layers."""
+    return torch.stack([layer.weight for layer in layers])
 
-    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync); a layer without rows gets a
-    zero gradient."""
+
+def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, group: int) -> Tensor:
+    """The product of rows [ends[i-1], ends[i]) of x [R, in] with weights[i] of [E, out, in] -> [R, out].
+
+    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync)."""
     dtype = product_dtype(x)
-    weights = torch.stack([layer.weight for layer in layers]).to(dtype).transpose(1, 2)  # [E, in, out]
+    weights = weights.to(dtype).transpose(1, 2)  # [E, in, out]
     if not has_grouped_mm(x):
         starts = torch.arange(0, len(x), group, dtype=ends.dtype, device=x.device)
-        owner = torch.bucketize(starts, ends, right=True).clamp(max=len(layers) - 1)  # spare groups: rows of zeros
+        owner = torch.bucketize(starts, ends, right=True).clamp(max=len(weights) - 1)  # spare groups: rows of zeros
         return GroupedProduct.apply(x.to(dtype).view(-1, group, x.shape[-1]), weights, owner).flatten(0, 1)
     if torch.compiler.is_compiling() and dtype != torch.bfloat16:
         return untraced_grouped_mm(x.to(dtype), weights, ends)
@@ -94,12 +99,15 @@ class GroupedProduct(torch.autograd.Function):
 
 def grouped_with_adapters(x: Tensor, layers: list[nn.Linear], *groups) -> Tensor:
     """`grouped_linear`, plus what the layers' adapters add where they have some; `groups`: its further arguments."""
-    out = grouped_linear(x, layers, *groups)
+    out = grouped_linear(x, stacked(layers), *groups)
     adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
     if not adapted:
         return out
-    low = grouped_linear(adapted[0].dropout(x), [layer.lora_A for layer in adapted], *groups)
-    return out + grouped_linear(low, [layer.lora_B for layer in adapted], *groups) * adapted[0].scale
+    extra = -adapted[0].lora_A.out_features % RANK  # zeros
+    into = F.pad(stacked([layer.lora_A for layer in adapted]), (0, 0, 0, extra))  # [E, rank, in]
+    out_of = F.pad(stacked([layer.lora_B for layer in adapted]), (0, extra))  # [E, out, rank]
+    low = grouped_linear(adapted[0].dropout(x), into, *groups)
+    return out + grouped_linear(low, out_of, *groups) * adapted[0].scale
 
 
 class MOEFeedForward(nn.Module):
@@ -122,12 +130,15 @@ class MOEFeedForward(nn.Module):
         weight = weight / weight.sum(dim=-1, keepdim=True) if self.norm else weight
         # Sort the rows by expert; each expert's rows are padded to a multiple of `group`. Say group = 4, and the chosen
         # experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the rows go to the places 4 0 5 6 1.
-        count = chosen.numel()
+        count, expert = chosen.numel(), chosen.flatten()
         group = GROUP if has_grouped_mm(flat) else group_size(count, self.num_experts)
-        picked = F.one_hot(chosen.flatten(), self.num_experts)  # [N * K, E]
-        ends = ((picked.sum(dim=0) + group - 1) // group * group).cumsum(0)  # [E]
+        picked = expert == torch.arange(self.num_experts, device=expert.device)[:, None]  # [E, N * K]: scanned by row
+        # In training an expert without rows gets a group of zeros: on sm_100 grouped_mm leaves the gradient of a matrix
+        # without rows unwritten (pytorch issue 172439).
+        loads = picked.sum(dim=1).clamp(min=int(torch.is_grad_enabled()))  # [E]
+        ends = ((loads + group - 1) // group * group).cumsum(0)  # [E]
         begin = F.pad(ends[:-1], (1, 0))
-        place = ((picked.cumsum(0) - 1 + begin) * picked).sum(dim=-1)  # [N * K]
+        place = (picked.cumsum(1) - 1 + begin[:, None]).gather(0, expert[None])[0]  # [N * K]
         size = (count // group + self.num_experts) * group  # R, the largest possible: no host sync
         rows = flat.new_zeros(size, flat.shape[-1])
         rows = rows.index_copy(0, place, flat.repeat_interleave(self.top_k, dim=0))

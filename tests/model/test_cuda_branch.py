@@ -2,17 +2,20 @@
 fused norm, experts in batched products. The CPU's own branch is the reference."""
 
 from importlib import import_module
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import attention, feed_forward, model_minimind
 from model.attention import padded_attention, repeat_heads
 from model.feed_forward import MOEFeedForward, group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged
+from trainer.components.adapters import TARGETS, add_adapters
 from trainer.components.parallel import transformer_layers
 
 LENGTHS = [5, 33, 12, 1, 70, 21]
@@ -100,6 +103,42 @@ def test_no_token_is_dropped_however_the_experts_are_loaded(tokens, experts, top
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert tokens * top_k <= 5 * experts * group_size(tokens * top_k, experts)
+
+
+class GroupedProducts(TorchDispatchMode):
+    """What CUDA's grouped_mm refuses or gets wrong, of all calls: groups without rows; strides of matrices that are not
+    multiples of 16 bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.empty, self.uneven = 0, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._grouped_mm.default:
+            self.calls += 1
+            self.empty += int((args[2].diff(prepend=args[2].new_zeros(1)) == 0).sum())
+            for matrix in args[:2]:
+                strides = [stride * matrix.itemsize for stride in matrix.stride() if stride != 1]
+                self.uneven += [tuple(matrix.shape)] if any(stride % 16 for stride in strides) else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [0, 4, 8])
+@pytest.mark.parametrize("tokens", [0, 3, 200])
+def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, tokens):
+    """Nearly all tokens go to one expert; with adapters of this rank, or without."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, use_moe=True, num_experts=6))
+    if rank:
+        add_adapters(model, rank, 8.0, 0.0, TARGETS)
+    layer, x = cast(MOEFeedForward, model.model.layers[0].mlp), torch.randn(tokens, 32).abs().requires_grad_()
+    layer.gate.weight.data[1] += 50.0
+    with GroupedProducts() as seen, torch.autocast("cpu", torch.bfloat16):
+        layer(x)[0].sin().sum().backward()
+    assert seen.calls >= 3 * 3 and not seen.empty and not seen.uneven
+    with GroupedProducts() as seen, torch.no_grad():
+        layer(x)
+    assert seen.calls >= 3 and seen.empty >= 3 * 4  # an answer reads the experts that it uses
 
 
 def test_repeated_heads_are_grouped_queries():
