@@ -15,36 +15,19 @@ import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
-
-# isort: split
-import numpy as np
-
 from common.errors import UserError, printable, say, warn
-from scripts.runs.html_page import html_page
-from scripts.runs.summary import ENDING, FIGURES, Summary, differing, finite_number, read_settings, shown
-from trainer.components.metrics import complete_lines, log_record
+from scripts.runs.run import AXES, ENDING, FIGURES, Run, differing, read_run, shown
 from trainer.components.run_files import settings_path
 
 PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm", "tokens_per_second")
 PANELS += ("expert_max_min",)
-AXES = ("update", "tokens", "seconds")
-POINTS = 4000  # of all curves of a panel together, but some of each; a point of a longer one is a mean
+POINTS = 4000  # of all curves of a panel together, but some of each
 LONGEST = 28  # characters of a cell on a terminal
-Records = list[dict[str, Any]]
-
-
-class Run(NamedTuple):
-    """A run as it is reported."""
-
-    records: Records  # their numbers
-    summary: Summary
-    settings: dict[str, str]
-    about: dict[str, Any]  # what else the file of settings holds
 
 
 def parse_args() -> argparse.Namespace:
@@ -73,51 +56,33 @@ def find_runs(paths: list[str]) -> list[Path]:
     return list(dict.fromkeys(runs))
 
 
-def read_run(path: Path) -> Run:
-    """The run of a metrics file; damaged lines and a damaged file of settings are left out, with a warning.
-
-    Raises:
-        UserError: it is missing, empty or something else.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}")
-    lines = complete_lines(path)
-    records = [each for each in map(log_record, lines) if each is not None]
-    records = [each for each in records if not any(math.isnan(finite_number(each.get(axis))) for axis in AXES)]
-    if not records:
-        what = f"is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
-        raise UserError(f"{path} {what if lines else 'holds no records yet; they come every --log_interval'}")
-    if len(records) < len(lines):
-        warn(f"{path}: damaged lines, left out: {len(lines) - len(records)}")
-    settings = read_settings(path)
-    if settings is None:
-        warn(f"{settings_path(path)} is damaged: the settings of this run are not shown")
-    summary = Summary()
-    for record in records:
-        summary.add(record)
-        if "eval_reward" in record:
-            record.pop("eval_loss", None)  # minus the reward, which is no loss to draw
-    drawable = (int, float, type(None))  # `null` stands for a number that is not finite
-    records = [{name: value for name, value in each.items() if type(value) in drawable} for each in records]
-    return Run(records, summary, *(settings or ({}, {})))
-
-
 def read_runs(paths: list[str]) -> dict[str, Run]:
     """The runs by their names, the one of the lowest held-out loss first. Of several, those that cannot be read or have
-    no records yet are left out with a warning. Raises UserError if none is left."""
+    no records yet are left out with a warning, and so are damaged lines and settings. Raises UserError if none is left.
+    """
     runs, problems = {}, []
     for path in find_runs(paths):
         try:
-            runs[str(path).removesuffix(".jsonl").removesuffix("_metrics")] = read_run(path)
-        except (UserError, OSError) as error:
+            run = read_run(path)
+        except OSError as error:
             problems.append(str(error))
+            continue
+        if run.records:
+            runs[str(path).removesuffix(".jsonl").removesuffix("_metrics")] = run
+        else:
+            what = f"is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
+            problems.append(f"{path} {what if run.damaged else 'holds no records yet; they come every --log_interval'}")
+        if run.records and run.damaged:
+            warn(f"{path}: damaged lines, left out: {run.damaged}")
+        if run.about is None:
+            warn(f"{settings_path(path)} is damaged: the settings of this run are not shown")
     if not runs:
         raise UserError("; ".join(problems))
     for problem in problems:
         warn(problem)
     is_clear = len({Path(name).name for name in runs}) == len(runs)  # else full paths
     losses = ("best_eval_loss", "loss")
-    order = sorted(runs, key=lambda name: [runs[name].summary.figures.get(loss, math.inf) for loss in losses])
+    order = sorted(runs, key=lambda name: [runs[name].figures.get(loss, math.inf) for loss in losses])
     return {printable(Path(name).name if is_clear else name): runs[name] for name in order}
 
 
@@ -127,11 +92,11 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
 def run_rows(runs: dict[str, Run]) -> list[list[str]]:
     """The table of runs: a head, and a row for each with its settings that differ and its figures."""
     settings = differing([run.settings for run in runs.values()])
-    figures = [name for name in FIGURES if any(name in run.summary.figures for run in runs.values())]
+    figures = [name for name in FIGURES if any(name in run.figures for run in runs.values())]
     rows = [["run", *settings, *figures]]
     for name, run in runs.items():
         values = [run.settings.get(each, "-") for each in settings]
-        rows.append([name, *values, *(shown(run.summary.figures, each) for each in figures)])
+        rows.append([name, *values, *(shown(run.figures, each) for each in figures)])
     return [[" ".join(printable(cell).split()) for cell in row] for row in rows]
 
 
@@ -163,23 +128,10 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
 # --- the curves ------------------------------------------------------------------------------------------------------
 
 
-def points(records: Records, name: str, x: str, count: int = POINTS) -> tuple[list[float], list[float]]:
-    """x and y values of the records that have a field, or of more than `count` the means of equally many; `null` (not
-    finite) leaves a gap in the curve.
-
-    The loss is the mean since the record before, where there is one."""
-    names = ("mean_loss", "loss") if name == "loss" else (name,)
-    pairs = [(record[x], next(record[n] for n in names if n in record)) for record in records if {*names} & {*record}]
-    values = np.array([[*map(finite_number, pair)] for pair in pairs])
-    stride = math.ceil(len(values) / count)
-    if stride > 1:
-        values = np.array([values[at : at + stride].mean(axis=0) for at in range(0, len(values), stride)])
-    return tuple(values.T.tolist()) if len(values) else ([], [])  # type: ignore[return-value]
-
-
-def draw(runs: dict[str, Records], x: str, panels: Sequence[str] = PANELS) -> Any:
+def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     """A matplotlib figure: one panel for each field that a run has, one color for each run; what was measured on
-    held-out data (`eval_<field>`) is dashed, in the panel of its field.
+    held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean since the record before,
+    where there is one; `null` (not finite) leaves a gap in the curve.
 
     Raises:
         UserError: no run has any of the fields, or matplotlib is not installed.
@@ -189,26 +141,31 @@ def draw(runs: dict[str, Records], x: str, panels: Sequence[str] = PANELS) -> An
         from matplotlib.lines import Line2D
     except ImportError as error:
         raise UserError("plotting needs matplotlib: pip install -r requirements.txt") from error
-    there = {field for run in runs.values() for record in run for field in record}
+    curves = {name: run.columns(max(40, POINTS // len(runs))) for name, run in runs.items()}
+    for columns in curves.values():
+        if means := columns.get("mean_loss"):
+            columns["loss"] = [a if b is None else b for a, b in zip(columns.get("loss", means), means, strict=True)]
+        if "eval_reward" in columns:
+            columns.pop("eval_loss", None)  # minus the reward, which is no loss to draw
+    there = {field for columns in curves.values() for field in columns}
     panels = [name for name in panels if name in there and name.removeprefix("eval_") not in {*panels} - {name}]
     if not panels:
         raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(layout="constrained", figsize=(4 * columns, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4)))
+    across = min(3, len(panels))
+    rows = math.ceil(len(panels) / across)
+    figure = Figure(layout="constrained", figsize=(4 * across, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4)))
     handles = {}
     for place, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        for number, (name, run) in enumerate(runs.items()):
-            for field in (panel, f"eval_{panel}"):
-                at, values = points(run, field, x, max(40, POINTS // len(runs)))
-                if not at:
-                    continue
-                held_out = field.startswith("eval_")
+        axes = figure.add_subplot(rows, across, place)
+        for number, (name, columns) in enumerate(curves.items()):
+            for field in filter(columns.__contains__, (panel, f"eval_{panel}")):
+                held_out, pairs = field.startswith("eval_"), [*zip(columns[x], columns[field], strict=True)]
+                pairs = [(at, math.nan if y is None else y) for at, y in pairs if not held_out or y is not None]
                 style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "--" if held_out else "-"}
-                style["marker"] = "." if held_out or len(values) < 40 else None
+                count = sum(not math.isnan(y) for _, y in pairs)
+                style["marker"] = "." if held_out or count < max(40, len(pairs) / 2) else None
                 style["linewidth"] = max(0.8, 2.4 - 0.4 * number)  # a run over another one hides it only in part
-                line = axes.plot(at, values, label=f"{name}, held-out" if held_out else name, **style)[0]
+                line = axes.plot(*zip(*pairs, strict=True), label=f"{name}{', held-out' * held_out}", **style)[0]
                 handles.setdefault(name, line)
         axes.set_title(panel, parse_math=False)
         axes.set_xlabel(x)
@@ -232,18 +189,19 @@ def main() -> None:
     if not (args.png or args.html):
         return
     warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # in Chinese names; in HTML they are there
-    figure = draw({name: run.records for name, run in runs.items()}, args.x or AXES[0], args.panels or PANELS)
-    written = {"--png": args.png, "--html": args.html}
-    for flag, path in ((flag, path) for flag, path in written.items() if path):
+    figure = draw(runs, args.x or AXES[0], args.panels or PANELS)
+    for flag, path in (("--png", args.png), ("--html", args.html)):
         try:
-            if flag == "--png":
+            if path and flag == "--png":
                 figure.savefig(path, dpi=150)
-            else:
-                page = html_page(rows, figure, [run[1:] for run in runs.values()])
-                Path(path).write_bytes(page.encode("utf-8", "backslashreplace"))
+            elif path:
+                from scripts.runs.html_page import html_page  # imports matplotlib
+
+                Path(path).write_bytes(html_page(rows, figure, [*runs.values()]).encode("utf-8", "backslashreplace"))
         except (OSError, ValueError) as error:
             raise UserError(f"{flag} {path} cannot be written: {error}") from error
-        say(f"wrote {path}")
+        if path:
+            say(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import UserError
 from scripts import plot_metrics
+from scripts.runs.run import Run
 from tests.conftest import write_jsonl
 from tests.stage_process import run
 
@@ -18,6 +19,17 @@ SCRIPT = "scripts/plot_metrics.py"
 def record(update: int, **more) -> dict:
     common = {"update": update, "tokens": 100 * update, "seconds": 2.0 * update, "tokens_per_second": 50.0}
     return {**common, "loss": 4.0 - update, "learning_rate": 1e-3, "grad_norm": 1.0, **more}
+
+
+def run_of(records: list[dict]) -> Run:
+    found = Run()
+    for each in records:
+        found.add(each)
+    return found
+
+
+def draw(runs: dict[str, list[dict]], *how, **more):
+    return plot_metrics.draw({name: run_of(records) for name, records in runs.items()}, *how, **more)
 
 
 def drawn(figure) -> dict[str, dict[str, tuple[list, list]]]:
@@ -39,41 +51,41 @@ def start(monkeypatch):
 
 def test_one_panel_per_quantity_and_one_curve_per_run():
     runs = {"a": [record(1), record(2, eval_loss=2.5)], "b": [record(1), record(3)]}
-    panels = drawn(plot_metrics.draw(runs, "update"))
+    panels = drawn(draw(runs, "update"))
     assert list(panels) == ["loss", "learning_rate", "grad_norm", "tokens_per_second"]
     losses = {"a": ([1, 2], [3.0, 2.0]), "b": ([1, 3], [3.0, 1.0])}
     assert panels["loss"] == losses | {"a, held-out": ([2], [2.5])}
-    only_b = drawn(plot_metrics.draw({"b": runs["b"]}, "update"))
+    only_b = drawn(draw({"b": runs["b"]}, "update"))
     assert only_b["loss"] == {"b": losses["b"]}  # nothing more to draw
 
 
 def test_a_run_over_another_one_lets_it_show():
     records = [{"update": i, "tokens": i, "seconds": i, "loss": 1.0} for i in range(60)]
-    lines = plot_metrics.draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
+    lines = draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
     widths = [line.get_linewidth() for line in lines]
     assert widths == sorted(widths, reverse=True) and len({*widths}) == 3
 
 
 def test_held_out_data_have_the_color_of_their_run():
     runs = {"a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)], "_b$": [record(1, eval_loss=3.0), record(2)]}
-    figure = plot_metrics.draw(runs, "update", panels=["loss", "eval_loss"])
+    figure = draw(runs, "update", panels=["loss", "eval_loss"])
     lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
     assert lines == {"a": ("C0", "-"), "a, held-out": ("C0", "--"), "_b$": ("C1", "-"), "_b$, held-out": ("C1", "--")}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", " _b$", "held-out"]
     assert len(figure.axes) == 1
-    assert list(drawn(plot_metrics.draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
+    assert list(drawn(draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
 
 
 def test_a_long_curve_is_thinned_to_means():
     records = [record(i, value=float(i % 2)) for i in range(1, 1001)]
-    at, values = plot_metrics.points(records, "value", "update", 100)
-    assert len(at) == 100 and values == [0.5] * 100 and at[0] == 5.5
+    columns = run_of(records).columns(100)
+    assert columns["value"] == [0.5] * 100 and columns["update"] == [*range(10, 1001, 10)]
 
 
 def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
     figures = {"reward": 0.25, "kl": 0.5, "entropy": 1.5, "completion_length": 3.0, "samples": [{"reward": 1.0}]}
     run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
-    panels = drawn(plot_metrics.draw({"a": run}, "update"))
+    panels = drawn(draw({"a": run}, "update"))
     values = {title: lines["a"][1] for title, lines in panels.items()}
     assert values["reward"] == [0.25, 0.25] and panels["reward"]["a, held-out"] == ([2], [0.75])
     assert values["kl"] == [0.5, 0.5] and values["entropy"] == [1.5, 1.5]
@@ -82,20 +94,20 @@ def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
 
 @pytest.mark.parametrize(("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])])
 def test_the_x_axis_is_the_chosen_one(x, expected):
-    assert drawn(plot_metrics.draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
+    assert drawn(draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
 
 
 def test_the_mean_loss_is_drawn_where_there_is_one_and_null_leaves_a_gap():
     run = [record(1, mean_loss=9.0), record(2, mean_loss=None, loss=None), record(3)]
-    _, values = drawn(plot_metrics.draw({"a": run}, "update"))["loss"]["a"]
+    _, values = drawn(draw({"a": run}, "update"))["loss"]["a"]
     assert values[0] == 9.0 and values[1] != values[1] and values[2] == 1.0
 
 
 def test_panels_are_chosen_by_name():
     runs = {"a": [record(1), record(2)]}
-    assert list(drawn(plot_metrics.draw(runs, "update", panels=["grad_norm", "eval_loss"]))) == ["grad_norm"]
+    assert list(drawn(draw(runs, "update", panels=["grad_norm", "eval_loss"]))) == ["grad_norm"]
     with pytest.raises(UserError, match="no run has any of these fields"):
-        plot_metrics.draw(runs, "update", panels=["dead_experts"])
+        draw(runs, "update", panels=["dead_experts"])
 
 
 def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
@@ -201,8 +213,8 @@ def test_a_run_from_rewards_shows_them(tmp_path):
         "eval_reward": "0.5000",
         "best_update": "1",
     } == dict(zip(head, row, strict=True))
-    run = plot_metrics.read_runs([str(tmp_path)])["a"]
-    assert not [each for each in run.records if "eval_loss" in each]  # it is no loss to draw
+    panels = drawn(plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update"))
+    assert [*panels["loss"]] == ["a"] and [*panels["reward"]] == ["a", "a, held-out"]  # minus it is no loss to draw
 
 
 def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp_path, capsys):

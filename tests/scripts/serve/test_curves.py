@@ -106,7 +106,7 @@ def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
     assert get("runs/growing_64")["columns"]["update"] == [1, 2, 3]
     append(path, record(4))
     with open(path, "a") as file:
-        file.write('{"update": 5, "mean')  # half a line: it is being written
+        file.write('{"update": 5, "tokens": 500, "seconds": 2.5, "mean')  # half a line: it is being written
     assert get("runs/growing_64")["columns"]["update"] == [1, 2, 3, 4]
     with open(path, "a") as file:
         file.write('_loss": 0.25, "new": 7}\n')

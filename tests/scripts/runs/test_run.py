@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.runs.summary import ANSWERS, FIGURES, LAST, PROMPTS, WARNINGS, Summary, differing, read_settings, shown
+from scripts.runs.run import ANSWERS, AXES, FIGURES, LATEST, PROMPTS, WARNINGS, Run, differing, read_settings, shown
 
 NUMBERS = [0, -1, 1.5, 1e308, 10**400, -(10**400), float("nan"), float("inf")]
 SAMPLES = [
@@ -17,29 +17,29 @@ SAMPLES = [
 ODD = st.sampled_from(
     [*NUMBERS, None, True, "text", [], {}, [None, 1, "a"], [*SAMPLES, 3], [{"prompt": 1, "reward": 2}]]
 )
-RECORD = st.dictionaries(st.sampled_from(["update", *LAST, "mean_loss", "warnings", "samples"]), ODD)
+RECORD = st.dictionaries(st.sampled_from(["update", *LATEST, "mean_loss", "warnings", "samples"]), ODD)
 
 
-def summary_of(*records: dict) -> Summary:
-    summary = Summary()
+def run_of(*records: dict) -> Run:
+    run = Run()
     for record in records:
-        summary.add(record)
-    return summary
+        run.add(dict.fromkeys(AXES, 1) | record)
+    return run
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(RECORD.map(lambda record: {"update": 1, **record}), max_size=5))
 def test_any_record_gives_a_summary_of_bounded_size(records):
-    summary = summary_of(*records)
-    assert all(shown(summary.figures, name) for name in FIGURES)
-    assert len(summary.samples) <= PROMPTS and len(summary.warnings) <= WARNINGS
-    json.dumps([summary.figures, summary.warnings, summary.samples, summary.rollout], allow_nan=False)
+    run = run_of(*records)
+    assert all(shown(run.figures, name) for name in FIGURES)
+    assert len(run.samples) <= PROMPTS and len(run.warnings) <= WARNINGS
+    json.dumps([run.figures, run.warnings, run.samples, run.rollout], allow_nan=False)
 
 
 def test_samples_show_how_answers_changed():
     answers = ["a", "a", "b", "c", "c", "d", "e", "f", "f"]
     records = [{"update": i, "samples": [{"prompt": "p", "answer": a}]} for i, a in enumerate(answers, 1)]
-    (changes,) = summary_of(*records).samples.values()
+    (changes,) = run_of(*records).samples.values()
     assert changes == [(1, "a"), (4, "c"), (6, "d"), (7, "e"), (8, "f")] and len(changes) == ANSWERS
 
 
@@ -48,15 +48,23 @@ def test_held_out_samples_stay_beside_those_of_rollouts():
     held_out = {"prompt": "h", "answer": "x"}
     rolled = [[{"prompt": f"r{i}", "answer": text, "reward": 0.5} for text in "ab"] for i in range(30)]
     records = [{"update": i, "samples": rolled[i] + [held_out] * (i == 2)} for i in range(30)]
-    summary = summary_of(*records)
-    assert summary.samples == {"h": [(2, "x")]} and summary.rollout == {"r29": [(29, "a"), (29, "b")]}
+    run = run_of(*records)
+    assert run.samples == {"h": [(2, "x")]} and run.rollout == {"r29": [(29, "a"), (29, "b")]}
 
 
 def test_the_best_held_out_loss_has_its_update():
     losses = [3.0, 2.0, None, float("nan"), 2.5]
     records = [{"update": i, "eval_loss": loss, "loss": 9.0, "mean_loss": 1.0} for i, loss in enumerate(losses, 1)]
-    figures = summary_of(*records).figures
-    assert figures == {"update": 5, "loss": 1.0, "eval_loss": 2.5, "best_eval_loss": 2.0, "best_update": 2}
+    figures = run_of(*records).figures
+    assert figures == {
+        "update": 5,
+        "tokens": 1,
+        "seconds": 1,
+        "loss": 1.0,
+        "eval_loss": 2.5,
+        "best_eval_loss": 2.0,
+        "best_update": 2,
+    }
 
 
 def test_settings_that_differ_and_files_that_are_damaged(tmp_path):
@@ -64,7 +72,7 @@ def test_settings_that_differ_and_files_that_are_damaged(tmp_path):
     assert read_settings(metrics) == ({}, {})
     for text in ("", "{", "[]", "{}", '{"settings": 1}', '{"settings": null}', "[" * 100_000, "\0"):
         (tmp_path / "a_64_run.json").write_text(text)
-        assert read_settings(metrics) is None
+        assert read_settings(metrics) == ({}, None)
     (tmp_path / "a_64_run.json").write_text(json.dumps({"settings": {"x": True, "y": None}, "stage": "s", "run": 1}))
     assert read_settings(metrics) == ({"stage": "s", "x": "1", "y": "none"}, {"run": 1})
     runs = [{"a": "1", "b": "2", "save_dir": "x"}, {}, {"a": "1", "b": "3", "c": "4", "save_dir": "y"}]

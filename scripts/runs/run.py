@@ -1,0 +1,151 @@
+"""What a run came to: its metrics file, and the settings in the file beside it. The table, the curves and the page of
+`plot_metrics.py` and the web page show it."""
+
+import json
+import math
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.components.metrics import complete_lines, log_record
+from trainer.components.run_files import settings_path
+
+ENDING = "_metrics.jsonl"
+AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
+LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
+FIGURES = (*LATEST[:5], "best_eval_loss", "best_update", *LATEST[5:])
+PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "from_resume", "resume_from", "log_file", "log_dir"}
+PLACES |= {"tensorboard_dir"}  # settings that say where a run lies, not what it does
+PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
+BLOCK, PAUSE = 500, 0.001  # records that are read at a time, some four milliseconds of work; seconds behind them
+COUNTED = {"skipped", "not_finite"}  # a point has the sum: updates skipped; records whose loss is no finite number
+SPREAD = {"mean_loss", "loss", "reward", "grad_norm"}  # a thinned curve of these also has its lowest and highest values
+
+
+def finite_number(value: Any) -> float:
+    """A finite number of sensible size, else NaN."""
+    return float(value) if type(value) in (float, int) and -1e300 <= value <= 1e300 else math.nan
+
+
+class Run:
+    """What the records of a run come to; `add` takes them one by one, the oldest first.
+
+    records: their numbers by name. figures: values of FIGURES, as far as there are any. warnings: (update, text).
+    samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not repeated.
+    rollout: the same of the last rollout. settings, about: what the file beside holds, None if it is damaged.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+        self.damaged = 0  # lines that are no records
+        self.figures: dict[str, float] = {}
+        self.warnings: list[tuple[int, str]] = []
+        self.samples: dict[str, list[tuple[int, str]]] = {}
+        self.rollout: dict[str, list[tuple[int, str]]] = {}
+        self.settings: dict[str, str] = {}
+        self.about: dict[str, Any] | None = {}
+
+    def add(self, record: dict[str, Any] | None) -> None:
+        """Take a record; one without a number on each of AXES is damaged."""
+        if record is None or any(math.isnan(finite_number(record.get(axis))) for axis in AXES):
+            self.damaged += 1
+            return
+        update, lists = record["update"], {name: each for name, each in record.items() if isinstance(each, list)}
+        numbers = {name: finite_number(value) for name, value in record.items() if name not in lists}
+        latest = numbers | {"loss": numbers.get("mean_loss", numbers.get("loss", math.nan))}
+        self.figures |= {name: latest[name] for name in LATEST if not math.isnan(latest.get(name, math.nan))}
+        if latest.get("eval_loss", math.nan) < self.figures.get("best_eval_loss", math.inf):
+            self.figures |= {"best_eval_loss": latest["eval_loss"], "best_update": update}
+        numbers |= {f"expert_load.{i}": finite_number(share) for i, share in enumerate(lists.get("expert_load", ()))}
+        numbers |= {"skipped": float(len(lists["skipped"]))} if "skipped" in lists else {}
+        lost = any(math.isnan(numbers.get(name, 0.0)) for name in ("loss", "mean_loss"))
+        self.records.append(numbers | ({"not_finite": 1.0} if lost else {}))
+        self.warnings = [*self.warnings, *((update, _text(each)) for each in lists.get("warnings", ()))][:WARNINGS]
+        found = [each for each in lists.get("samples", ())[:PROMPTS] if isinstance(each, dict) and "prompt" in each]
+        if any("reward" in sample for sample in found):  # of a rollout, each of which has other prompts
+            self.rollout = {}
+        for sample in found:
+            kept = self.rollout if "reward" in sample else self.samples
+            answers = kept.setdefault(_text(sample["prompt"]), [])
+            answer = _text(sample.get("answer", sample.get("completion")))
+            answers += [(update, answer)] if not answers or answers[-1][1] != answer else []
+            del answers[1 : 1 - ANSWERS]
+        for prompt in [*self.samples][:-PROMPTS]:
+            del self.samples[prompt]
+
+    def stride(self, points: int) -> int:
+        """Records to a point, where there may be so many points."""
+        return max(1, math.ceil(len(self.records) / points))
+
+    def columns(self, points: int) -> dict[str, list[float | None]]:
+        """Each field's values at the points: the mean of a point's records; of AXES and `seconds_left` the last value,
+        of COUNTED the sum, of SPREAD also `_low` and `_high`. None where there is no finite number."""
+        stride, columns = self.stride(points), {}
+        for name in dict.fromkeys(chain.from_iterable(self.records)):
+            values = [record.get(name, math.nan) for record in self.records]
+            is_last = name in (*AXES, "seconds_left")
+            values += [values[-1] if is_last else math.nan] * (-len(values) % stride)
+            groups = np.ma.masked_invalid(np.reshape(values, (-1, stride)))  # [points, stride]
+            if not groups.count():
+                continue
+            thinned = groups.sum(axis=1) if name in COUNTED else groups.mean(axis=1)
+            columns[name] = groups[:, -1].tolist() if is_last else _short(thinned)
+            if name in SPREAD and stride > 1:
+                columns |= {f"{name}_low": _short(groups.min(axis=1)), f"{name}_high": _short(groups.max(axis=1))}
+        return columns
+
+
+def _short(values: np.ma.MaskedArray) -> list[float | None]:
+    """Values with six digits, None for masked ones."""
+    return [None if value is None else float(f"{value:.6g}") for value in values.tolist()]
+
+
+def _text(value: Any) -> str:
+    """A value of a file as text of bounded length, as a command line has it."""
+    text = str(int(value)) if isinstance(value, bool) else "none" if value is None else str(value)
+    return text if len(text) <= CHARACTERS else text[:CHARACTERS] + " …"
+
+
+def read_run(path: Path) -> Run:
+    """The run of a metrics file, read with pauses, in which other threads work. Raises OSError, with what to do."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}")
+    run = Run()
+    for number, line in enumerate(complete_lines(path), 1):
+        run.add(log_record(line))
+        if number % BLOCK == 0:
+            time.sleep(PAUSE)
+    run.settings, run.about = read_settings(path)
+    return run
+
+
+def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """The settings of a run, with its stage, and what else their file holds; ({}, {}) without a file beside the
+    metrics, wherever a link leads; ({}, None) if it is damaged."""
+    path = settings_path(metrics)
+    try:
+        if path.resolve().parent != metrics.resolve().parent:
+            return {}, {}
+        content = json.loads(path.read_bytes())
+        settings = {"stage": content.pop("stage", None)} | content.pop("settings")
+        return {name: _text(value) for name, value in settings.items()}, content
+    except FileNotFoundError:
+        return {}, {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
+        return {}, None
+
+
+def differing(runs: list[dict[str, str]]) -> list[str]:
+    """The settings that are not the same in all runs that have settings, other than PLACES."""
+    known = [settings for settings in runs if settings]
+    names = dict.fromkeys(name for settings in known for name in settings if name not in PLACES)
+    return [name for name in names if len({settings.get(name) for settings in known}) > 1]
+
+
+def shown(figures: dict[str, float], name: str) -> str:
+    """A figure of a run as text, `-` if it has none."""
+    form = {"seconds": ",.1f"}.get(name, ",.0f" if name in ("update", "tokens", "best_update") else ".4f")
+    return format(figures[name], form) if name in figures else "-"
