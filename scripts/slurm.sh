@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# One training run on several nodes of a SLURM cluster. Edit the settings and the last line, then: sbatch scripts/slurm.sh
-# Repository, data, --cache_dir, --save_dir and --checkpoint_dir must lie on a file system that all nodes share.
+# One training run on several nodes of a SLURM cluster. Edit the settings and the last lines, then: sbatch scripts/slurm.sh
+# Arguments are flags of the training. Repository, data, --cache_dir, --save_dir and --checkpoint_dir must lie on a file
+# system that all nodes share.
 #SBATCH --job-name=minimind
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --time=12:00:00
-#SBATCH --signal=TERM@120
+#SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
@@ -15,14 +16,35 @@ cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate
 
 DATA="${DATA:-data/pretrain.jsonl}"
+CACHE="${CACHE:-dataset/cache}"
 RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
-export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}" DATA RANKS_PER_NODE
+LOGS="${LOGS:-out/logs/$SLURM_JOB_ID}" # what each rank prints: node_<n>/.../attempt_<n>/<local rank>/stdout.log, stderr.log
+export DATA CACHE RANKS_PER_NODE LOGS MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0 # the network that connects the nodes, if they have several
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # since SLURM 22.05 srun does not take --cpus-per-task from sbatch
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds that torchrun gives the ranks to save, within --signal's 120
+ulimit -n "$(ulimit -Hn)" # the first launcher holds a connection to each rank
+
+# Before the time limit SLURM sends USR1 to this script: the ranks save and end, and the job is queued again.
+is_over=0
+trap 'is_over=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 # Tokenise once, on the first node, with the settings of the training.
-python -m dataset.show_samples --samples 0 --kind pretrain --data_path "$DATA" --max_seq_len 340
+python -m dataset.show_samples --samples 0 --kind pretrain --data_path "$DATA" --cache_dir "$CACHE" --max_seq_len 340
 
-# Each node starts its own launcher. --from_resume 1: a requeued job resumes from its last checkpoint.
-srun --kill-on-bad-exit=1 bash -c 'torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \
-    --nproc_per_node "$RANKS_PER_NODE" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" \
-    trainer/train_pretrain.py --data_path "$DATA" --from_resume 1'
+# Each node starts its own launcher, which starts the ranks again, twice at most, when one fails; from the last checkpoint.
+srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \
+    --nproc_per_node "$RANKS_PER_NODE" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts 2 \
+    --log_dir "$LOGS/node_$SLURM_NODEID" --redirects 3 --tee 0:3 \
+    trainer/train_pretrain.py --data_path "$DATA" --cache_dir "$CACHE" --from_resume 1 "$@"' torchrun "$@" &
+step=$!
+status=1
+while kill -0 "$step" 2>/dev/null; do # a signal interrupts wait
+    status=0
+    wait "$step" || status=$?
+done
+if ((is_over && status)); then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -10,6 +10,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError, warn
 from common.launcher import launch
@@ -22,6 +23,10 @@ CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # its v
 def select_device(device: str) -> torch.device:
     """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only), then the CPU.
 
+    A rank takes the GPU of its local number, or the only one that it sees: srun --gpus-per-task=1 shows each task its
+    own. torchrun shows all of them to every rank, so there the only one is that of the first. `init_distributed_mode`
+    compares the GPUs of the ranks.
+
     Raises:
         UserError: there is no such device, several ranks would share one, or no rank is known.
     """
@@ -32,6 +37,8 @@ def select_device(device: str) -> torch.device:
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"
+    if cuda_devices == 1 and not dist.is_torchelastic_launched():
+        local_rank = 0
     try:
         chosen = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
     except RuntimeError:
@@ -58,6 +65,13 @@ def use_deterministic_kernels(enabled: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if enabled and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
         os.environ[CUBLAS] = CUBLAS_VALUES[0]
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator grow its segments, unless the user has set it up: batches of ever new sizes fragment fixed
+    ones. Called before CUDA starts: it reads this once."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def prepare_device(device: torch.device) -> None:
@@ -140,6 +154,7 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
 def device_and_precision(args: StageArgs) -> tuple[torch.device, AbstractContextManager, torch.amp.GradScaler]:
     """The device of this rank, the autocast context in --dtype, and the gradient scaler, which float16 needs."""
     use_deterministic_kernels(args.deterministic)
+    grow_segments()
     device = select_device(args.device)
     return device, *mixed_precision(args.dtype, device)
 
@@ -188,3 +203,8 @@ def peak_memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def reserved_memory_mb(device: torch.device) -> float:
+    """Most that the allocator of a GPU held so far, in MB: with what it keeps of freed memory."""
+    return torch.cuda.max_memory_reserved(device) / 2**20

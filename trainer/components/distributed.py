@@ -90,7 +90,7 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
         The local rank; 0 without a process group (a single process).
 
     Raises:
-        UserError: the environment does not say which rank this is, or the ranks cannot meet.
+        UserError: the environment does not say which rank this is, the ranks cannot meet, or two share a GPU.
     """
     place = launch()
     if place.problem:
@@ -100,7 +100,7 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     local_rank = place.local_rank
     on_gpu = device.type == "cuda" if device is not None else torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))  # select_device refuses too many ranks
+        torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1) if device is None else device)
     elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default
         torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
     try:
@@ -114,7 +114,20 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
             f"the ranks cannot meet at {where} ({reason(error)}); if the port is taken give torchrun another "
             "--master_port, or --standalone on one machine"
         ) from error
+    if on_gpu:
+        _check_gpus()
     return local_rank
+
+
+def _check_gpus() -> None:
+    """Refuse ranks that share a GPU, as NCCL would in the middle of the first update."""
+    gpus = gather(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    for rank, gpu in enumerate(gpus):
+        if (other := gpus.index(gpu)) < rank:
+            raise UserError(
+                f"ranks {other} and {rank} have the same GPU, {gpu}; start one process per GPU, or have the launcher "
+                "show each its own (srun --gpus-per-task=1)"
+            )
 
 
 def _meet(rank: int, ranks: int, timeout: timedelta) -> dist.Store:

@@ -63,6 +63,32 @@ def test_a_third_process_on_two_gpus_is_refused(two_gpus):
             select_device("auto")
 
 
+def test_a_task_that_sees_one_gpu_takes_it(two_gpus, monkeypatch):
+    """`srun --gpus-per-task=1`, with the variables of its second task; torchrun shows all GPUs to every rank."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    srun = {"SLURM_PROCID": 1, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_TASKS": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in srun.items():
+        monkeypatch.setenv(name, str(value))
+    assert str(select_device("auto")) == str(select_device("cuda")) == "cuda:0"
+    two_gpus(1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match=r"torch sees 1 CUDA devices.*start fewer processes"):
+        select_device("auto")
+
+
+def test_ranks_on_one_gpu_are_refused_by_all_of_them(monkeypatch):
+    """Whatever the launcher shows: GPUs are told apart by their UUIDs."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a"))
+    for others, refused in ((["a", "b", "c"], False), (["b", "a", "a"], True)):
+        monkeypatch.setattr(distributed, "gather", lambda own, others=others: others if own in others else None)
+        if refused:
+            with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU, a; start one process per GPU"):
+                distributed._check_gpus()
+        else:
+            distributed._check_gpus()
+
+
 def test_hidden_gpus_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
@@ -137,10 +163,12 @@ def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
     monkeypatch.setattr(distributed, "_interruptible", lambda work: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout, **_: made.append((backend, timeout)))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(distributed, "_check_gpus", lambda: current.append("checked"))
     assert distributed.init_distributed_mode(50, torch.device("cpu")) == 1
     assert made == [("gloo", timedelta(seconds=50))] and not current
     assert distributed.init_distributed_mode(50, torch.device("cuda:1")) == 1
-    assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=50)) and current == [1]
+    assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=50))
+    assert current == [torch.device("cuda:1"), "checked"]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
