@@ -144,6 +144,7 @@ class Ours:
         loaders = (train_loader(self.train_set, args, epoch) for epoch in range(100))
         self.batches: Iterator[dict] = chain.from_iterable(loaders)
         self.losses: list[float] = []  # per target, of each update
+        self.peak = peak_rate(autocast, device)
 
     def train(self, updates: int) -> Block:
         """Time the next updates with their data loading. As in training, only the end waits for the device.
@@ -162,21 +163,20 @@ class Ours:
             meter.count(sizes, self.state.device)
         self.losses += torch.stack(losses).tolist()  # waits for the device
         seconds, counts = time.perf_counter() - meter.begin, meter.counts
+        self.peak.again()
         return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
 
 
 def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     """Rates and shares of the timed blocks over all ranks, as multiples of rank 0's."""
     total, ranks = Block(*np.sum(blocks, axis=0).tolist()), world_size()
-    memory = peak_memory_mb(ours.state.device)  # before measurements that training does not do
-    peak = peak_rate(ours.state.autocast, ours.state.device)
     return {
         "tokens_per_second": total.rate * ranks,
-        "mfu": total.flops / total.seconds / peak * ranks,
-        "matmul_peak_tflops": peak / 1e12,
+        "mfu": ours.peak.share(total.flops / total.seconds),
+        "matmul_peak_tflops": ours.peak.best * ranks / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,
-        "peak_memory_mb": memory,
+        "peak_memory_mb": peak_memory_mb(ours.state.device),
     }
 
 

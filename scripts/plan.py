@@ -34,12 +34,12 @@ from common.settings import AUTO, ROOT, ModelConfig, StageArgs, add_flags, setti
 from dataset.data_files import split_weights
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
-from scripts.planning.machine import GPUS, SHARE_OF_SHEET, STATE, Cost, count_parameters, free_memory, training_cost
+from scripts.planning.machine import SHARE_OF_SHEET, STATE, Cost, count_parameters, free_memory, training_cost
 from scripts.planning.trigrams import trigram_loss
 from trainer import train_full_sft, train_pretrain
 from trainer.components import rules
 from trainer.components.device import describe_device, mixed_precision, select_device
-from trainer.components.flops import layer_weights
+from trainer.components.flops import GPUS, layer_weights
 from trainer.components.language_model import model_config
 from trainer.components.metrics import duration
 

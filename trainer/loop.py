@@ -88,6 +88,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
             save_checkpoint(state, wandb)
         finish_update(state, wandb)  # log, after evaluating if that is due
         if log_due:
+            state.peak.again()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
@@ -263,10 +264,12 @@ def read_meter(state: TrainState) -> dict[str, float]:
     state.tokens += int(total["tokens"])
     state.seconds, state.clock = state.seconds + now - state.clock, now
     seconds = total["clock"]
+    rate = total["flops"] / seconds / world_size()
     return {
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
-        "mfu": total["flops"] / seconds / state.peak_flops,
+        "mfu": state.peak.share(rate),
+        **({"mfu_of_sheet": rate / state.peak.sheet} if state.peak.sheet else {}),
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,

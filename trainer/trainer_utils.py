@@ -241,7 +241,7 @@ def begin_run(
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
     state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
-    state.peak_flops = peak_rate(state.autocast, state.device)  # for the MFU
+    state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)

@@ -10,23 +10,14 @@ import torch
 from torch import nn
 
 from trainer.components.device import mixed_precision, prepare_device
-from trainer.components.flops import training_flops
+from trainer.components.flops import GPUS, training_flops
 from trainer.components.language_model import Batch, next_token_loss, to_device
 from trainer.components.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
-GPUS = {  # dense products in bfloat16 with float32 sums, TFLOP/s, and memory, GB: the makers' data sheets
-    "rtx3090": (71, 24),
-    "rtx4060": (30, 8),
-    "rtx4090": (165, 24),
-    "a100": (312, 80),
-    "l40s": (362, 48),
-    "h100": (989, 80),
-    "h200": (989, 141),
-}
-SHARE_OF_SHEET = 0.2  # of that rate, assumed
+SHARE_OF_SHEET = 0.2  # of a data sheet's rate (GPUS), assumed
 STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
 LIBRARIES = 0.6e9  # bytes of a process without a model
 

@@ -40,7 +40,7 @@ def test_figures(corpus, tmp_path, monkeypatch, stage):
     else:
         run_benchmark(monkeypatch, *flags)
     figures = json.loads(out.read_text())
-    assert figures["tokens_per_second"] > 0 and 0 < figures["mfu"] < 1
+    assert figures["tokens_per_second"] > 0 and 0 < figures["mfu"] <= 1
     assert 0 < figures["padded_share"] < 1 and 0 <= figures["data_wait"] < 1
     assert figures["peak_memory_mb"] > 50
 

@@ -18,6 +18,7 @@ from trainer.components.bad_updates import BadUpdates
 from trainer.components.checkpoint import Writer, shard_like
 from trainer.components.distributed import Logger, world_size
 from trainer.components.expert_load import ExpertLoad
+from trainer.components.flops import PeakRate
 from trainer.components.language_model import Batch, flat_size, held_out_loss
 from trainer.components.meter import Meter, Size
 from trainer.components.metrics import MetricsLog
@@ -121,7 +122,7 @@ class TrainState:
     eval_loader: DataLoader | None = None
     eval_fn: EvalFn = held_out_loss  # (model, batch, settings) -> sums over its targets, by name; `loss` is one of them
     hooks: list[Hooks] = field(default_factory=list)
-    peak_flops: float = float("inf")  # measured matmul peak of all ranks together, operations per second
+    peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
     writer: Writer = field(default_factory=Writer)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)

@@ -250,11 +250,22 @@ def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsy
 
 def test_slow_products_end_the_measurement_early(monkeypatch):
     """The rate is that of the sizes which were tried."""
-    sizes, clock, ones = [], iter(range(10**6)), torch.ones
+    sizes, clock, randn = [], iter(range(10**6)), torch.randn
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # each product takes a second
-    monkeypatch.setattr(torch, "ones", lambda *shape, **options: sizes.append(shape[0]) or ones(*shape, **options))
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: sizes.append(shape[0]) or randn(*shape, **options))
     assert device_module.matrix_rate(torch.device("cpu"), torch.float32) == 2.0 * 128**3 and sizes == [128]
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-6)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) ** 2 * 1e-3)  # a product takes 1 ms, the next 5 ...
     sizes.clear()
-    assert device_module.matrix_rate(torch.device("cpu"), torch.float32, 512) == pytest.approx(2.0 * 512**3 * 1e6)
-    assert sizes == [128, 256, 512]
+    assert device_module.matrix_rate(torch.device("cpu"), torch.float32, 0.1) == pytest.approx(2.0 * 128**3 * 1e3)
+    assert sizes == [128, 256]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rate_is_of_random_numbers_from_a_stream_of_their_own(dtype, monkeypatch):
+    made, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: made.append(randn(*shape, **options)) or made[-1])
+    before = torch.get_rng_state()
+    device_module.matrix_rate(torch.device("cpu"), dtype, seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert made[0].dtype == dtype and made[0].float().std() == pytest.approx(1.0, abs=0.05)

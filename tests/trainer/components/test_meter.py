@@ -7,8 +7,10 @@ import torch
 
 from trainer import loop
 from trainer.components import device as device_module
+from trainer.components import flops as flops_module
 from trainer.components import meter as meter_module
 from trainer.components.device import autocast_dtype, mixed_precision
+from trainer.components.flops import FIRST_AGAIN, GPUS, PeakRate, sheet_rate
 from trainer.components.meter import Meter, Size
 from trainer.loop import read_meter
 
@@ -35,7 +37,7 @@ def clock(monkeypatch) -> Clock:
 
 def make_state(total_updates: int = 10) -> SimpleNamespace:
     """What the meter needs of a run's state."""
-    parts = {"total_updates": total_updates, "update": 0, "seconds": 0.0, "tokens": 0, "peak_flops": 1000.0}
+    parts = {"total_updates": total_updates, "update": 0, "seconds": 0.0, "tokens": 0, "peak": PeakRate(1000.0)}
     return SimpleNamespace(**parts, device=CPU, clock=0.0, meter=Meter())
 
 
@@ -92,3 +94,51 @@ def test_the_rate_is_measured_in_the_dtype_of_the_run(dtype, monkeypatch):
     monkeypatch.setattr(device_module, "native_float16", lambda device: True)
     expected = getattr(torch, dtype.removesuffix("_emulated"))
     assert autocast_dtype(mixed_precision(dtype, CPU)[0], CPU) == expected
+
+
+def test_the_peak_is_the_best_of_measurements_at_growing_distances(clock, monkeypatch):
+    """Six in the first hour: below 1 % of the time, if each takes half a second."""
+    monkeypatch.setattr(flops_module, "time", clock)
+    rates, times = iter([50.0, 200.0, 100.0, 90.0, 90.0, 90.0, 90.0]), []
+    peak = PeakRate(60.0, lambda: times.append(clock.now) or next(rates), begin=clock.now)
+    best = []
+    for _ in range(3600):
+        clock.now += 1.0
+        peak.again()
+        best.append(peak.best)
+    assert times == [FIRST_AGAIN * 2**k for k in range(6)]
+    assert [best[int(at) - 1] for at in times] == [60.0, 200.0, 200.0, 200.0, 200.0, 200.0]
+
+
+def test_training_is_never_faster_than_the_peak(clock):
+    """The peak of a moment in which the CPU was busy is raised by what training itself reaches."""
+    peak = PeakRate(100.0)
+    assert peak.share(80.0) == 0.8 and peak.share(125.0) == 1.0 and peak.share(100.0) == 0.8
+    assert PeakRate().share(1.0) == 0.0
+
+
+def test_too_little_memory_is_no_failure(clock, monkeypatch):
+    monkeypatch.setattr(flops_module, "time", clock)
+
+    def measure() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    peak = PeakRate(5.0, measure, due=0.0)
+    peak.again()
+    assert peak.best == 5.0
+
+
+def test_a_gpu_is_known_by_the_name_that_torch_gives(clock):
+    names = {"rtx4090": "GeForce RTX 4090", "a100": "A100-SXM4-80GB", "h100": "H100 80GB HBM3", "l40s": "L40S"}
+    for key, name in names.items():
+        assert sheet_rate(f"NVIDIA {name}") == GPUS[key][0] * 1e12
+    for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4060 Ti", "H100 PCIe", "RTX A1000", "L40"):
+        assert sheet_rate(f"NVIDIA {other}") is None
+    state = make_state()
+    clock.now += 1.0
+    assert "mfu_of_sheet" not in read_meter(state)
+    state.peak.sheet = 2000.0
+    state.meter.count([Size(10, 20, flops=500.0)], CPU)
+    clock.now += 1.0
+    record = read_meter(state)
+    assert (record["mfu"], record["mfu_of_sheet"]) == (0.5, 0.25)
