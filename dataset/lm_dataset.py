@@ -83,6 +83,11 @@ class TokenDataset(Dataset):
         return int(self.cache.offsets[-1])
 
     @property
+    def mean_tokens(self) -> float:
+        """Tokens of an item, on average."""
+        return self.num_tokens / len(self)
+
+    @property
     def records(self) -> int:
         """Records that were read, bad ones too."""
         return self.cache.report["records"]

@@ -50,8 +50,8 @@ class MixedDataset(StageDataset):
         self.names, self.sources = [name for name, _ in sources], [source for _, source in sources]
         self.packing, self.kind, self.collate = self.sources[0].packing, self.sources[0].kind, self.sources[0].collate
         self.shares = [weight / sum(weights) for weight in weights]
-        means = [source.num_tokens / len(source) for source in self.sources]
-        self.counts = [max(1, round(w * self.num_tokens / mean)) for w, mean in zip(self.shares, means, strict=True)]
+        shares = zip(self.shares, self.sources, strict=True)
+        self.counts = [max(1, round(share * self.num_tokens / each.mean_tokens)) for share, each in shares]
         self.first_items = np.cumsum([0, *map(len, self.sources)])
         self.first_samples = np.cumsum([0, *(len(source.cache) for source in self.sources)])
 

@@ -16,10 +16,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
 
@@ -44,7 +44,7 @@ from trainer.components.language_model import model_config
 from trainer.components.metrics import duration
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from model.model_minimind import MiniMindConfig
 
 WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
@@ -69,7 +69,7 @@ class Stage:
     data: StageDataset
     held_out: StageDataset
     ranks: int
-    cost: Cost = field(default=None)  # type: ignore[assignment] (until `with_model`)
+    cost: Cost
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ class Stage:
     @property
     def memory(self) -> float:
         """Bytes of a rank."""
-        return self.cost.memory(self.data.num_tokens / len(self.data) * self.args.batch_size)
+        return self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
     def with_model(self, depth: int, cost: Cost, epochs: int, memory: float) -> "Stage":
         """With a model of so many layers: batch and rate by the rules, the micro-batch as the memory allows."""
@@ -103,71 +103,59 @@ class Stage:
         return replace(stage, args=replace(stage.args, warmup_updates=rules.warmup(stage.updates)))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The stages of one model, and the held-out loss of pretraining to expect."""
+class Plan(NamedTuple):
+    """The stages of one model, the held-out loss of pretraining to expect, seconds of all stages, bytes of a rank."""
 
     stages: list[Stage]
     loss: float
-
-    @property
-    def seconds(self) -> float:
-        """Of all stages."""
-        return sum(stage.seconds for stage in self.stages)
+    seconds: float
+    memory: float
 
 
 def choose(
     stages: list[Stage], costs: dict[int, Cost], memory: float, limit: float, trigram: float
 ) -> tuple[Plan, str]:
-    """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it.
-
-    Raises:
-        UserError: none fits.
-    """
+    """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it. Raises
+    UserError if none fits."""
     plans, tokens = [], stages[0].data.num_tokens
     for depth, cost in costs.items():
         weights = layer_weights(depth, WIDTH * depth)
         for passes in range(1, PASSES + 1) if weights <= PASSES * tokens or len(costs) == 1 or depth == 1 else ():
             epochs = zip(stages, (passes, SFT_PASSES), strict=False)
             planned = [stage.with_model(depth, cost, n, memory) for stage, n in epochs]
-            plans.append(Plan(planned, rules.expected_loss(trigram, weights, tokens, passes)))
-    fitting = [plan for plan in plans if max(stage.memory for stage in plan.stages) <= memory]
-    if not fitting:
+            sums = sum(stage.seconds for stage in planned), max(stage.memory for stage in planned)
+            plans.append(Plan(planned, rules.expected_loss(trigram, weights, tokens, passes), *sums))
+    if not (fitting := [plan for plan in plans if plan.memory <= memory]):
         raise UserError(f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model")
-    in_time = [plan for plan in fitting if plan.seconds <= limit]
-    if not in_time:
+    if not (in_time := [plan for plan in fitting if plan.seconds <= limit]):
         least = duration(min(plan.seconds for plan in fitting))
         raise UserError(f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data")
-    best, unhurried = (min(each, key=lambda plan: plan.loss) for each in (in_time, fitting))
-    if best.loss > unhurried.loss:
-        return best, "hours"
-    return best, "memory" if best.loss > min(plan.loss for plan in plans) else "data"
+    best, unhurried, unlimited = (min(each, key=lambda plan: plan.loss) for each in (in_time, fitting, plans))
+    return best, "hours" if best.loss > unhurried.loss else "memory" if best.loss > unlimited.loss else "data"
 
 
 def measure(
-    stage: Stage, tokenizer: "PreTrainedTokenizerBase", depths: Iterable[int], gpu: str | None, memory: float
+    stage: Stage, shape: Callable[[int], "MiniMindConfig"], depths: Iterable[int], gpu: str | None, memory: float
 ) -> dict[int, Cost]:
     """Depth -> what training costs, from the smallest model on; what would take too long or too much memory is
-    extrapolated from the largest that was measured."""
+    extrapolated from the largest that was measured. `shape`: the model of a depth."""
     device, data = select_device("cpu" if gpu else stage.args.device), stage.data
     wanted = min(rules.update_tokens(data.num_tokens * PASSES), MEASURED_TOKENS) / (8 if gpu else 1)
-    count = max(1, round(wanted / data.num_tokens * len(data)))
+    count = max(1, round(wanted / data.mean_tokens))
     batch = data.collate([data[i * len(data) // count] for i in range(count)])
     costs: dict[int, Cost] = {}
     begin = time.monotonic()
     for depth in depths:
-        config = model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
+        if not costs and STATE * count_parameters(shape(depth)) > memory:
+            raise UserError(f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}")
         if costs:
-            last = max(costs)
-            guess = costs[last].scaled(config, batch, depth / last)
+            last = costs[max(costs)]
+            guess = last.scaled(shape(depth), batch, depth / max(costs))
             late = time.monotonic() - begin + 4 * wanted * guess.token > MEASURING
-            fits = costs[last].measured and guess.memory(wanted) <= memory
-            if depth > COUNTED if gpu else late or not fits:
+            if depth > COUNTED if gpu else late or not last.measured or guess.memory(wanted) > memory:
                 costs[depth] = guess
                 continue
-        elif STATE * count_parameters(config) > memory:
-            raise UserError(f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}")
-        costs[depth] = training_cost(config, batch, device, stage.args.dtype, rules.OPTIMIZER, gpu)
+        costs[depth] = training_cost(shape(depth), batch, device, stage.args.dtype, rules.OPTIMIZER, gpu)
     return costs
 
 
@@ -199,46 +187,42 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def depths_for(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> Iterable[int]:
+def depths_for(args: argparse.Namespace, shape: Callable[[int], "MiniMindConfig"]) -> Iterable[int]:
     """The depths to choose from. Raises UserError for a --size that is none."""
     if args.depth or not args.size:
         return [args.depth] if args.depth else DEPTHS
     try:
         wanted = float(args.size[:-1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[args.size[-1].lower()]
-        shapes = {d: ModelConfig(hidden_size=WIDTH * d, num_hidden_layers=d) for d in range(1, 41)}
-        sizes = {d: count_parameters(model_config(tokenizer, shape)) for d, shape in shapes.items()}
-        return [min(sizes, key=lambda depth: abs(math.log(sizes[depth] / wanted)))]
+        distance = {depth: abs(math.log(count_parameters(shape(depth)) / wanted)) for depth in range(1, 41)}
+        return [min(distance, key=distance.__getitem__)]
     except (ValueError, LookupError):
         raise UserError(f"--size {args.size} must be a number with k, m or b, such as 30m") from None
 
 
-def open_stages(args: argparse.Namespace, folder: str, tokenizer: "PreTrainedTokenizerBase", ranks: int) -> list[Stage]:
-    """The stages with their data and what is the same for all sizes of the model."""
-    stages = []
-    for script, path in ((train_pretrain, args.pretrain_data), (train_full_sft, args.sft_data)):
-        if path and split_weights(path)[1]:
-            raise UserError(f"{path}: a plan is for data without weights; leave them out, and add them to run.sh")
-        if path:
-            settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED}
-            parts = [path] if Path(path).exists() else path.split(",")
-            settings |= {"data_path": ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts)}
-            settings |= {"save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints"}
-            settings |= {"tokenizer_path": folder, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER}
-            settings |= {"batch_size": AUTO, "learning_rate": AUTO, "accumulation_steps": 1}
-            stage_args = script.Args(**settings)
-            data, held_out = script.open_data(stage_args, tokenizer)
-            assert held_out is not None  # --eval_share holds some out
-            stages.append(Stage(script, stage_args, data, held_out, ranks))
-    return stages
+def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, ranks: int) -> Stage:
+    """A stage with its data and what is the same for all sizes of the model."""
+    if split_weights(path)[1]:
+        raise UserError(f"{path}: a plan is for data without weights; leave them out, and add them to run.sh")
+    parts = [path] if Path(path).exists() else path.split(",")
+    settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
+        "data_path": ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts),
+        "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints", "tokenizer_path": tokenizer_path,
+        "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
+        "batch_size": AUTO, "learning_rate": AUTO, "accumulation_steps": 1,
+    }  # fmt: skip
+    stage_args = script.Args(**settings)
+    data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))
+    return Stage(script, stage_args, data, held_out, ranks, Cost())
 
 
-def own_tokenizer(args: argparse.Namespace, stages: list[Stage]) -> str | None:
-    """The folder of a vocabulary that is made for these data, or None where the shipped one suits them."""
-    report = stages[0].data.cache.report
-    size = rules.vocabulary(report["target_bytes"], report["target_bytes"] / report["targets"])
-    if args.tokenizer_path or size is None:
-        return None
-    folder, paths = f"{args.save_dir}/tokenizer", [str(stage.args.data_path) for stage in stages]
+def own_tokenizer(args: argparse.Namespace) -> str:
+    """The folder of the tokenizer: one of a vocabulary that is made for these data, where the shipped one does not suit
+    them. Raises UserError if none can be made."""
+    shipped = ModelConfig.tokenizer_path
+    size = rules.vocabulary(*spelling(open_stage(args, train_pretrain, args.pretrain_data, shipped, 1).data))
+    if size is None:
+        return shipped
+    folder, paths = f"{args.save_dir}/tokenizer", filter(None, (args.pretrain_data, args.sft_data))
     command = [sys.executable, str(ROOT / "scripts/train_tokenizer.py"), "--vocab_size", str(size)]
     command += ["--output_dir", folder, "--data_path", *paths]
     command += ["--text_separator", args.text_separator] if args.text_separator else []
@@ -247,22 +231,29 @@ def own_tokenizer(args: argparse.Namespace, stages: list[Stage]) -> str | None:
     return folder
 
 
+def spelling(data: StageDataset) -> tuple[int, float]:
+    """Bytes of text of the targets, and bytes per target."""
+    report = data.cache.report
+    return report["target_bytes"], report["target_bytes"] / report["targets"]
+
+
 def unwise(plan: Plan) -> list[str]:
     """What to think about again, one line each."""
-    first, found = plan.stages[0], []
-    for stage in plan.stages:
-        if stage.updates < FEW_UPDATES:
-            found.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; more data help")
-    ratio, report = first.tokens / first.cost.parameters, first.data.cache.report
-    if not TOKENS_PER_PARAMETER[0] <= ratio <= TOKENS_PER_PARAMETER[1]:
-        advice = "a smaller model learns as much" if ratio < 1 else "a larger model learns more"
-        found.append(f"{ratio:,.2f} tokens per parameter: {advice}")
-    if (share := first.updates * first.cost.update / first.seconds) > COSTLY_STEP:
-        found.append(f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw")
-    spelled = report["target_bytes"] / report["targets"]
-    if spelled < FEW_BYTES and first.args.tokenizer_path == ModelConfig.tokenizer_path:
-        found.append(f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)")
-    return found
+    first, shipped = plan.stages[0], ModelConfig.tokenizer_path
+    ratio, (_, spelled) = first.tokens / first.cost.parameters, spelling(first.data)
+    advice = "a smaller model learns as much" if ratio < 1 else "a larger model learns more"
+    share, (low, high) = first.updates * first.cost.update / first.seconds, TOKENS_PER_PARAMETER
+    short = spelled < FEW_BYTES and first.args.tokenizer_path == shipped
+    few = {
+        f"{stage.args.save_weight}: {stage.updates} updates teach little; more data help": stage.updates < FEW_UPDATES
+        for stage in plan.stages
+    }
+    found = few | {
+        f"{ratio:,.2f} tokens per parameter: {advice}": not low <= ratio <= high,
+        f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw": share > COSTLY_STEP,
+        f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)": short,
+    }
+    return [text for text, holds in found.items() if holds]
 
 
 def describe(plan: Plan, limit: str) -> list[str]:
@@ -282,8 +273,7 @@ def describe(plan: Plan, limit: str) -> list[str]:
     }
     size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, {first.cost.parameters / 1e6:.2f} M parameters"
     low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
-    report = first.held_out.cache.report
-    bits = plan.loss / math.log(2) * report["targets"] / report["target_bytes"]
+    bits = plan.loss / math.log(2) / spelling(first.held_out)[1]
     return [
         f"plan: {size}; {duration(plan.seconds)} in all; limited by the {limit}",
         *(f"  {name:22}" + "".join(f"{value(stage):>14}" for stage in plan.stages) for name, value in rows.items()),
@@ -313,20 +303,22 @@ def main() -> None:
     """Read, measure, choose, print, write."""
     args = parse_args()
     device, gpu = select_device("cpu" if args.gpu else args.device), args.gpu
-    ranks = torch.cuda.device_count() if device.type == "cuda" else 1
     memory = free_memory(device, gpu)
     machine = describe_device(device, mixed_precision(args.dtype, device)[0])
     if gpu:
         machine = f"arithmetic for {gpu}: {SHARE_OF_SHEET:.0%} of {GPUS[gpu][0]} TFLOP/s, its data sheet"
     say(f"{machine}; {memory / 1e9:.0f} GB of memory")
-    folder = args.tokenizer_path or ModelConfig.tokenizer_path
-    tokenizer = load_tokenizer(folder)
-    stages = open_stages(args, folder, tokenizer, ranks)
-    if folder := own_tokenizer(args, stages):
-        tokenizer = load_tokenizer(folder)
-        stages = open_stages(args, folder, tokenizer, ranks)
+    tokenizer_path = args.tokenizer_path or own_tokenizer(args)
+    scripts = {train_pretrain: args.pretrain_data} | ({train_full_sft: args.sft_data} if args.sft_data else {})
+    ranks = torch.cuda.device_count() if device.type == "cuda" else 1
+    stages = [open_stage(args, script, path, tokenizer_path, ranks) for script, path in scripts.items()]
+    tokenizer = load_tokenizer(tokenizer_path)
+
+    def shape(depth: int) -> "MiniMindConfig":
+        return model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
+
     trigram = trigram_loss(stages[0].data, stages[0].held_out, len(tokenizer))
-    costs = measure(stages[0], tokenizer, depths_for(args, tokenizer), gpu, USABLE * memory)
+    costs = measure(stages[0], shape, depths_for(args, shape), gpu, USABLE * memory)
     for depth, cost in costs.items():
         size, kind = f"{cost.parameters / 1e6:,.2f} M parameters", "measured" if cost.measured else "arithmetic"
         say(f"  {WIDTH * depth} x {depth}: {size}, {1 / cost.token:,.0f} tokens/s, {kind}")
@@ -334,7 +326,6 @@ def main() -> None:
     for line in describe(plan, limit) + [f"  unwise: {text}" for text in unwise(plan)]:
         say(line)
     path = Path(args.save_dir, "run.sh")
-    path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda file: file.write(shell_file(plan).encode()))
     say(f"wrote {path}; to run it: bash {path}")
 

@@ -26,12 +26,12 @@ LIBRARIES = 0.6e9  # bytes of a process without a model
 class Cost:
     """What training a model costs a rank."""
 
-    parameters: int
-    flops: float  # per token
-    token: float  # seconds of forward and backward
-    update: float  # seconds of the optimizer
-    kept: float  # bytes per token of a micro-batch, for the backward pass
-    measured: bool  # else arithmetic
+    parameters: int = 0
+    flops: float = 0.0  # per token
+    token: float = 0.0  # seconds of forward and backward
+    update: float = 0.0  # seconds of the optimizer
+    kept: float = 0.0  # bytes per token of a micro-batch, for the backward pass
+    measured: bool = False  # else arithmetic
 
     def memory(self, tokens: float) -> float:
         """Bytes with micro-batches of so many tokens."""
@@ -41,7 +41,7 @@ class Cost:
         """The cost of a model that is `times` as wide and as deep, at the same rate on this batch."""
         flops = batch_flops(config, host)
         rate, size = self.flops / self.token, count_parameters(config)
-        return Cost(size, flops, flops / rate, self.update * size / self.parameters, self.kept * times**2, False)
+        return Cost(size, flops, flops / rate, self.update * size / self.parameters, self.kept * times**2)
 
 
 def batch_flops(config: "MiniMindConfig", host: Batch) -> float:
@@ -80,7 +80,7 @@ def training_cost(
     kept = sum(storages.values()) / tokens
     flops = batch_flops(config, host)
     if gpu:
-        return Cost(size, flops, flops / (GPUS[gpu][0] * 1e12 * SHARE_OF_SHEET), 0.0, kept, False)
+        return Cost(size, flops, flops / (GPUS[gpu][0] * 1e12 * SHARE_OF_SHEET), kept=kept)
     times = []
     for _ in range(2):
         begin = clock(device)

@@ -43,15 +43,16 @@ def interpolated_loss(seen: Ngrams, asked: Ngrams, vocabulary: int) -> float:
     counts = np.bincount(seen[0], minlength=vocabulary) + 0.5
     probability = counts[asked[0]] / counts.sum()
     for order in (1, 2):
-        contexts, follows = (np.unique(each, return_counts=True) for each in (seen[order] // vocabulary, seen[order]))
-        kinds = np.unique(follows[0] // vocabulary, return_counts=True)  # different targets after a context
-        count, kind = (look_up(table, asked[order] // vocabulary) for table in (contexts, kinds))
-        times = np.maximum(look_up(follows, asked[order]) - DISCOUNT, 0)
-        probability = np.where(count > 0, (times + DISCOUNT * kind * probability) / np.maximum(count, 1), probability)
+        contexts, asked_contexts = (each[order] // vocabulary for each in (seen, asked))
+        follows = np.unique(seen[order])  # different targets after a context
+        count, kinds = (occurrences(each, asked_contexts) for each in (contexts, follows // vocabulary))
+        times = np.maximum(occurrences(seen[order], asked[order]) - DISCOUNT, 0)
+        probability = np.where(count > 0, (times + DISCOUNT * kinds * probability) / np.maximum(count, 1), probability)
     return float(-np.log(probability).mean())
 
 
-def look_up(table: tuple[np.ndarray, np.ndarray], wanted: np.ndarray) -> np.ndarray:
-    """The count of each wanted key [M] in (sorted keys, counts), 0 where it is missing."""
-    at = np.minimum(np.searchsorted(table[0], wanted), len(table[0]) - 1)
-    return np.where(table[0][at] == wanted, table[1][at], 0)
+def occurrences(numbers: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """How often each wanted number [M] occurs among the numbers [N]."""
+    known, counts = np.unique(numbers, return_counts=True)
+    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[at] == wanted, counts[at], 0)

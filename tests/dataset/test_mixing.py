@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.data_files import split_weights
-from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, collate_flat
+from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, TokenDataset, collate_flat
 from dataset.mixing import MixedDataset, even_order
 from trainer.components.loaders import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
 
@@ -19,6 +19,8 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(st.ju
 
 class FakeSource:
     """Items of these lengths, a sample each."""
+
+    mean_tokens = TokenDataset.mean_tokens
 
     def __init__(self, lengths: list[int]):
         self.item_tokens, self.num_tokens, self.cache = np.array(lengths), sum(lengths), lengths

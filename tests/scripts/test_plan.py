@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.config_sources import parse_args
 from common.errors import UserError
+from dataset.lm_dataset import TokenDataset
 from scripts import plan
 from scripts.planning.machine import Cost
 from tests.conftest import sentence, write_jsonl
@@ -109,6 +110,8 @@ def test_missing_data_are_one_line(start, tmp_path):
 
 
 class Data(SimpleNamespace):
+    mean_tokens = TokenDataset.mean_tokens
+
     def __len__(self) -> int:
         return self.items
 
@@ -128,7 +131,7 @@ COSTS = st.builds(
 def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
     args = train_pretrain.Args(batch_size=0, learning_rate=0, accumulation_steps=1)
-    stages = [plan.Stage(train_pretrain, args, data, held_out, 1)]
+    stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
     try:
         best, limited = plan.choose(stages, costs, memory, limit, 5.0)
     except UserError:

@@ -52,7 +52,7 @@ def expected_loss(trigram: float, weights: float, tokens: float, passes: int) ->
 
 def chosen(args: A, data: Any, ranks: int) -> A:
     """The settings with a number in place of each `auto`; data: a StageDataset."""
-    of_ranks, item = args.accumulation_steps * ranks, data.num_tokens / len(data)
+    of_ranks, item = args.accumulation_steps * ranks, data.mean_tokens
     if args.batch_size == AUTO:
         wanted = update_tokens(data.num_tokens * args.epochs) / item / of_ranks
         args = replace(args, batch_size=max(1, min(round(wanted), len(data))))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.settings import AUTO
+from dataset.lm_dataset import TokenDataset
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer import train_dpo, train_full_sft, train_pretrain
@@ -18,6 +19,8 @@ TOKENS, WIDTHS = st.floats(1e3, 1e12), st.integers(1, 128).map(lambda n: 16 * n)
 
 
 class Data(SimpleNamespace):
+    mean_tokens = TokenDataset.mean_tokens
+
     def __len__(self) -> int:
         return self.items
 
