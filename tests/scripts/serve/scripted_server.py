@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,11 +82,38 @@ class Serving:
         self.thread.join(10)
 
 
+class Stream(StreamingResponse):
+    """An answer; `ended(whole)` is called when it ends. Counted here, not in the generator: that one sees nothing of a
+    hang-up while a chunk of its is being sent, until it is collected some time later."""
+
+    def __init__(self, content: Any, ended: Callable[[bool], None]):
+        super().__init__(content, media_type="text/event-stream")
+        self.ended = ended
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        whole = False
+
+        async def note(message: Any) -> None:
+            nonlocal whole
+            whole = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, note)
+        finally:
+            self.ended(whole)
+
+
 class ScriptedServer(Serving):
-    """The page and the curves of a folder, and written-down answers. `key`: what requests must bring, if any."""
+    """The page and the curves of a folder, and written-down answers. `key`: what requests must bring, if any.
+
+    asked: the requests for answers. hung_up: those that the client did not hear to the end.
+    """
 
     def __init__(self, save_dir: Path, key: str = ""):
-        self.key, self.asked, self.hung_up = key, [], 0
+        self.key = key
+        self.asked: list[dict] = []
+        self.hung_up: list[dict] = []
         app = FastAPI()
         add_page(app)
         app.include_router(curves_router(save_dir))
@@ -115,7 +143,7 @@ class ScriptedServer(Serving):
             return JSONResponse({"error": error}, 400)
         asked = [message["content"] for message in body["messages"] if message["role"] == "user"]
         said = "loop" if asked[-1] == "loop" else last["content"]
-        return StreamingResponse(self.stream(said, body["model"]), media_type="text/event-stream")
+        return Stream(self.stream(said, body["model"]), lambda whole: None if whole else self.hung_up.append(body))
 
     async def stream(self, said: str, model: str) -> Any:
         """The chunks of an answer, a few characters each; to "who", the model's name."""
@@ -125,34 +153,30 @@ class ScriptedServer(Serving):
             choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
             return f"data: {json.dumps({**base, 'choices': [choice]}, ensure_ascii=False)}\n\n"
 
-        try:
-            yield chunk({"role": "assistant", "content": ""})
-            if said == "long":  # until the client hangs up
-                for number in range(2000):
-                    yield chunk({"content": f"{number} "})
-                    await asyncio.sleep(0.02)
-            if said == "think":
-                yield chunk({"reasoning_content": "First I count."})
-            if said in CALLS:
-                name, arguments = CALLS[said]
-                call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}
-                yield chunk({"tool_calls": [call]})
-                for piece in (arguments[:9], arguments[9:]):
-                    yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
-                yield chunk({}, "tool_calls")
-            else:
-                text = model if said == "who" else ANSWERS.get(said, f"You said: {said}")
-                if said == "likely":
-                    yield chunk({"content": text}, logprobs={"content": LIKELY})
-                    text = ""
-                for start in range(0, len(text), 7):
-                    yield chunk({"content": text[start : start + 7]})
-                if said == "break":
-                    return
-                yield chunk({}, "length" if said == "cut" else "stop")
-            usage = {"prompt_tokens": 5, "completion_tokens": 21, "total_tokens": 26}
-            yield f"data: {json.dumps({**base, 'choices': [], 'usage': usage})}\n\n"
-            yield "data: [DONE]\n\n"
-        except (asyncio.CancelledError, GeneratorExit):
-            self.hung_up += 1
-            raise
+        yield chunk({"role": "assistant", "content": ""})
+        if said == "long":  # until the client hangs up
+            for number in range(2000):
+                yield chunk({"content": f"{number} "})
+                await asyncio.sleep(0.02)
+        if said == "think":
+            yield chunk({"reasoning_content": "First I count."})
+        if said in CALLS:
+            name, arguments = CALLS[said]
+            call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}
+            yield chunk({"tool_calls": [call]})
+            for piece in (arguments[:9], arguments[9:]):
+                yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
+            yield chunk({}, "tool_calls")
+        else:
+            text = model if said == "who" else ANSWERS.get(said, f"You said: {said}")
+            if said == "likely":
+                yield chunk({"content": text}, logprobs={"content": LIKELY})
+                text = ""
+            for start in range(0, len(text), 7):
+                yield chunk({"content": text[start : start + 7]})
+            if said == "break":
+                return
+            yield chunk({}, "length" if said == "cut" else "stop")
+        usage = {"prompt_tokens": 5, "completion_tokens": 21, "total_tokens": 26}
+        yield f"data: {json.dumps({**base, 'choices': [], 'usage': usage})}\n\n"
+        yield "data: [DONE]\n\n"
