@@ -45,7 +45,7 @@ from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
-TIMED = re.compile(r"second|_wait$|^mfu|^memory_mb$")  # fields of a record that differ from run to run
+TIMED = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
 MAX_DELAY = 0.02  # seconds from an event to its kill

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
-from trainer.components.device import describe_device, peak_memory_mb
+from trainer.components.device import describe_device, peak_memory_mb, reserved_memory_mb
 from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.components.language_model import to_device
 from trainer.components.meter import Size
@@ -275,7 +275,7 @@ def read_meter(state: TrainState) -> dict[str, float]:
         "seconds": state.seconds,
         "seconds_left": state.meter.seconds_left(state.total_updates - state.update),
         "memory_mb": peak_memory_mb(state.device),
-    }
+    } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
 
 
 def finish_update(state: TrainState, wandb=None) -> None:

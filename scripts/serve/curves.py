@@ -22,7 +22,7 @@ from trainer.components.run_files import settings_path
 
 POINTS = 512  # of a curve, unless the page asks for fewer
 KEPT = 128  # answers that are held in memory, each at most some 200 KB
-LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "logits_loss"}  # no curve of the page
+LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}  # no curve
 
 
 def curves(path: Path, points: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import platform
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from dataset import token_cache
 from dataset.lm_dataset import PretrainDataset
 from tests.conftest import ROOT
-from tests.stage_process import run
+from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
 from trainer.components.metrics import read_metrics
 from trainer.trainer_utils import load_tokenizer
@@ -32,6 +33,31 @@ def test_the_memory_of_a_run_is_flat(corpus, tmp_path, workers):
     found = [record["memory_mb"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
     warm = len(found) // 3  # by then every kernel has been compiled and every size has been met
     assert len(found) > 40 and found[-1] - found[warm] < 16, found[:: len(found) // 10]
+
+
+HELD = """
+import weakref
+from torch.utils._pytree import tree_leaves
+import trainer.train_pretrain as stage
+load, train, loaded = stage.utils.lm_checkpoint, stage.train_epoch, []
+def noted(*args, **options):
+    state = load(*args, **options)
+    loaded.extend((weakref.ref(each), each.nbytes) for each in tree_leaves(state["model"]))
+    return state
+def counted(*args, **options):
+    print("bytes of the checkpoint's weights:", sum(nbytes for tensor, nbytes in loaded if tensor() is not None))
+    train(*args, **options)
+    print("bytes that were read:", sum(nbytes for _, nbytes in loaded))
+stage.utils.lm_checkpoint, stage.train_epoch = noted, counted
+"""
+
+
+def test_a_resumed_run_does_not_keep_its_checkpoint(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    run("pretrain", argv, Faults(signals={4: signal.SIGTERM}), status=143)
+    said = run("pretrain", [*argv, "--from_resume", "1"], Faults(script=HELD)).out.splitlines()
+    held, read = (int(line.split(": ")[1]) for line in said if line.startswith("bytes "))
+    assert held == 0 and read > 900_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")

@@ -26,7 +26,7 @@ from common.durable_files import atomic_write, remove
 from common.errors import UserError, reason, warn
 from common.settings import ROOT
 from trainer.components.distributed import is_main_process, world_size
-from trainer.components.parallel import full_tensor, is_sharded, unwrap
+from trainer.components.parallel import host_copy, is_sharded, unwrap
 from trainer.components.run_files import resume_path
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
@@ -156,18 +156,18 @@ class Writer:
         self._last.result()
 
 
-def snapshot(value: Any, copies: dict[int, Tensor] | None = None) -> Any:
+def snapshot(value: Any, keep: bool = True, copies: dict[int, Tensor | None] | None = None) -> Any:
     """A copy on the host of nested dicts, lists and tensors; a tensor that occurs twice (tied weights) is copied once.
-    A sharded one becomes whole, which takes all ranks."""
+    A sharded one becomes whole, which takes all ranks; one that does not `keep` them drops each at once."""
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
         if id(value) not in copies:
-            copies[id(value)] = full_tensor(value.detach()).to("cpu", copy=True)
+            copies[id(value)] = host_copy(value.detach(), keep)
         return copies[id(value)]
     if isinstance(value, dict):
-        return {key: snapshot(item, copies) for key, item in value.items()}
+        return {key: snapshot(item, keep, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(snapshot(item, copies) for item in value)
+        return type(value)(snapshot(item, keep, copies) for item in value)
     return value
 
 
@@ -239,7 +239,7 @@ def lm_checkpoint(
         "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
     }
     state |= {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()}
-    copy = snapshot(state)
+    copy = snapshot(state, keep=is_main_process())
     if not is_main_process():
         return None
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from common.command_line import one_line_errors
 from common.console import outlast_console
 from common.errors import LostRank, UserError, WriteError, reason
+from trainer.components.device import peak_memory_mb, reserved_memory_mb
 from trainer.components.distributed import LOST, leave_process_group, lost_rank_message
 from trainer.components.signals import end_with_launcher
 
@@ -53,15 +54,22 @@ def translated_failures() -> Iterator[None]:
         text = str(error)
         if is_out_of_memory(error):
             raise UserError(
-                f"out of memory ({reason(error)}); lower --batch_size (raise --accumulation_steps by as much: "
-                "the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the last "
-                "checkpoint"
+                f"out of memory ({reason(error)}{_gpu_memory()}); lower --batch_size (raise --accumulation_steps by as "
+                "much: the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the "
+                "last checkpoint"
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
         if any(phrase in text for phrase in NO_LOADER):
             raise UserError(_loader_message(error)) from error
         raise
+
+
+def _gpu_memory() -> str:
+    if not torch.cuda.is_initialized():
+        return ""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return f"; at most {peak_memory_mb(device):,.0f} MB in use, {reserved_memory_mb(device):,.0f} MB reserved"
 
 
 @contextmanager

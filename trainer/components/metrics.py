@@ -118,7 +118,8 @@ def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> 
     parts += [(4, number("lr", record["learning_rate"], ".2e")), (6, number("grad_norm", record["grad_norm"], ".3f"))]
     parts += [(4, f"{record['tokens_per_second']:,.0f} tokens/s"), (8, f"mfu: {record['mfu']:.0%}")]
     parts += [(3, f"data wait: {record['data_wait']:.1%}")] if record["data_wait"] > 0.01 else []
-    parts += [(9, f"{record['memory_mb']:,.0f} MB")]
+    reserved = f" of {record['reserved_mb']:,.0f}" if "reserved_mb" in record else ""
+    parts += [(9, f"{record['memory_mb']:,.0f}{reserved} MB")]
     if record.get("dead_experts") is not None:
         ratio = record["expert_max_min"]
         parts += [(3, f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}")]

@@ -26,7 +26,7 @@ from dataset.token_cache import load_tokenizer
 from trainer.components import checkpoint
 from trainer.components.distributed import is_main_process
 from trainer.components.model_import import flags_of, imported_config, read_folder
-from trainer.components.parallel import full_tensor, is_sharded, unwrap
+from trainer.components.parallel import host_copy, is_sharded, unwrap
 from trainer.components.run_files import (
     CONFIG_FILE,
     NAMED_SHAPE,
@@ -50,13 +50,13 @@ OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "no
 # --- writing
 
 
-def half_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def half_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Any]:
     """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for a sharded
-    model."""
+    model, of which a rank that does not `keep` them gets none."""
     state, copies = unwrap(model).state_dict(keep_vars=True), {}
     for value in state.values():
         if id(value) not in copies:
-            copies[id(value)] = full_tensor(value.detach().half()).cpu()
+            copies[id(value)] = host_copy(value.detach().half(), keep)
     return {key: copies[id(value)] for key, value in state.items()}
 
 
@@ -70,7 +70,7 @@ def save_weights(
     """
     if not (is_main_process() or is_sharded(model)):
         return path
-    state, described = half_state_dict(model), description_of(model, description)
+    state, described = half_state_dict(model, is_main_process()), description_of(model, description)
     if is_main_process():
         job = partial(write_described, path, state, described)
         writer.submit(job) if writer is not None else job()

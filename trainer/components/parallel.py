@@ -141,3 +141,10 @@ def full_tensor(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def host_copy(value: Tensor, keep: bool = True) -> Tensor | None:
+    """A whole copy on the host; a collective if the tensor is sharded, in which a rank that does not `keep` the copy
+    only takes part."""
+    whole = full_tensor(value)
+    return whole.to("cpu", copy=True) if keep else None

@@ -21,7 +21,14 @@ from tests.trainer.stage_flags import flags
 from trainer import train_full_sft, train_pretrain
 from trainer.components import device as device_module
 from trainer.components import distributed
-from trainer.components.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
+from trainer.components.device import (
+    autocast_dtype,
+    grow_segments,
+    mixed_precision,
+    select_device,
+    use_deterministic_kernels,
+)
+from trainer.components.failures import translated_failures
 from trainer.components.loaders import epoch_loader
 
 
@@ -269,3 +276,24 @@ def test_the_rate_is_of_random_numbers_from_a_stream_of_their_own(dtype, monkeyp
     device_module.matrix_rate(torch.device("cpu"), dtype, seconds=0.0)
     assert torch.equal(torch.get_rng_state(), before)
     assert made[0].dtype == dtype and made[0].float().std() == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_up(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for given in ({}, {names[0]: "max_split_size_mb:64"}, {names[1]: "max_split_size_mb:64"}):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        grow_segments()
+        found = {name: os.environ[name] for name in names if name in os.environ}
+        assert found == (given or {names[0]: "expandable_segments:True"})
+
+
+def test_running_out_of_memory_on_a_gpu_tells_what_its_allocator_holds(monkeypatch):
+    for name, value in {"is_initialized": True, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: device.index << 32)
+    with pytest.raises(UserError, match="; at most 3,072 MB in use, 4,096 MB reserved"), translated_failures():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")

@@ -75,6 +75,8 @@ def test_a_line_tells_of_experts_where_there_are_some():
     assert len(dense) == 1 and "experts" not in dense[0] and "grad_norm: 0.500" in dense[0]
     assert not any(name in dense[0] for name in ("aux_loss", "logits_loss", "data wait"))
     figures = {"expert_load": [0.2, 0.8], "expert_max_min": 4.0, "dead_experts": 0}
+    gpu = record(1) | {"aux_loss": 0.0, "data_wait": 0.0, "reserved_mb": 12.0}
+    assert ", 10 MB, " in dense[0] and ", 10 of 12 MB, " in describe(gpu, "head")[0]
     (moe,) = describe(record(1) | figures, "head")
     assert "aux_loss: 0.5000" in moe and "experts max/min: 4.0, dead: 0" in moe and "logits_loss" not in moe
     (moe,) = describe(record(1) | figures | {"expert_max_min": None, "dead_experts": 3}, "head")
