@@ -18,17 +18,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from dataset.lm_dataset import TokenDataset
-from trainer.components.device import describe_device, peak_memory_mb, reserved_memory_mb
+from trainer.components.device import peak_memory_mb, reserved_memory_mb
 from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.components.language_model import to_device
 from trainer.components.meter import Size
-from trainer.components.metrics import duration
 from trainer.components.optimizer import set_learning_rate, should_step
 from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.components.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.components.state import Batch, TrainState
 from trainer.components.tracker import drawable
+from trainer.components.trial import describe_run, trial_pass
 
 
 def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, start_step: int = 0, wandb=None) -> None:
@@ -52,8 +51,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    if is_replicated(state.model):
-        train_on_nothing(state, loader)
+    if is_replicated(state.model):  # DDP orders its buckets anew after its first backward pass: let that be of nothing
+        trial_pass(state, prepared(state, [cast(Any, loader).collate_fn([])])[0])
     state.iters = iters
     meter.restart()
     while step < iters and not state.finished:
@@ -145,60 +144,6 @@ def prepared(state: TrainState, window: list[Batch]) -> list[Batch]:
     for hook in state.hooks:
         window = hook.prepare(state, window)
     return window
-
-
-def train_on_nothing(state: TrainState, loader: DataLoader) -> None:
-    """One empty micro-batch forward and backward, so that DDP has its final buckets: it orders them anew after its
-    first backward pass, and with three or more ranks the first update after a resume would sum the gradients in another
-    order than the same update of a run that was not stopped. Nothing else changes."""
-    assert loader.collate_fn is not None
-    trial_pass(state, prepared(state, [loader.collate_fn([])])[0])
-
-
-def trial_pass(state: TrainState, batch: Batch) -> float:
-    """Seconds of a micro-batch forward and backward that changes nothing: the gradients are thrown away; buffers, such
-    as token counts, and random streams are put back. Sync point."""
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-    begin = time.perf_counter()
-    with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []):
-        with state.autocast:
-            loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
-        (loss + aux_loss).backward()
-    loss.item()  # a device works in order: then the backward pass is done as well
-    seconds = time.perf_counter() - begin
-    state.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return seconds
-
-
-def describe_run(
-    state: TrainState, loader: DataLoader, fetched: list[Batch], window: list[Batch], own_tokens: int, tokens: float
-) -> str:
-    """The line before the first update of this process: the updates that are left, their tokens, passes over the data
-    and time, which two micro-batches tell (saves and evaluations not included), device and dtype. Of rollouts, which
-    take most of the time, it says neither tokens nor time. Called on all ranks.
-
-    own_tokens: of this rank's first micro-batch. tokens: of the first update, over all ranks.
-    """
-    left, updates = state.total_updates - state.update, f"{state.total_updates:,} updates"
-    passes = state.args.epochs * left / state.total_updates
-    parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
-    if window[0] is fetched[0] and tokens:
-        data = loader.dataset
-        amount = data.num_tokens * passes if isinstance(data, TokenDataset) else tokens * left
-        parts[0] += f" of about {amount / left:,.0f} tokens"
-        parts.append(f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all")
-        with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
-            trial_pass(state, window[0])  # it compiles, and asks for memory
-            trials = gather((own_tokens, trial_pass(state, window[0])))
-        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
-        time_left = [f"about {duration(amount / rate)}"] if rate else []
-    else:
-        time_left = []
-    parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
-    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}"
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:

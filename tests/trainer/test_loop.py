@@ -12,7 +12,7 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer.components.metrics import read_metrics
-from trainer.loop import trial_pass
+from trainer.components.trial import trial_pass
 
 
 def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
