@@ -58,6 +58,7 @@ def one_line_errors() -> Iterator[None]:
     the others before they repeat it. Each rank leaves its message where torchrun's closing report finds it.
     """
     _replace_closed_streams()
+    _raise_file_limit()
     try:
         yield
     except (UserError, OSError, RuntimeError) as error:
@@ -77,11 +78,19 @@ def _about_open_files(error: BaseException | None) -> str:
         if any(phrase in str(error) for phrase in (os.strerror(errno.EMFILE), "ancdata")):  # torch's, of its loaders
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
-                f"too many open files: a process here may have {limit}; raise the limit (ulimit -n 4096), or use fewer "
-                "processes (--num_workers, --num_proc)"
+                f"too many open files: a process here may have {limit}; raise the hard limit (ulimit -Hn), or use "
+                "fewer processes (--num_workers, --num_proc)"
             )
         error = error.__cause__ or error.__context__
     return ""
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does: each data loader process, each client of the server, and, where the
+    ranks meet, each rank takes some."""
+    with suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _replace_closed_streams() -> None:

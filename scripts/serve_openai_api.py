@@ -12,12 +12,10 @@ import importlib.util
 import ipaddress
 import os
 import re
-import resource
 import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,9 +133,6 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
                         one.transport.abort()
 
     config = uvicorn.Config(app, http="h11", log_level="error", access_log=False, timeout_keep_alive=IDLE)
-    with suppress(ValueError, OSError):  # each client takes an open file
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)

@@ -16,8 +16,8 @@ from common.settings import StageArgs, add_flags, settings_of
 from tests.conftest import ROOT
 
 FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-TOO_MANY = f"too many open files: a process here may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise the"
-TOO_MANY += " limit (ulimit -n 4096), or use fewer processes (--num_workers, --num_proc)"
+TOO_MANY = f"too many open files: a process here may have {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}; raise the"
+TOO_MANY += " hard limit (ulimit -Hn), or use fewer processes (--num_workers, --num_proc)"
 
 
 def caused_by(error, cause):
@@ -34,6 +34,14 @@ ENDS = {
     "a signal": (Interrupted(signal.SIGTERM, "by SIGTERM; saved"), 143, "stopped: by SIGTERM; saved\n"),
     "Ctrl-C": (KeyboardInterrupt(), 130, "stopped: by Ctrl-C\n"),
 }
+
+
+def test_a_command_may_open_as_many_files_as_the_system_allows():
+    code = "import resource\nfrom common.command_line import one_line_errors\nwith one_line_errors():\n"
+    code += "    print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    command = ["bash", "-c", 'ulimit -Sn 256 && exec "$@"', "bash", sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout == f"{hard} {hard}\n"
 
 
 @pytest.mark.parametrize("case", ENDS)

@@ -108,7 +108,7 @@ def test_killed_rank(tmp_path, gpus, record_property):
     for rank, status in enumerate(statuses):
         lines = [line for line in output(tmp_path, rank) if line.startswith("error: ")]
         record_property("line", lines[:1])
-        assert status == 2 and len(lines) == 1 and "another rank ended" in lines[0], tail(tmp_path)
+        assert status == 2 and len(lines) == 1 and "ended while this one waited" in lines[0], tail(tmp_path)
 
 
 def test_sigterm(tmp_path, gpus, record_property):

@@ -64,7 +64,7 @@ def test_a_job_restarts_a_killed_rank_and_is_queued_again_at_its_time_limit(corp
     said = (tmp_path / "job.log").read_text()
     assert "resuming pretrain at epoch" in said and "which is saved" in said, said
     (logs,) = (tmp_path / "out/logs/77/node_0").glob("*/attempt_0")
-    assert "another rank ended" in (logs / "0/stderr.log").read_text() or not (logs / "0/stderr.log").read_text()
+    assert {path.name for path in logs.iterdir()} >= {"0", "1"}
     job = submit(tmp_path, corpus["pretrain"], corpus["cache"], 29612, argv)
     assert job.wait(120) == 0, (tmp_path / "job.log").read_text()
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)

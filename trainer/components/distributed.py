@@ -2,11 +2,13 @@
 
 import gc
 import os
+import socket
 import time
 import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any, TypeVar
@@ -26,7 +28,9 @@ MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 LOST += ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
 LOST += ("remote process exited", "Socket closed", "recvValue failed", "sendBytes failed", "communicator was aborted")
+ANSWER, NAMED = 5.0, 8  # seconds for ranks to say that they are alive; lost ranks that are named
 T = TypeVar("T")
+_store: dist.Store | None = None  # where the ranks have met
 
 
 def this_rank() -> int:
@@ -71,10 +75,38 @@ def meet() -> None:
 
 
 def lost_rank_message(error: Exception) -> str:
-    """The error line for a failed collective."""
-    what = "another rank ended while this one waited for it, hangs, or cannot be reached"
+    """The error line for a failed collective, with the ranks that do not say within ANSWER seconds that theirs failed
+    as well. If the store cannot be reached, they are not known."""
+    silent: list[str] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            silent.extend(_silent_ranks())
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER + 2)
+    names = silent[:NAMED] + [f"{len(silent) - NAMED} more"] * (len(silent) > NAMED)
+    what = "ended while this one waited for it, hangs, or cannot be reached"
     then = "the reason is what that rank or torchrun says; --from_resume 1 goes on from the last checkpoint"
-    return f"rank {dist.get_rank()}: {what} ({reason(error)}); {then}"
+    return f"rank {dist.get_rank()}: {', '.join(names) or 'another rank'} {what} ({reason(error)}); {then}"
+
+
+def _silent_ranks() -> list[str]:
+    """The ranks, with their machines, that have not come here soon after this one."""
+    assert _store is not None
+    store = _store
+    store.set(f"failed/{dist.get_rank()}", "")
+    time.sleep(ANSWER)
+
+    def absent(ranks: range) -> list[int]:
+        """Halves what is asked for: of 1,000 ranks it takes 20 questions to find one."""
+        if store.check([f"failed/{rank}" for rank in ranks]):
+            return []
+        middle = len(ranks) // 2
+        return absent(ranks[:middle]) + absent(ranks[middle:]) if middle else list(ranks)
+
+    return [f"rank {rank} ({store.get(f'host/{rank}').decode()})" for rank in absent(range(dist.get_world_size()))]
 
 
 def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None = None) -> int:
@@ -92,6 +124,7 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     Raises:
         UserError: the environment does not say which rank this is, the ranks cannot meet, or two share a GPU.
     """
+    global _store
     place = launch()
     if place.problem:
         raise UserError(place.problem)
@@ -106,8 +139,8 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     try:
         timeout = timedelta(seconds=rank_timeout)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        store = _interruptible(lambda: _meet(place.rank, place.world_size, timeout))
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        _store = _interruptible(lambda: _meet(place.rank, place.world_size, timeout))
+        dist.init_process_group(backend, store=_store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except RuntimeError as error:  # dist.DistNetworkError and its like
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -147,7 +180,9 @@ def _meet(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
     else:
         attempt = _listed_attempt(store, rank)
     store.set_timeout(timeout)
-    return dist.PrefixStore(str(attempt), store)
+    own = dist.PrefixStore(str(attempt), store)
+    own.set(f"host/{rank}", socket.gethostname())
+    return own
 
 
 def _listed_attempt(store: dist.Store, rank: int) -> int:

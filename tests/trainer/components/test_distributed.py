@@ -1,6 +1,7 @@
 """A lost rank: one line, and soon. Ranks that leave together say nothing. Ranks that are started again meet."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -66,19 +67,57 @@ def test_a_rank_notices_a_killed_one(ended):
     (status, text), (killed, _) = ended["killed"]
     assert (status, killed) == (2, -signal.SIGKILL)
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: rank 0: another rank ended while this one waited for it, ")
+    assert len(lines) == 1 and lines[0].startswith("error: rank 0: rank 1 (")
     assert lines[0].endswith("--from_resume 1 goes on from the last checkpoint") and "Traceback" not in text
 
 
 def test_a_rank_that_ends_with_an_error_ends_the_others(ended):
     (status, text), (failed, why) = ended["error"]
-    assert (status, failed) == (2, 2) and "another rank ended" in text and "error: its disk is full" in why
+    assert (status, failed) == (2, 2) and "rank 1 (" in text and "error: its disk is full" in why
 
 
 def test_ranks_that_leave_together_or_by_a_signal_say_nothing_of_it(ended):
     for ending, status in (("together", 0), ("signal", 128 + signal.SIGTERM)):
         for code, text in ended[ending]:
-            assert code == status and "another rank" not in text and "Traceback" not in text, (ending, text)
+            assert code == status and "ended while" not in text and "Traceback" not in text, (ending, text)
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_rank_that_hangs_is_named_by_the_others(stopped, corpus, tmp_path):
+    """SIGSTOP: its connections stay open. The store is torchrun's, so that rank 0 may hang as well."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    argv = flags(corpus, tmp_path, "pretrain", rank_timeout=3)
+    soon = "import trainer.components.distributed as distributed\ndistributed.ANSWER = 1.0"
+    faults = {rank: Faults(script=soon) for rank in range(3)} | {stopped: Faults(signals={2: signal.SIGSTOP})}
+    ranks = start_ranks(3, "pretrain", argv, faults, **env)
+    others = [rank for number, rank in enumerate(ranks) if number != stopped]
+    assert [rank.wait(60) for rank in others] == [2, 2], others[0].err
+    for rank in others:
+        (line,) = [line for line in rank.error_lines if line.startswith("error: ")]
+        name = f"rank {stopped} ({socket.gethostname()})"
+        assert re.match(rf"error: rank \d: {re.escape(name)} ended while this one waited for it, hangs, or", line), line
+    ranks[stopped].send(signal.SIGKILL)
+
+
+def test_a_thousand_ranks_are_asked_in_few_questions(monkeypatch):
+    store, asked = dist.HashStore(), []
+    for rank in range(1000):
+        store.set(f"host/{rank}", f"node{rank // 8}")
+        store.set(f"failed/{rank}", "") if rank not in (17, 803) else None
+    monkeypatch.setattr(distributed, "_store", CountedStore(store, asked))
+    monkeypatch.setattr(distributed, "ANSWER", 0.0)
+    for name, value in (("get_rank", 5), ("get_world_size", 1000)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    assert distributed._silent_ranks() == ["rank 17 (node2)", "rank 803 (node100)"] and len(asked) < 50
+
+
+class CountedStore:
+    """A store that notes what it is asked."""
+
+    def __init__(self, store: dist.Store, asked: list):
+        self.set, self.get = store.set, store.get
+        self.check = lambda keys: asked.append(keys) or store.check(keys)
 
 
 def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path):

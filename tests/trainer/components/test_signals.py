@@ -178,7 +178,7 @@ def test_one_rank_is_killed(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", epochs=3, batch_size=4)
     ranks = start_ranks(2, "pretrain", argv, {1: Faults(signals={8: signal.SIGKILL})})
     assert [rank.wait(60) for rank in ranks] == [2, -9]
-    assert ranks[0].error_lines[-1].startswith("error: rank 0: another rank ended while this one waited for it")
+    assert ranks[0].error_lines[-1].startswith(f"error: rank 0: rank 1 ({socket.gethostname()}) ended while")
     assert "Traceback" not in ranks[0].err
     assert saved_state(tmp_path)["update"] == 6
 
