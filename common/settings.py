@@ -232,8 +232,6 @@ class StageArgs(
             wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
         if self.use_compile is True and self.parallel == "fsdp":
             wrong.append("--use_compile 1 does not go with --parallel fsdp; leave one of them out")
-        if self.optimizer == "muon" and self.parallel == "fsdp":
-            wrong.append("--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out")
         return wrong
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,12 @@ from torch.optim import AdamW, Optimizer
 
 from common.errors import UserError
 from trainer.components.device import native_bfloat16
+from trainer.components.parallel import local_tensor
+from trainer.components.sharing import divide_work
 
 MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/dev/LOG.md, "Muon's learning rate"
+STACK = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
+CPU_STACK = 1 << 22  # there: memory of more than 32 MiB at once is new each time, which costs page faults
 
 
 def build_optimizer(
@@ -48,7 +52,10 @@ def build_optimizer(
         groups += [{"params": vectors, "weight_decay": 0.0} | scaled]
     device = named[0][1].device.type
     adamw = AdamW(groups, lr=rate, fused=device in ("cpu", "cuda", "mps"))
-    return adamw if kind == "adamw" else MuonWithAdamW(hidden, adamw, rate, weight_decay)
+    if kind == "adamw":
+        return adamw
+    rows = {p: p.shape[-2] // (2 if name.endswith("gate_up_proj") else 1) for name, p in named if p.ndim >= 2}
+    return MuonWithAdamW(Muon(hidden, rows, rate, weight_decay), adamw)
 
 
 def _module_of(name: str, lr_scales: Mapping[str, float] | None) -> str:
@@ -57,48 +64,95 @@ def _module_of(name: str, lr_scales: Mapping[str, float] | None) -> str:
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon optimizes this parameter: a matrix of a layer that maps hidden vectors; not the MoE router."""
-    return ".layers." in name and parameter.ndim == 2 and not name.endswith("mlp.gate.weight")
+    """Whether Muon optimizes this parameter: matrices of a layer that map hidden vectors; not the MoE router."""
+    return ".layers." in name and parameter.ndim in (2, 3) and not name.endswith("mlp.gate.weight")
 
 
-class Muon(torch.optim.Muon):
-    """torch's Muon, with the Newton-Schulz iteration in float32 where bfloat16 is emulated (on such a CPU a product of
-    matrices takes 3 to 100 times as long), and with a step that can be undone on the device."""
+class Muon(Optimizer):
+    """torch's Muon on stacks of matrices of one shape, so that the operators of an update do not grow with depth.
+
+    Several ranks share the stacks, also those of sharded parameters. How they are cut does not depend on the ranks, so
+    the results are the same bits. The iteration is in float32 where bfloat16 is emulated (on such a CPU a product of
+    matrices takes 3 to 100 times as long), and a step can be undone on the device.
+
+    rows: m of the matrices [m, n] in each parameter; one of three dimensions holds several, one below the other.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rows: Mapping[Any, int], lr: float, weight_decay: float):
+        torchs = torch.optim.Muon([torch.zeros(1, 1)], lr, weight_decay, adjust_lr_fn="match_rms_adamw")
+        super().__init__(groups, torchs.defaults)  # checkpoints hold them; adjust_lr_fn is the factor in `move`
+        self.rows = rows
 
     @torch.no_grad()
     def step(self, closure=None, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Step each matrix; with `skip` [], read on the device, each becomes again what it was. No closure."""
-        for group in self.param_groups:
+        """Step each matrix; with `skip` [], read on the device, all stay what they were. No closure."""
+        groups, stacks = self.stacks()
+        divide_work(
+            stacks,
+            part_of=lambda i: self.momentum(groups[i], stacks[i], skip),
+            work=lambda i, update: self.directions(groups[i], stacks[i], update),
+            use=lambda i, directions: self.move(groups[i], stacks[i], directions, skip),
+        )
+
+    def stacks(self) -> tuple[list[dict[str, Any]], list[list[Tensor]]]:
+        """The parameters with a gradient in stacks of one group and shape, of STACK elements at most if not of a single
+        parameter, and their groups. Those with most work come first: ranks that take one each then end together."""
+        alike: dict[tuple, list[Tensor]] = {}
+        for number, group in enumerate(self.param_groups):
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p not in self.state:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                buffer = self.state[p]["momentum_buffer"]
-                before = [value.clone() for value in (p, buffer)] if skip is not None else []
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                direction = orthogonalized(p.grad.lerp(buffer, group["momentum"]), group)  # Nesterov momentum
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(direction, alpha=-0.2 * math.sqrt(max(p.shape)) * group["lr"])  # the size of AdamW's steps
-                if skip is not None:
-                    for value, old in zip((p, buffer), before, strict=True):
-                        value.copy_(torch.where(skip, old, value))
+                if p.grad is not None:
+                    alike.setdefault((number, self.rows[p], p.shape), []).append(p)
+        found = []
+        for (number, rows, shape), params in alike.items():
+            count = max(1, (CPU_STACK if params[0].device.type == "cpu" else STACK) // shape.numel())
+            pieces = [params[i : i + count] for i in range(0, len(params), count)]
+            found += [(len(piece) * shape.numel() * min(rows, shape[-1]), number, piece) for piece in pieces]
+        found.sort(key=lambda each: -each[0])
+        return [self.param_groups[number] for _, number, _ in found], [piece for _, _, piece in found]
+
+    def momentum(self, group: dict[str, Any], params: list[Tensor], skip: Tensor | None) -> Tensor:
+        """Take the gradients into the momentum -> the update [k, rows, ...] to orthogonalise, of what this rank has."""
+        for p in params:
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
+        grads = torch.stack([local_tensor(cast(Tensor, p.grad)) for p in params])
+        if skip is not None:
+            grads = torch.where(skip, torch.stack(buffers), grads)  # then the momentum stays what it is
+        torch._foreach_lerp_(buffers, grads.unbind(), 1 - group["momentum"])
+        update = grads.lerp_(torch.stack(buffers), group["momentum"])  # Nesterov momentum
+        return update.to(torch.bfloat16 if native_bfloat16(update.device) else torch.float32)
+
+    def directions(self, group: dict[str, Any], params: list[Tensor], update: Tensor) -> Tensor:
+        """The update of whole parameters [k, rows, ...], its matrices orthogonalised."""
+        matrices = update.reshape(-1, self.rows[params[0]], update.shape[-1])
+        return orthogonalized(matrices, group).view(update.shape)
+
+    def move(self, group: dict[str, Any], params: list[Tensor], directions: Tensor, skip: Tensor | None) -> None:
+        """Decay the parameters, and add the directions [k, rows, ...], what this rank has of both."""
+        decay: Any = 1 - group["lr"] * group["weight_decay"]
+        if skip is not None:
+            decay, directions = 1 - ~skip * (1 - decay), directions * ~skip
+        values = [local_tensor(p) for p in params]
+        torch._foreach_mul_(values, decay)
+        size = 0.2 * math.sqrt(max(self.rows[params[0]], params[0].shape[-1]))  # of AdamW's steps
+        torch._foreach_add_(values, directions.to(values[0].dtype).unbind(), alpha=-size * group["lr"])
 
 
-def orthogonalized(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """The nearest semi-orthogonal matrix [m, n], roughly: quintic Newton-Schulz iterations, as in torch's Muon.
+def orthogonalized(matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The semi-orthogonal matrices nearest to the given ones [k, m, n], roughly: quintic Newton-Schulz iterations, as
+    in torch's Muon.
 
     group: `ns_coefficients`, `ns_steps` and `eps` of a parameter group.
     """
     a, b, c = group["ns_coefficients"]
-    is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.to(torch.bfloat16 if native_bfloat16(matrix.device) else torch.float32)
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=group["eps"])  # spectral norm at most 1
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])  # spectral norm at most 1
     for _ in range(group["ns_steps"]):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)  # the smaller of the two
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, factor, beta=a) if is_tall else torch.baddbmm(x, factor, x, beta=a)
+    return x
 
 
 class MuonWithAdamW(Optimizer):
@@ -109,10 +163,8 @@ class MuonWithAdamW(Optimizer):
     learning rate serves both, larger than AdamW's alone.
     """
 
-    def __init__(self, hidden: list[dict[str, Any]], adamw: AdamW, lr: float, weight_decay: float):
-        # adjust_lr_fn: torch's name for the factor in `Muon.step`; checkpoints hold it
-        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        self.muon, self.adamw = Muon(hidden, **options), adamw
+    def __init__(self, muon: Muon, adamw: AdamW):
+        self.muon, self.adamw = muon, adamw
         for group in (*self.muon.param_groups, *adamw.param_groups):
             group["lr_scale"] = MUON_LR_SCALE * group.get("lr_scale", 1.0)
         self.grad_scale = self.found_inf = None  # set by `should_step` where the next line says so: on a GPU

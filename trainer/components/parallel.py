@@ -148,3 +148,10 @@ def host_copy(value: Tensor, keep: bool = True) -> Tensor | None:
     only takes part."""
     whole = full_tensor(value)
     return whole.to("cpu", copy=True) if keep else None
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """What this rank has of a tensor: its shard, or all of it."""
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value

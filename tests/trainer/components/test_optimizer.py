@@ -1,22 +1,42 @@
 import copy
+import os
 import signal
+import socket
+from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import Faults, run
+from tests.stage_process import Faults, context, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.components import optimizer as optimizers
+from trainer.components.distributed import init_distributed_mode, leave_process_group
 from trainer.components.metrics import read_metrics
 from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer, set_learning_rate, should_step
+from trainer.components.parallel import full_tensor, is_sharded, unwrap, wrap_model
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
     torch.manual_seed(0)
     return MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, use_moe=use_moe))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, those that only look at memory in another way left out."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not (func.is_view or func.namespace == "profiler")
+        return func(*args, **(kwargs or {}))
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> None:
@@ -77,14 +97,55 @@ def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 def test_the_direction_is_nearly_orthogonal(shape):
     group = torch.optim.Muon([torch.nn.Parameter(torch.zeros(shape))]).param_groups[0]
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    kept = matrix.clone()
-    direction = optimizers.orthogonalized(matrix, group).float()
-    assert torch.equal(matrix, kept) and direction.shape == shape
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    values = torch.linalg.svdvals(direction)
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    kept = matrices.clone()
+    directions = optimizers.orthogonalized(matrices, group)
+    assert torch.equal(matrices, kept) and directions.shape == matrices.shape
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    values = torch.linalg.svdvals(directions)
     assert values.min() > 0.6 and values.max() < 1.3  # the coefficients settle for about 1
-    assert torch.nn.functional.cosine_similarity(direction.flatten(), (u @ v).flatten(), 0) > 0.97
+    assert torch.nn.functional.cosine_similarity(directions.flatten(1), (u @ v).flatten(1)).min() > 0.97
+
+
+def test_as_many_operators_at_any_depth():
+    """In an update of Muon, views not counted; more only for each further STACK of weights of one shape."""
+
+    def operators(layers: int, width: int = 64) -> int:
+        counter = Operators()
+        with torch.device("meta"):
+            model = MiniMindForCausalLM(MiniMindConfig(hidden_size=width, num_hidden_layers=layers, vocab_size=50))
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+        optimizer.muon.step()
+        with counter:
+            optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
+        return counter.number
+
+    shapes = 4  # of queries and outputs, keys and values, gate and up, down
+    assert operators(4) == operators(16) <= shapes * 32
+    assert operators(16, 512) <= (shapes + 1) * 32  # 26 M weights of gate and up
+
+
+def test_experts_in_one_parameter_are_matrices_of_their_own():
+    """[E, 2I, C] holds gate and up of each expert, [E, C, I] down: the steps are those of parameters for each."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((3, 2 * 24, 16), (3, 16, 24)))
+    single = [*gate_up.flatten(0, 1).split(24), *down.unbind()]
+    names = [f"a.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj", *map(str, range(9)))]
+    values = [torch.nn.Parameter(value.clone()) for value in (gate_up, down, *single)]
+    for part in (range(2), range(2, 11)):
+        named = [(names[i], values[i]) for i in part]
+        model = SimpleNamespace(named_parameters=lambda named=named: named)
+        optimizer = build_optimizer(cast(torch.nn.Module, model), 1e-3, 0.1, "muon")
+        for step in (1.0, -0.3):
+            for i in part:
+                values[i].grad = (values[i].detach() * step).cos()
+            optimizer.muon.step()
+    stepped = [*values[0].flatten(0, 1).split(24), *values[1].unbind()]
+    for one, other in zip(stepped, values[2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert not torch.equal(values[0], gate_up) and not torch.equal(values[1], down)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -189,3 +250,71 @@ def test_on_mps_the_host_reads_whether_to_skip(skip, monkeypatch):
     optimizer._step_supports_amp_scaling = True
     assert should_step(optimizer, SimpleNamespace(device=mps.device, item=lambda: skip)) is not skip
     assert not hasattr(optimizer, "found_inf")
+
+
+def three_steps(parallel: str, use_moe: bool) -> dict[str, torch.Tensor]:
+    """Weights and momentum after three steps from gradients that all ranks share, the second of them undone."""
+    model = tiny(use_moe)
+    wrapped = wrap_model(model, torch.device("cpu"), parallel)
+    optimizer = build_optimizer(unwrap(wrapped), 1e-3, 0.1, "muon")
+    assert is_sharded(wrapped) == (parallel == "fsdp" and dist.is_initialized())
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            whole = torch.randn(p.shape, generator=generator)
+            placed = isinstance(p, DTensor) and distribute_tensor(whole, p.device_mesh, p.placements)
+            p.grad = placed if placed is not False else whole
+        optimizer.muon.step(skip=torch.tensor(seed == 1))
+    momentum = {str(i): each["momentum_buffer"] for i, each in optimizer.muon.state_dict()["state"].items()}
+    return {name: full_tensor(value.detach()) for name, value in (model.state_dict() | momentum).items()}
+
+
+CASES = [(parallel, moe, native) for parallel in ("ddp", "fsdp") for moe in (0, 1) for native in (0, 1)]
+
+
+def _rank(rank: int, ranks: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    if ranks > 1:
+        init_distributed_mode()
+    optimizers.CPU_STACK = 2 * 32 * 32  # elements: more stacks than ranks, some with one matrix
+    for parallel, moe, native in CASES:
+        optimizers.native_bfloat16 = lambda device, native=native: bool(native)
+        with patch.object(optimizers, "orthogonalized", wraps=optimizers.orthogonalized) as work:
+            found = three_steps(parallel, bool(moe))
+        torch.save((found, work.call_count), f"{folder}/{parallel}_{moe}_{native}_{rank}_of_{ranks}")
+    if ranks > 1:
+        leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """What one, two and three ranks come to."""
+    folder = tmp_path_factory.mktemp("shared")
+    processes = []
+    for ranks in (1, 2, 3):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        arguments = [(rank, ranks, port, str(folder)) for rank in range(ranks)]
+        processes += [context.Process(target=_rank, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(150)
+    assert [process.exitcode for process in processes] == [0] * 6
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("parallel, moe, native", CASES)
+def test_ranks_that_share_the_work_come_to_the_bits_of_one(shared, parallel, moe, native, ranks):
+    """Copies and shards, of 32 rows on three ranks among others; in both precisions."""
+    alone, stacks = torch.load(shared / f"{parallel}_{moe}_{native}_0_of_1")
+    shares = []
+    for rank in range(ranks):
+        found, share = torch.load(shared / f"{parallel}_{moe}_{native}_{rank}_of_{ranks}")
+        shares.append(share)
+        assert found.keys() == alone.keys() and all(torch.equal(found[name], alone[name]) for name in alone)
+    assert sum(shares) == stacks and max(shares) - min(shares) <= 3  # of three steps: each rank works

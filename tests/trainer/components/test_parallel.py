@@ -243,8 +243,6 @@ def test_what_does_not_go_together_is_refused():
     assert StageArgs(parallel="fsdp").contradictions() == []
     wrong = StageArgs(parallel="fsdp", use_compile=True).contradictions()
     assert wrong == ["--use_compile 1 does not go with --parallel fsdp; leave one of them out"]
-    wrong = StageArgs(parallel="fsdp", optimizer="muon").contradictions()
-    assert wrong == ["--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out"]
     with pytest.raises(UserError, match="--activation_checkpointing 1: this task's model has no layers"):
         wrap_model(torch.nn.Linear(2, 2), CPU, activation_checkpointing=True)
 

@@ -19,7 +19,7 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig
 from scripts.convert_model import main
 from tests.stage_process import Faults, run, start_ranks
-from tests.trainer.stage_flags import flags, records
+from tests.trainer.stage_flags import assert_same_run, flags, records
 from trainer.components.checkpoint import (
     DIGESTS,
     PARTS,
@@ -139,6 +139,33 @@ def test_from_shards_to_a_plain_run_and_back(corpus, whole, killed, tmp_path):
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert a[0] == b[0] and a[7] == b[7] and abs(a[2] - b[2]) <= 1e-5
+
+
+def test_shards_with_muon(corpus, tmp_path):
+    """Stopped and resumed: the same bits, in a checkpoint of the usual form. Copies (DDP), and one process that goes on
+    with the shards' checkpoint: the same losses to rounding."""
+    settings = SETTINGS | {"optimizer": "muon", "learning_rate": 1e-3}
+
+    def train(folder, faults=None, ranks=2, **extra) -> list:
+        argv = flags(corpus, tmp_path / folder, "pretrain", **settings | extra)
+        processes = start_ranks(ranks, "pretrain", argv, dict.fromkeys(range(ranks), faults or Faults()))
+        assert {process.wait() for process in processes} == {143 if faults else 0}, processes[0].err
+        return records(tmp_path / folder)
+
+    whole, copies = train("whole"), train("copies", parallel="ddp")
+    train("cut", Faults(signals={5: signal.SIGTERM}))
+    shutil.copytree(tmp_path / "cut", tmp_path / "alone")
+    train("cut", from_resume=1)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    alone = train("alone", ranks=1, from_resume=1)
+    assert len(whole) == len(copies) == len(alone) > 4
+    for others in (copies, alone):
+        assert [x[:2] for x in others] == [x[:2] for x in whole]
+        assert [x[2] for x in others] == pytest.approx([x[2] for x in whole], abs=3e-4)
+    one, other = state_of(tmp_path / "whole")["optimizer"], state_of(tmp_path / "copies")["optimizer"]
+    assert one["muon"]["param_groups"] == other["muon"]["param_groups"]
+    shapes = [[x["momentum_buffer"].shape for x in each["muon"]["state"].values()] for each in (one, other)]
+    assert shapes[0] == shapes[1] and len(shapes[0]) == 7
 
 
 def test_damage_is_found_and_nothing_is_executed(whole, tmp_path, capsys):
