@@ -8,6 +8,8 @@ It reads the metrics files that training writes, also while a run is in progress
 """
 
 import argparse
+import io
+import json
 import math
 import shutil
 import sys
@@ -27,6 +29,7 @@ from trainer.components.run_files import settings_path
 PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm", "tokens_per_second")
 PANELS += ("expert_max_min",)
 POINTS = 4000  # of all curves of a panel together, but some of each
+PAGE = Path(__file__).parent / "runs" / "page.html"
 LONGEST = 28  # characters of a cell on a terminal
 
 
@@ -179,6 +182,22 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     return figure
 
 
+def html_page(rows: list[list[str]], figure: Any, runs: list[Run]) -> str:
+    """The page that runs/page.html describes: the table with its head, the curves, and each run of the table."""
+    from jinja2 import Template
+    from markupsafe import Markup
+    from matplotlib import rc_context
+    from matplotlib.colors import to_hex
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = Markup(file.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
+    template = Template(PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    colors = [to_hex(f"C{number % 10}") for number in range(len(runs))]
+    return template.render(head=rows[0], runs=[*zip(runs, rows[1:], colors, strict=True)], svg=svg, dumps=json.dumps)
+
+
 def main() -> None:
     """Read the runs, print their table, write the files that are asked for."""
     args = parse_args()
@@ -190,14 +209,13 @@ def main() -> None:
         return
     warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # in Chinese names; in HTML they are there
     figure = draw(runs, args.x or AXES[0], args.panels or PANELS)
+    page = html_page(rows, figure, [*runs.values()]) if args.html else ""
     for flag, path in (("--png", args.png), ("--html", args.html)):
         try:
             if path and flag == "--png":
                 figure.savefig(path, dpi=150)
             elif path:
-                from scripts.runs.html_page import html_page  # imports matplotlib
-
-                Path(path).write_bytes(html_page(rows, figure, [*runs.values()]).encode("utf-8", "backslashreplace"))
+                Path(path).write_bytes(page.encode("utf-8", "backslashreplace"))
         except (OSError, ValueError) as error:
             raise UserError(f"{flag} {path} cannot be written: {error}") from error
         if path:
