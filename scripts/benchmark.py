@@ -33,10 +33,9 @@ import torch
 from common.config_sources import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, setting, settings_of
-from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
-from trainer.components.data import open_datasets
+from trainer import trainer_utils as utils
 from trainer.components.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
 from trainer.components.distributed import world_size
 from trainer.components.flops import peak_rate
@@ -45,21 +44,8 @@ from trainer.components.optimizer import build_optimizer
 from trainer.components.parallel import unwrap
 from trainer.components.state import TrainState
 from trainer.loop import train_update, update_size
-from trainer.trainer_utils import (
-    Logger,
-    compile_and_wrap,
-    init_distributed_mode,
-    init_model,
-    is_main_process,
-    leave_process_group,
-    load_tokenizer,
-    model_config,
-    next_token_loss,
-    setup_seed,
-    train_loader,
-)
 
-STAGES = {"pretrain": (PretrainDataset, train_pretrain.Args), "sft": (SFTDataset, train_full_sft.Args)}
+STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
 PRESETS: dict[str, dict[str, Any]] = {
     "30m": {"hidden_size": 512, "num_hidden_layers": 8},
     "64m": {"hidden_size": 768, "num_hidden_layers": 8},
@@ -94,7 +80,7 @@ def read_args() -> BenchmarkArgs:
     first = Parser(add_help=False)
     add_flags(first, (settings_of(BenchmarkArgs)[name] for name in ("stage", "preset")))
     known = first.parse_known_args()[0]
-    stage_args = STAGES[known.stage][1]
+    stage_args = STAGES[known.stage].Args
     args_class = make_dataclass("Args", [], bases=(BenchmarkArgs, stage_args), kw_only=True)
     own = {name: getattr(stage_args, name) for name in settings_of(stage_args)}
     return parse_args(args_class, __doc__, None, **own | PRESETS[known.preset])
@@ -122,26 +108,21 @@ class Ours:
         use_deterministic_kernels(args.deterministic)
         self.args, device = args, select_device(args.device)
         autocast, scaler = mixed_precision(args.dtype, device)
-        self.tokenizer = load_tokenizer(args.tokenizer_path)
-        self.train_set, _ = open_datasets(STAGES[args.stage][0], args, self.tokenizer)
-        init_distributed_mode(args.rank_timeout, device)
-        setup_seed(args.seed)
-        config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
-        model, _ = init_model(config, "none", args.tokenizer_path, args.save_dir)
-        wrapped = compile_and_wrap(model, args, device, autocast, self.train_set)
+        self.tokenizer = utils.load_tokenizer(args.tokenizer_path)
+        self.train_set, _ = STAGES[args.stage].open_data(args, self.tokenizer)
+        utils.init_distributed_mode(args.rank_timeout, device)
+        utils.setup_seed(args.seed)
+        config = utils.model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
+        model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
+        wrapped = utils.compile_and_wrap(model, args, device, autocast, self.train_set)
+        optimizer = build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer)
+        run = {"samples": len(self.train_set), "global_batch": args.batch_size, "epochs": 1}
         self.state = TrainState(
-            args=args,
-            lm_config=config,
-            model=wrapped,
-            optimizer=build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer),
-            scaler=scaler,
-            autocast=autocast,
-            device=device,
-            loss_fn=next_token_loss,
-            schedule=lambda update, total, args: args.learning_rate,
-            run={"samples": len(self.train_set), "global_batch": args.batch_size, "epochs": 1},
-        )
-        loaders = (train_loader(self.train_set, args, epoch) for epoch in range(100))
+            args=args, lm_config=config, run=run,
+            model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
+            loss_fn=utils.next_token_loss, schedule=lambda update, total, args: args.learning_rate,
+        )  # fmt: skip
+        loaders = (utils.train_loader(self.train_set, args, epoch) for epoch in range(100))
         self.batches: Iterator[dict] = chain.from_iterable(loaders)
         self.losses: list[float] = []  # per target, of each update
         self.peak = peak_rate(autocast, device)
@@ -192,7 +173,7 @@ def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
                 seen.append(peer.train(args.updates * args.accumulation_steps))
         mine, theirs = blocks[-1].rate, sum(seen[-1]["tokens"]) / seen[-1]["seconds"]
         pairs.append({"ours": mine, "peer": theirs, "ratio": mine / theirs})
-        Logger(f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}")
+        utils.Logger(f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}")
     tokens, targets, size, loss = (
         np.concatenate([each[n] for each in seen]) for n in ("tokens", "targets", "size", "loss")
     )
@@ -216,12 +197,12 @@ def print_figures(figures: dict[str, Any]) -> None:
     """Print the figures as a table, and whether the losses agree with the peer's."""
     for name, value in figures.items():
         if isinstance(value, float):
-            Logger(f"{name:26} {value:,.3f}")
+            utils.Logger(f"{name:26} {value:,.3f}")
     if "losses" in figures:
         losses = figures["losses"]
         verdict = "agree" if losses["agree"] else "DISAGREE, so the speeds are not comparable"
         count, largest = len(losses["ours"]), losses["largest_difference"]
-        Logger(f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}")
+        utils.Logger(f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}")
 
 
 def main() -> None:
@@ -241,14 +222,14 @@ def main() -> None:
         blocks, comparison = [ours.train(args.updates) for _ in range(args.repeat)], {}
     figures = figures_of(ours, blocks) | comparison
     print_figures(figures)
-    if args.json and is_main_process():
+    if args.json and utils.is_main_process():
         device = ours.state.device
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine, "device": str(device)}
         about |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)
-    leave_process_group()
+    utils.leave_process_group()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -23,20 +24,9 @@ import yaml
 
 from common.errors import UserError
 from common.settings import METAVARS, ROOT, Setting, settings_of
-from dataset import show_samples
 from llm.training.core.config import SETTINGS, engine_parser
 from llm.training.tasks.language_model import SCRIPTS
-from scripts import (
-    benchmark,
-    chat,
-    convert_model,
-    evaluate,
-    plan,
-    plot_metrics,
-    serve_openai_api,
-    train_tokenizer,
-    verify_resume,
-)
+from scripts import benchmark
 
 STAGES = [settings_of(SCRIPTS[name].Args) for name in ("pretrain", "full_sft", "lora", "dpo", "distillation")]
 OWN = {name: each for stage in STAGES for name, each in stage.items() if name not in STAGES[0]}
@@ -50,17 +40,9 @@ REWARDED_FLAGS = {
     if name not in STAGES[0] or each.default != STAGES[0][name].default
 }
 REWARDED_OWN = REWARDED_FLAGS.keys() - STAGES[0].keys()
-TOOLS = (
-    chat,
-    evaluate,
-    convert_model,
-    serve_openai_api,
-    train_tokenizer,
-    show_samples,
-    plan,
-    plot_metrics,
-    verify_resume,
-)
+TOOLS = ["scripts.chat", "scripts.evaluate", "scripts.convert_model", "scripts.serve_openai_api"]
+TOOLS += ["scripts.train_tokenizer", "dataset.show_samples", "scripts.plan", "scripts.plot_metrics"]
+TOOLS += ["scripts.verify_resume"]
 OPTIONS = {a.dest: a.help or "" for a in engine_parser()._actions if a.dest not in ("help", *SETTINGS)}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # the help tells of a multiple_of
 PAGES = {"docs/flags.md": None, "docs/zh/flags.md": "docs/zh/flags.yaml"}  # with the file of their words
@@ -86,7 +68,7 @@ def default(setting: Setting | None) -> str:
 
 def tool_flags() -> Iterator[tuple[str, str, str, str, str]]:
     """Tool, flag, value, default and help of each flag of the tools; of the benchmark those that no stage has."""
-    for tool in TOOLS:
+    for tool in map(import_module, TOOLS):
         with patch.object(Parser, "parse_args", autospec=True, side_effect=SystemExit) as parse, suppress(SystemExit):
             tool.main()
         for action in parse.call_args.args[0]._actions[1:]:  # without --help
