@@ -89,11 +89,7 @@ class Source:
         self.wrong.append(f"{label} is unknown" + (f": {USE_INSTEAD[name]}" if name in USE_INSTEAD else hint))
 
     def finish(self, hint: str = "") -> Given:
-        """The values that the source gives.
-
-        Raises:
-            UserError: one line with all its mistakes.
-        """
+        """The values that the source gives. Raises UserError: one line with all its mistakes."""
         if self.wrong:
             raise UserError(" ".join("; ".join(self.wrong).splitlines()) + hint)
         return self.given
@@ -126,22 +122,14 @@ def read_sources(
     args_class: type, parser: Parser, argv: Sequence[str] | None, environ: Mapping[str, str], first: Given | None = None
 ) -> tuple[argparse.Namespace, Given]:
     """The parsed options that are no settings (`config`, `print_config`, `set`), and the settings that the sources
-    give, after those of `first`.
-
-    Raises:
-        UserError: one line with all unknown names and invalid values of a source.
-    """
+    give, after those of `first`. Raises UserError: one line with all unknown names and invalid values of a source."""
     options, from_flags = read_command_line(args_class, parser, argv)
     from_file = read_yaml(args_class, options.config) if options.config is not None else {}
     return options, (first or {}) | from_file | read_environment(args_class, environ) | from_flags
 
 
 def print_once(text: str, environ: Mapping[str, str]) -> None:
-    """Print on rank 0 and end the process. environ: says which rank this is.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Print on rank 0 and end the process. environ: says which rank this is. Raises SystemExit always."""
     if launch(environ).rank == 0:
         print(text, end="", flush=True)
     raise SystemExit(0)
@@ -224,11 +212,8 @@ def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | No
 
 
 def read_yaml(args_class: type, path: str) -> Given:
-    """Settings from a YAML file: a mapping of sections, each a mapping of settings.
-
-    Raises:
-        UserError: FILE:LINE and the mistake, for all settings at once; or the file cannot be read.
-    """
+    """Settings from a YAML file: a mapping of sections, each a mapping of settings. Raises UserError: FILE:LINE and the
+    mistake, for all settings at once; or the file cannot be read."""
     source = Source(args_class)
     for section, _, settings in _entries(source, path, _read(path), ""):
         for name, where, node in _entries(source, path, settings, f"{section}."):

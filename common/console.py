@@ -19,11 +19,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 class LogFile:
-    """Appends lines with time and level. Several processes may write to one file; a line is one `os.write`.
-
-    Raises:
-        UserError: the file cannot be opened.
-    """
+    """Appends lines with time and level. Several processes may write to one file; a line is one `os.write`. Raises
+    UserError if the file cannot be opened."""
 
     def __init__(self, path: Path):
         try:

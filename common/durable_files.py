@@ -17,10 +17,7 @@ from common.errors import UserError, WriteError
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None) -> None:
     """Replace `path` by what `write(file)` writes; on failure the old file stays. `rotate(path)` may rename it before.
-
-    Raises:
-        UserError: the disk is full, the folder cannot be written ...
-    """
+    Raises UserError if the disk is full, the folder cannot be written ..."""
     with _beside(path) as temp:
         with open(temp, "w+b") as file:
             write(file)
@@ -101,11 +98,8 @@ def write_json(path: Path, content: dict) -> None:
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
     """A place to write a new file or folder, which appears at `path` complete and flushed when the block ends, or not
-    at all. The place has the same name, in a temporary folder beside it.
-
-    Raises:
-        UserError: `path` exists already, the disk is full, the folder cannot be written ...
-    """
+    at all. The place has the same name, in a temporary folder beside it. Raises UserError if `path` exists already, the
+    disk is full, the folder cannot be written ..."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it, or give another name")
     with _beside(path) as temp:

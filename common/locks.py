@@ -38,11 +38,8 @@ def lock_output(run: str, **folders: str) -> None:
     """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag. A run that
     has the name is waited for, but not longer than PATIENCE.
 
-    Keeps a second run from writing the same files, and finds folders that cannot be written before any work.
-
-    Raises:
-        UserError: another run has the name, or a folder cannot be written.
-    """
+    Keeps a second run from writing the same files, and finds folders that cannot be written before any work. Raises
+    UserError if another run has the name, or a folder cannot be written."""
     for flag, folder in folders.items() if launch().rank == 0 else ():
         path = Path(folder) / f".{run}_{flag}.lock"
         try:

@@ -15,11 +15,7 @@ from common.errors import Interrupted, UserError, reason
 
 def import_named(flag: str, name: str) -> Any:
     """What `package.module:Name` or `path/file.py:Name` names, given to `flag`. An exception raised inside the module
-    keeps its traceback.
-
-    Raises:
-        UserError: there is no such module, its syntax is wrong, or it has no such name.
-    """
+    keeps its traceback. Raises UserError if there is no such module, its syntax is wrong, or it has no such name."""
     module, _, class_name = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it

@@ -36,11 +36,8 @@ def prompt_pieces(
     """A conversation as its chat template writes it, up to where the assistant's next turn begins.
 
     opening: how that turn begins, such as the call of a chosen tool. variables: of the template, such as
-    `enable_thinking` (Qwen3's name, and ours), which MiniMind's template gets as `open_thinking`.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or it refuses the conversation.
-    """
+    `enable_thinking` (Qwen3's name, and ours), which MiniMind's template gets as `open_thinking`. Raises ValueError if
+    the tokenizer has no chat template, or it refuses the conversation."""
     special = _backends(tokenizer)[2]
     options = {"tools": special.hide(tools) or None, "tokenize": False, "add_generation_prompt": True}
     if "enable_thinking" in variables:

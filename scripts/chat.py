@@ -40,11 +40,7 @@ HELP = """/reset          start a new conversation
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """The command line. Raises UserError if a value is out of range."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     add_trained_model_flags(parser)
@@ -100,11 +96,8 @@ class Chat:
         self.conversation = Conversation(self.tokenizer, limit, system, self.toolbox.tools, thinking)
 
     def say(self, text: str) -> None:
-        """Answer a message, or with `--form text` stream how a document goes on that begins with it.
-
-        Raises:
-            UserError: it is too long, or the chat template refuses it.
-        """
+        """Answer a message, or with `--form text` stream how a document goes on that begins with it. Raises UserError
+        if it is too long, or the chat template refuses it."""
         if self.args.form == "chat":
             self.hear({"role": "user", "content": text})
             return
@@ -116,11 +109,8 @@ class Chat:
 
     def hear(self, message: dict) -> dict[str, Any]:
         """Add a message, stream the answer and return it; `{}` if there was none. The answer's calls of tools are
-        executed, and their results answered in turn.
-
-        Raises:
-            UserError: the message is too long, or the chat template refuses it; it is not added.
-        """
+        executed, and their results answered in turn. Raises UserError if the message is too long, or the chat template
+        refuses it; it is not added."""
         answer = self._hear([message])
         for _ in range(ROUNDS if self.toolbox.tools else 0):
             calls = [call["function"] for call in answer.get("tool_calls", ())]
@@ -197,11 +187,8 @@ class Chat:
             self.say(line)
 
     def save(self, path: str) -> None:
-        """Append the conversation to a JSONL file.
-
-        Raises:
-            UserError: there is no answer yet, or the file cannot be written.
-        """
+        """Append the conversation to a JSONL file. Raises UserError if there is no answer yet, or the file cannot be
+        written."""
         if not path or not self.conversation.messages:
             raise UserError("/save needs a FILE, such as /save chats.jsonl" if not path else "there is nothing to save")
         try:
@@ -231,11 +218,8 @@ def on_terminal(chat: Chat) -> None:
 
 
 def on_pipe(chat: Chat) -> None:
-    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped.
-
-    Raises:
-        UserError: a line is not UTF-8, or cannot be answered.
-    """
+    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped. Raises UserError
+    if a line is not UTF-8, or cannot be answered."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             chat.take(line.decode("utf-8").rstrip("\r\n"))

@@ -57,11 +57,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_weights(path: Path, model: MiniMindForCausalLM, description: Description) -> dict[str, Tensor]:
-    """Write a weights file of this project; returns its tensors in float32.
-
-    Raises:
-        UserError: the file's name is that of another shape.
-    """
+    """Write a weights file of this project; returns its tensors in float32. Raises UserError if the file's name is that
+    of another shape."""
     named, name = shape_in_name(path), f"{run_name('NAME', model.config)}.pth"
     if named and named != shape_in_name(Path(name)):
         raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
@@ -75,11 +72,8 @@ def convert(
     model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, form: str, output: Path, dtype: Any
 ) -> list[str]:
     """Write a model in another form (a key of CHOICES), read it back and compare; returns what was compared, as lines.
-
-    Raises:
-        UserError: the form cannot represent the model, the place cannot be written, or what is read back is not the
-            same model; then nothing is written.
-    """
+    Raises UserError if the form cannot represent the model, the place cannot be written, or what is read back is not
+    the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
     fingerprint = TokenizerSpec.of(tokenizer).fingerprint()[:16]
     description = description_of(model, {"data": {"tokenizer": fingerprint}})

@@ -33,11 +33,7 @@ DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UserError: a value is out of range, or a task lacks its file.
-    """
+    """The command line. Raises UserError if a value is out of range, or a task lacks its file."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     flag("--task", nargs="+", choices=list(TASKS), required=True, help="what to measure; several are possible")
@@ -112,11 +108,8 @@ TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices}
 
 
 def names_of(paths: list[Path]) -> list[str]:
-    """A short name for each model: the name of its file, or its path where that is not clear.
-
-    Raises:
-        UserError: a model is given twice.
-    """
+    """A short name for each model: the name of its file, or its path where that is not clear. Raises UserError if a
+    model is given twice."""
     if len(set(paths)) < len(paths):
         raise UserError("--against names a model twice; leave one of them out")
     names = [path.stem if path.is_file() else path.name for path in paths]

@@ -134,11 +134,8 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
 def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     """A matplotlib figure: one panel for each field that a run has, one color for each run; what was measured on
     held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean since the record before,
-    where there is one; `null` (not finite) leaves a gap in the curve.
-
-    Raises:
-        UserError: no run has any of the fields, or matplotlib is not installed.
-    """
+    where there is one; `null` (not finite) leaves a gap in the curve. Raises UserError if no run has any of the fields,
+    or matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D

@@ -78,11 +78,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        UserError: the address cannot be had.
-    """
+    """A socket that listens. Raises UserError if the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

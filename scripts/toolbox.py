@@ -11,11 +11,8 @@ ROUNDS = 8  # of calls and results to one question
 class Toolbox:
     """The tools of environments.
 
-    names: as `--environment` of train_agent.py takes them.
-
-    Raises:
-        UserError: there is no such environment, or it cannot be made.
-    """
+    names: as `--environment` of train_agent.py takes them. Raises UserError if there is no such environment, or it
+    cannot be made."""
 
     def __init__(self, names: Sequence[str]):
         self.tools: list[dict] = []

@@ -86,11 +86,8 @@ def tool_flags() -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def tool_table(words: dict[str, Any]) -> str:
-    """The table of the tools' flags; one row for tools whose flag of a name is the same.
-
-    Raises:
-        UserError: a flag has no meaning, or there is one of no flag.
-    """
+    """The table of the tools' flags; one row for tools whose flag of a name is the same. Raises UserError if a flag has
+    no meaning, or there is one of no flag."""
     rows: dict[tuple[str, ...], list[str]] = {}
     texts, used = words["tools"], set()
     for tool, name, taken, stated, told in tool_flags():
@@ -111,11 +108,8 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def tables(words: dict[str, Any]) -> dict[str, str]:
-    """The tables by their place in the page. `words`: columns, sections, units and meanings.
-
-    Raises:
-        UserError: a setting has no meaning, or there is one of no setting.
-    """
+    """The tables by their place in the page. `words`: columns, sections, units and meanings. Raises UserError if a
+    setting has no meaning, or there is one of no setting."""
     meanings, units = words["meanings"], {"": "", **words["units"]}
     if wrong := sorted(meanings.keys() ^ {*FLAGS, *SETTINGS, *OPTIONS}):
         raise UserError(f"docs/zh/flags.yaml: meanings that are missing, or of no setting: {', '.join(wrong)}")

@@ -81,10 +81,7 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
 
 def start_shape(args: A) -> A:
     """The settings with the shape of the model in --from_weight, as far as these weights say it, and their tokenizer.
-
-    Raises:
-        UserError: there is no such model, or the shape that was given is another.
-    """
+    Raises UserError if there is no such model, or the shape that was given is another."""
     config = start_config(args)
     if config is None:
         return args
@@ -99,11 +96,8 @@ def start_shape(args: A) -> A:
 
 def start_config(args: StageArgs) -> "MiniMindConfig | None":
     """The config of the weights that a stage starts from; None if there are none, or if a name in --save_dir is that of
-    a file from elsewhere: then the flags say the shape.
-
-    Raises:
-        UserError: there are no such weights, and no checkpoint to resume from replaces them.
-    """
+    a file from elsewhere: then the flags say the shape. Raises UserError if there are no such weights, and no
+    checkpoint to resume from replaces them."""
     path = start_path(args.save_dir, args.from_weight, args)
     config = described_config(path) if args.from_weight != "none" else None
     if config is not None or args.from_weight == "none":
@@ -119,11 +113,7 @@ def start_config(args: StageArgs) -> "MiniMindConfig | None":
 
 def start_model_config(tokenizer: "PreTrainedTokenizerBase", args: StageArgs) -> "MiniMindConfig":
     """The config of the model of a stage: that of the weights in --from_weight, with the dropout of the settings, or
-    what the settings say.
-
-    Raises:
-        UserError: the weights were trained with another tokenizer.
-    """
+    what the settings say. Raises UserError if the weights were trained with another tokenizer."""
     config = start_config(args)
     if config is None:
         return model_config(tokenizer, args)
@@ -139,11 +129,8 @@ def init_model(
     device: str | torch.device = "cpu",
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from, their name in
-    `save_dir` or their path, or `none` for random ones.
-
-    Raises:
-        UserError: the weights are missing or of another shape, or the tokenizer does not fit the vocabulary.
-    """
+    `save_dir` or their path, or `none` for random ones. Raises UserError if the weights are missing or of another
+    shape, or the tokenizer does not fit the vocabulary."""
     from model.model_minimind import MiniMindForCausalLM
 
     tokenizer = load_tokenizer(tokenizer_path)
@@ -186,11 +173,8 @@ def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler,
 def identify_run(
     args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
 ) -> tuple[A, resume.Fingerprint]:
-    """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the run.
-
-    Raises:
-        UserError: the checkpoint belongs to another run.
-    """
+    """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the run. Raises
+    UserError if the checkpoint belongs to another run."""
     args = resume.keep_global_batch(apply_rules(args, checkpoint, train_set), checkpoint)
     run = resume.run_fingerprint(args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args))
     return args, resume.check_resume(args, run, checkpoint)
@@ -198,10 +182,7 @@ def identify_run(
 
 def start_weights(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str, Any] | None) -> str:
     """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint replaces them.
-
-    Raises:
-        UserError: the checkpoint does not replace them, and they are no longer those that the run began with.
-    """
+    Raises UserError if the checkpoint does not replace them, and they are no longer those that the run began with."""
     if args.builds_on_start_weights():
         resume.check_start_weights(args, run)
         return args.from_weight
@@ -231,11 +212,8 @@ def begin_run(
     """Complete the state of a run before it trains, from the checkpoint if there is one.
 
     checkpoint: is emptied. data: the training data, or whatever has a `source`, FILE:LINE of a sample. code: files
-    whose change is a warning.
-
-    Raises:
-        UserError: the checkpoint is of another kind of model; early stopping without held-out data.
-    """
+    whose change is a warning. Raises UserError if the checkpoint is of another kind of model; early stopping without
+    held-out data."""
     args = state.args
     if eval_set is not None:
         state.eval_loader = held_out_loader(eval_set, args)

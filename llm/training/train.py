@@ -36,11 +36,8 @@ AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {"regression": RegressionTask, 
 
 
 def find_task(name: str) -> type[TrainingTask]:
-    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current folder.
-
-    Raises:
-        UserError: there is no such class, or it lacks methods that a task must implement.
-    """
+    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current folder. Raises
+    UserError if there is no such class, or it lacks methods that a task must implement."""
     if name not in AVAILABLE_TASKS and ":" not in name:
         known = ", ".join(AVAILABLE_TASKS)
         raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
@@ -48,11 +45,8 @@ def find_task(name: str) -> type[TrainingTask]:
 
 
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
-    """The class `package.module:ClassName`, also from the current folder, which a flag names.
-
-    Raises:
-        UserError: there is no such class, or it lacks methods that a subclass of `base` must implement.
-    """
+    """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises UserError if there
+    is no such class, or it lacks methods that a subclass of `base` must implement."""
     found = import_named(flag, name)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")

@@ -45,11 +45,8 @@ def check_peer(peer: str, stage: str, path: str | None) -> None:
 
 
 def first_samples(dataset: StageDataset, seed: int, count: int) -> list[dict[str, list[int]]]:
-    """Tokens and labels (-100: no target) of the first `count` samples of our first epoch, in order.
-
-    Raises:
-        UserError: there are fewer.
-    """
+    """Tokens and labels (-100: no target) of the first `count` samples of our first epoch, in order. Raises UserError
+    if there are fewer."""
     items = (dataset[item] for item in epoch_order(len(dataset), seed, 0))
     rows = []
     for sample in islice(chain.from_iterable(items), count):
@@ -101,10 +98,7 @@ class Peer:
 
     def train(self, micro_batches: int) -> dict[str, Any]:
         """Train on the next micro-batches: `seconds`, and `tokens`, `targets`, `size` with padding and `loss` of each.
-
-        Raises:
-            UserError: the peer failed; the message quotes its last line.
-        """
+        Raises UserError if the peer failed; the message quotes its last line."""
         self._send(str(micro_batches))
         reply = json.loads(self.stdout.readline() or "{}")
         if "seconds" not in reply:

@@ -21,11 +21,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def read_exam(path: str | Path) -> list[dict]:
-    """The questions of an exam file.
-
-    Raises:
-        UserError: the file is missing or empty, or a line is not a question.
-    """
+    """The questions of an exam file. Raises UserError if the file is missing or empty, or a line is not a question."""
     what = f"an exam question (needs {', '.join(FIELDS)})"
     remedy = "generate it with: python -m dataset.demo_corpus"
     return read_questions(path, "--exam_path", lambda question: check_types(question, FIELDS), what, remedy)

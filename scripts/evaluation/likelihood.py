@@ -65,11 +65,8 @@ def held_out(model: Any, dataset: StageDataset, max_tokens: int) -> list[Item]:
 
 
 def read_choices(path: str | Path) -> list[dict]:
-    """The questions of a multiple-choice file, each with its place `key`.
-
-    Raises:
-        UserError: the file is missing or empty, or a line is not a question.
-    """
+    """The questions of a multiple-choice file, each with its place `key`. Raises UserError if the file is missing or
+    empty, or a line is not a question."""
     questions = read_questions(path, "--choices_path", _check_choices, "a question", f"write lines with {FIELDS}")
     for question in questions:
         group = question.get("language") if isinstance(question.get("language"), str) else ""
@@ -92,11 +89,8 @@ def multiple_choice(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[dict], max_tokens: int
 ) -> list[Item]:
     """Which choice is the likeliest after its question, as EleutherAI's lm-eval counts it: by the log-likelihood of the
-    choice (`acc`), by that per character (`acc_norm`) and per UTF-8 byte (`acc_bytes`).
-
-    Raises:
-        UserError: a question with its choice is longer than the model's context.
-    """
+    choice (`acc`), by that per character (`acc_norm`) and per UTF-8 byte (`acc_bytes`). Raises UserError if a question
+    with its choice is longer than the model's context."""
     samples: list[dict[str, Any]] = []
     for question in questions:
         for choice in question["choices"]:

@@ -64,11 +64,8 @@ class EventStream(StreamingResponse):
 async def respond(
     request: Request, answers: PendingAnswers, reply: ChatReply | TextReply, asked: ChatRequest | CompletionRequest
 ) -> Response:
-    """The response to a request, whole or streamed; its places are free again as soon as the client hangs up.
-
-    Raises:
-        ApiError: too many wait, or the step that was to write the answer failed.
-    """
+    """The response to a request, whole or streamed; its places are free again as soon as the client hangs up. Raises
+    ApiError if too many wait, or the step that was to write the answer failed."""
     answers.submit()
     if asked.stream:
         return EventStream(answers, reply, asked.stream_options.include_usage)

@@ -24,11 +24,8 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, most: int = MAX_BODY) -> AsyncIterator[bytes]:
-        """The body of a request, at most so many bytes; it counts as held within.
-
-        Raises:
-            ApiError: it is not JSON, is too large, takes too long, or does not arrive.
-        """
+        """The body of a request, at most so many bytes; it counts as held within. Raises ApiError if it is not JSON, is
+        too large, takes too long, or does not arrive."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a browser lets pages of other sites send other types without asking
             raise ApiError("Send the header Content-Type: application/json.", status=415)

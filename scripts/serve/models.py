@@ -98,11 +98,7 @@ class Models:
         return [self._card(name) for name in dict.fromkeys([self.first.name, *files, *self.loaded])]
 
     async def card(self, name: str) -> dict[str, Any]:
-        """What /v1/models/NAME says.
-
-        Raises:
-            ApiError: there is no such model.
-        """
+        """What /v1/models/NAME says. Raises ApiError if there is no such model."""
         for card in await self.cards():
             if card["id"] == name:
                 return card
@@ -120,11 +116,8 @@ class Models:
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
         """The model of this name (None: the first), loaded if need be; it stays loaded meanwhile, and as long as
-        answers of it are written.
-
-        Raises:
-            ApiError: there is no such model, it cannot be loaded, or all others are busy.
-        """
+        answers of it are written. Raises ApiError if there is no such model, it cannot be loaded, or all others are
+        busy."""
         name = self.first.name if name is None else name
         served = self.loaded.get(name) or await self._load(name)
         self.loaded[served.name] = self.loaded.pop(served.name)  # the last one used stands last
@@ -158,11 +151,7 @@ class Models:
             return self.loaded[name]
 
     def _replaced(self) -> ServedModel | None:
-        """The model that makes room for another one, None if there is room.
-
-        Raises:
-            ApiError: all are busy.
-        """
+        """The model that makes room for another one, None if there is room. Raises ApiError if all are busy."""
         if len(self.loaded) < self.settings.max_models:
             return None
         idle = (served for served in self.loaded.values() if served is not self.first and not served.busy)

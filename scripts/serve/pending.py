@@ -25,11 +25,8 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
 
 
 class PendingAnswers:
-    """The answers to one HTTP request: one job for each of its prompts.
-
-    Raises:
-        ApiError: more answers to a prompt, or more log-probabilities, than one may ask for.
-    """
+    """The answers to one HTTP request: one job for each of its prompts. Raises ApiError if more answers to a prompt, or
+    more log-probabilities, than one may ask for."""
 
     def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
         slots, most = served.settings.slots, served.settings.max_new_tokens
@@ -61,11 +58,8 @@ class PendingAnswers:
         return notify
 
     def submit(self) -> None:
-        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens.
-
-        Raises:
-            ApiError: too many wait.
-        """
+        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens. Raises ApiError if too many
+        wait."""
         try:
             self.scheduler.submit(*self.jobs)
         except QueueFull:
@@ -80,11 +74,7 @@ class PendingAnswers:
             self.scheduler.cancel(*self.jobs)
 
     async def __aiter__(self) -> AsyncIterator[Progress]:
-        """News of the answers until all are finished.
-
-        Raises:
-            ApiError: a step that was to write one of them failed.
-        """
+        """News of the answers until all are finished. Raises ApiError if a step that was to write one of them failed."""
         while self.open:
             progress = await self.queue.get()
             if progress.finish == "memory":

@@ -199,11 +199,7 @@ Body = TypeVar("Body", bound=Request)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request from the body of its HTTP request.
-
-    Raises:
-        ApiError: it is no JSON, or not such a request.
-    """
+    """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a request."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise ApiError("The request has too many parts.", code="invalid_value")
     try:

@@ -53,11 +53,7 @@ class TeacherArgs(StageArgs):
         return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
 
     def teacher(self) -> Path:
-        """The file or folder of the teacher.
-
-        Raises:
-            UserError: there is none, or there are several of its name.
-        """
+        """The file or folder of the teacher. Raises UserError if there is none, or there are several of its name."""
         weight = self.from_teacher_weight
         if is_path(weight):
             if not Path(weight).exists():
@@ -80,11 +76,8 @@ class TeacherArgs(StageArgs):
 def load_teacher(
     args: TeacherArgs, tokenizer: "PreTrainedTokenizerBase", device: torch.device
 ) -> "MiniMindForCausalLM":
-    """The teacher that the flags name, frozen. tokenizer: the student's.
-
-    Raises:
-        UserError: it is no model, of another shape than the flags say, or has other tokens than the student.
-    """
+    """The teacher that the flags name, frozen. tokenizer: the student's. Raises UserError if it is no model, of another
+    shape than the flags say, or has other tokens than the student."""
     from model.model_minimind import MiniMindForCausalLM
 
     path = args.teacher()

@@ -45,11 +45,8 @@ def tool_message(content: Any) -> dict:
 
 
 def checked_replies(replies: Any) -> list[dict]:
-    """Copies of the messages that an environment's `reply` gave, in the form that chat templates take.
-
-    Raises:
-        ValueError: they are no messages of others than the assistant, or no text that can be written.
-    """
+    """Copies of the messages that an environment's `reply` gave, in the form that chat templates take. Raises
+    ValueError if they are no messages of others than the assistant, or no text that can be written."""
     if not isinstance(replies, (list, tuple)):
         raise ValueError(f"reply(calls) gave {kind_of(replies)} instead of a list of messages")
     messages = []
@@ -79,11 +76,8 @@ MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression: numbers, + - * / // % and parentheses, exact.
-
-    Raises:
-        ValueError: anything else, a division by zero, or a number that is too large.
-    """
+    """The value of an arithmetic expression: numbers, + - * / // % and parentheses, exact. Raises ValueError for
+    anything else, a division by zero, or a number that is too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
     try:
@@ -157,11 +151,8 @@ def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]
 
 
 def load_environment(name: str) -> type[Environment]:
-    """The environment that `--environment` names.
-
-    Raises:
-        UserError: an unknown name, or a module that cannot be imported.
-    """
+    """The environment that `--environment` names. Raises UserError for an unknown name, or a module that cannot be
+    imported."""
     if name in SHIPPED:
         return SHIPPED[name]
     if ":" not in name:

@@ -16,11 +16,8 @@ WIDTH = 120  # characters of a line on the console
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, oldest first; a last line cut off by a kill is dropped.
-
-    Raises:
-        UserError: a line is not a log record.
-    """
+    """The records of a metrics file, oldest first; a last line cut off by a kill is dropped. Raises UserError if a line
+    is not a log record."""
     records = []
     for number, line in enumerate(complete_lines(path), 1):
         record = log_record(line)

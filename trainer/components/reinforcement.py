@@ -100,11 +100,8 @@ def add_rollouts(
     kind: type[Rollouts] = Rollouts,
 ) -> None:
     """Have the loop train what the model writes to the prompts: in an environment, over several turns. With --beta the
-    policy as it is now, which are the start weights, is kept as the reference.
-
-    Raises:
-        UserError: a reward, the reward model or an environment cannot be used.
-    """
+    policy as it is now, which are the start weights, is kept as the reference. Raises UserError if a reward, the reward
+    model or an environment cannot be used."""
     args, lm_config = cast(Any, state.args), cast("MiniMindConfig", state.lm_config)
     score = reward_model(args.reward_model, state.device) if args.reward_model else None
     rewards = load_rewards(args.reward, score)

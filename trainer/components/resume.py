@@ -87,11 +87,7 @@ def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
 
 def check_not_overwritten(args: StageArgs) -> None:
     """Refuse a new run that would write over weights which it reads again when it is resumed, or that starts from a
-    checkpoint of its own name, which it sets aside.
-
-    Raises:
-        UserError: with the flag and the path.
-    """
+    checkpoint of its own name, which it sets aside. Raises UserError with the flag and the path."""
     start = {"from_weight": run_files.start_path(args.save_dir, args.from_weight, args)}
     read_again = (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
     for flag, path in (start | read_again).items():
@@ -156,11 +152,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
 
     It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone, or is one that this
     run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The same weights may lie
-    elsewhere than before.
-
-    Raises:
-        UserError: the checkpoint belongs to another run, or the ranks do not all see the same.
-    """
+    elsewhere than before. Raises UserError if the checkpoint belongs to another run, or the ranks do not all see the
+    same."""
     from model.model_minimind import MiniMindConfig
 
     _check_ranks_agree(run, checkpoint)
@@ -214,11 +207,8 @@ def _differing(one: Fingerprint, other: Fingerprint) -> list[str]:
 
 
 def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool = False, hint: str = "") -> None:
-    """Refuse to continue a run under settings that would make it a different run.
-
-    Raises:
-        UserError: with every differing field and both its values, and `hint`.
-    """
+    """Refuse to continue a run under settings that would make it a different run. Raises UserError with every differing
+    field and both its values, and `hint`."""
     differing = _differing(saved, current)
     if "epochs" in differing:
         if extend_epochs and current["epochs"] > saved["epochs"]:

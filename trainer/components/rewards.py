@@ -118,11 +118,8 @@ def reference(record: dict) -> Any:
 
 
 def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
-    """The rewards that `--reward` names, and the score of a reward model.
-
-    Raises:
-        UserError: an unknown name, one given twice, a module that cannot be imported, a weight that is no number.
-    """
+    """The rewards that `--reward` names, and the score of a reward model. Raises UserError for an unknown name, one
+    given twice, a module that cannot be imported, a weight that is no number."""
     rewards = [_reward_named(part) for part in reward_parts(spec)]
     rewards += [Reward("model", score, 1.0)] if score is not None else []
     if not rewards:
@@ -163,11 +160,8 @@ def compute(
 ) -> dict[str, float]:
     """Each reward of a completion by name, not weighted.
 
-    where: FILE:LINE of the record, for the error. limit: seconds that each function may take.
-
-    Raises:
-        UserError: a reward raises, takes too long or is not a finite number; the line names the record.
-    """
+    where: FILE:LINE of the record, for the error. limit: seconds that each function may take. Raises UserError if a
+    reward raises, takes too long or is not a finite number; the line names the record."""
     values = {}
     for name, function, weight in rewards:
         with user_code(f"reward {name}", where, limit):
@@ -186,11 +180,7 @@ def compute(
 
 def reward_model(folder: str, device: torch.device) -> RewardFn:
     """The score that the sequence classifier of one output in a Hugging Face folder gives to a conversation; code in
-    the folder is not run.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    the folder is not run. Raises UserError if there is no such model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:

@@ -79,11 +79,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a folder that the model is read from: its config, and the files of its tensors.
-
-    Raises:
-        UserError: there are none, or some are missing.
-    """
+    """The files of a folder that the model is read from: its config, and the files of its tensors. Raises UserError if
+    there are none, or some are missing."""
     index = folder / f"{WEIGHTS_FILE}.index.json"
     names = [WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PICKLED_WEIGHTS]
     if names[0] == PICKLED_WEIGHTS and index.is_file():

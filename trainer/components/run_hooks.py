@@ -18,11 +18,8 @@ from trainer.components.tracker import drawable
 
 
 def hooks_of_settings(args: StageArgs) -> list[Hooks]:
-    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for.
-
-    Raises:
-        UserError: TensorBoard is not installed.
-    """
+    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for. Raises UserError if TensorBoard is not
+    installed."""
     hooks: list[Hooks] = [KeptStates(args)]
     if args.patience:
         hooks.append(Patience(args.monitor, args.mode, args.patience, args.min_delta))

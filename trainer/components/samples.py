@@ -25,11 +25,8 @@ COUNT, NEW_TOKENS, OPENING = 3, 48, 16  # samples of the held-out data; tokens o
 
 
 def sample_hooks(state: TrainState) -> list[Hooks]:
-    """What --sample_prompts asks for.
-
-    Raises:
-        UserError: a file of prompts, but no held-out data or a model that writes no text; the file holds no prompt.
-    """
+    """What --sample_prompts asks for. Raises UserError for a file of prompts, but no held-out data or a model that
+    writes no text; the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
     is_file = args.sample_prompts not in ("auto", "none")
     if is_file and not isinstance(held_out, StageData):

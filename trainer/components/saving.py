@@ -34,11 +34,7 @@ KEPT_STARTS = 19  # of a run that was resumed more often than that, beside the f
 def set_earlier_run_aside(args: StageArgs, lm_config: Any) -> None:
     """Move the checkpoints, metrics, settings and weights of an earlier run of this name into a folder `earlier_<n>`
     beside them: a forgotten --from_resume 1 loses nothing, and a new run never continues an old one's files. Weights
-    that the new run starts from stay where they are, too.
-
-    Raises:
-        UserError: the disk is full ...
-    """
+    that the new run starts from stay where they are, too. Raises UserError if the disk is full ..."""
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
     run, best = (run_files.run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
     old_states = [path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if run_files.is_state(run, path.name)]
@@ -105,11 +101,8 @@ def description(state: TrainState) -> Description:
 
 def write_settings(state: TrainState, path: Path) -> None:
     """Write what this run is: its settings, command lines, environment, data and code; of the process's environment
-    variables nothing. A resumed run replaces the file and keeps the list of starts.
-
-    Raises:
-        UserError: the disk is full ...
-    """
+    variables nothing. A resumed run replaces the file and keeps the list of starts. Raises UserError if the disk is
+    full ..."""
     starts: list[Any] = []
     if state.resumed_update is not None:
         with suppress(OSError, ValueError, LookupError, TypeError):  # an earlier version wrote none

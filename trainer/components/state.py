@@ -34,11 +34,7 @@ SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "sav
 
 
 def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
-    """The value of a held-out metric; `who` monitors it.
-
-    Raises:
-        UserError: validation does not report it.
-    """
+    """The value of a held-out metric; `who` monitors it. Raises UserError if validation does not report it."""
     if monitor not in metrics:
         there = ", ".join(sorted(metrics)) or "nothing"
         raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
@@ -165,11 +161,8 @@ class TrainState:
         self.finished = True
 
     def is_best(self, metrics: dict[str, Any]) -> bool:
-        """Whether the monitored metric is the best so far; then it becomes the one to beat.
-
-        Raises:
-            UserError: there is no such metric.
-        """
+        """Whether the monitored metric is the best so far; then it becomes the one to beat. Raises UserError if there
+        is no such metric."""
         value = monitored("--monitor", self.args.monitor, metrics)
         if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
             return False
@@ -196,11 +189,8 @@ class TrainState:
         return computing(self.device, self.autocast) | {"--deterministic": int(self.args.deterministic)}
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress.
-
-        Raises:
-            UserError: it is of another kind of model, such as that of another stage.
-        """
+        """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if it is of
+        another kind of model, such as that of another stage."""
         if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
             raise UserError(
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "

@@ -58,11 +58,8 @@ def given_shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_path(args: argparse.Namespace) -> Path:
-    """The file or folder of the model that the flags of `add_trained_model_flags` name.
-
-    Raises:
-        UserError: it is not there, or not clear.
-    """
+    """The file or folder of the model that the flags of `add_trained_model_flags` name. Raises UserError if it is not
+    there, or not clear."""
     if args.model is None:
         return find_weights(args.save_dir, args.weight or WEIGHT, **given_shape(args))
     if args.weight is not None:
@@ -77,11 +74,8 @@ def load_model(
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model that the flags of `add_trained_model_flags` name, in float32 and ready for use, and its tokenizer.
 
-    device: where to put the model; None: where `--device` says.
-
-    Raises:
-        UserError: as `model_path`, `load_path` and `merge_adapter`, or there is no such device.
-    """
+    device: where to put the model; None: where `--device` says. Raises UserError as `model_path`, `load_path` and
+    `merge_adapter`, or there is no such device."""
     path = model_path(args)
     if device is None:
         device = select_device(args.device)
@@ -95,12 +89,9 @@ def load_path(
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: that of the model (`tokenizer_folder`).
-    asked: settings of the shape (`given_shape`); only needed where the file and its name do not tell.
-
-    Raises:
-        UserError: it is no model, contradicts `asked`, or has another vocabulary than the tokenizer.
-    """
+    tokenizer_path: None: that of the model (`tokenizer_folder`). asked: settings of the shape (`given_shape`); only
+    needed where the file and its name do not tell. Raises UserError if it is no model, contradicts `asked`, or has
+    another vocabulary than the tokenizer."""
     from model.model_minimind import MiniMindForCausalLM
 
     weights, config = read_model(path, **asked)

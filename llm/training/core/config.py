@@ -183,10 +183,7 @@ class Config:
         return described(settings_of(engine_args(self.stage_args)), self.values() | self.extra, self.sources)
 
     def validate(self) -> None:
-        """Check how the values go together; each alone was checked where it was read.
-
-        Raises:
-            UserError: one line with all mistakes.
-        """
+        """Check how the values go together; each alone was checked where it was read. Raises UserError: one line with
+        all mistakes."""
         if wrong := self.to_args().contradictions():
             raise UserError("; ".join(wrong))

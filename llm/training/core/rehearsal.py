@@ -46,11 +46,8 @@ def check_criterion(task: TrainingTask) -> None:
 
 
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
-    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them.
-
-    Raises:
-        UserError: it returned something else.
-    """
+    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them. Raises
+    UserError if it returned something else."""
     loss, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
     name = f"{type(task).__name__}.train_step"
     if not all(isinstance(each, Tensor) for each in (loss, *others[:1])):
@@ -63,11 +60,7 @@ def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
 
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
-    """The sums that `validation_step` returned.
-
-    Raises:
-        UserError: it returned something else.
-    """
+    """The sums that `validation_step` returned. Raises UserError if it returned something else."""
     name, wanted = f"{type(task).__name__}.validation_step", "it must return sums by name, such as {'loss': ...}"
     if not isinstance(result, dict) or "loss" not in result:
         what = f"only {', '.join(map(str, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
@@ -77,12 +70,8 @@ def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
 
 def rehearse(task: TrainingTask, data: DataModule, state: TrainState) -> None:
     """Try the steps of a task on two samples of their data, each alone and then both as one batch, with a copy of the
-    model.
-
-    Raises:
-        UserError: a step returns a mean or something else than sums, calls `backward` or changes the weights. Other
-            exceptions are left to training, which raises them where they belong.
-    """
+    model. Raises UserError if a step returns a mean or something else than sums, calls `backward` or changes the
+    weights. Other exceptions are left to training, which raises them where they belong."""
     try:
         for method, dataset in (("train_step", data.train_dataset), ("validation_step", data.val_dataset)):
             _rehearse_step(task, data, state, method, dataset)

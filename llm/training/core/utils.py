@@ -154,11 +154,8 @@ class CheckpointManager(KeptStates):
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
         """The checkpoint to continue from: the one at `path` (by default --resume_from), a file or a folder, else with
-        --from_resume 1 the newest; None if there is none.
-
-        Raises:
-            UserError: there is none at `path`, or it is damaged or something else.
-        """
+        --from_resume 1 the newest; None if there is none. Raises UserError if there is none at `path`, or it is damaged
+        or something else."""
         args, named = self.args, str(path or self.args.resume_from or "") or None
         if named is None and not args.from_resume:
             return None

@@ -40,11 +40,8 @@ class DataModule(ABC):
 
     def collate(self, rows: list) -> dict[str, Any]:
         """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make a batch
-        of no samples, it is that of the first one, with every tensor cut to length 0.
-
-        Raises:
-            UserError: it is no dict.
-        """
+        of no samples, it is that of the first one, with every tensor cut to length 0. Raises UserError if it is no
+        dict."""
         if rows:
             batch = self.collate_fn(rows)
             if not isinstance(batch, dict):
@@ -58,11 +55,7 @@ class DataModule(ABC):
             return {key: value[:0] if isinstance(value, Tensor | list) else value for key, value in batch.items()}
 
     def num_samples(self) -> int:
-        """Samples per epoch (rows, if packed).
-
-        Raises:
-            UserError: there are none.
-        """
+        """Samples per epoch (rows, if packed). Raises UserError if there are none."""
         dataset = getattr(self, "train_dataset", None)
         if dataset is None or len(dataset) == 0:
             why = "not set by setup()" if dataset is None else "empty"
@@ -77,10 +70,7 @@ class DataModule(ABC):
 
     def val_dataloader(self) -> DataLoader | None:
         """This rank's share of the held-out data, or None. Every rank gets equally many batches: FSDP needs that.
-
-        Raises:
-            UserError: `val_dataset` is empty.
-        """
+        Raises UserError if `val_dataset` is empty."""
         if self.val_dataset is None:
             return None
         if len(self.val_dataset) == 0:

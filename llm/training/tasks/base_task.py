@@ -64,11 +64,8 @@ class TrainingTask(ABC):
         """Named sums over the targets of a held-out batch; `loss` is required, `accuracy` becomes `eval_accuracy`."""
 
     def build_data(self) -> DataModule:
-        """The data module; by default that of the class in `data_module`. --data_module replaces it.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The data module; by default that of the class in `data_module`. --data_module replaces it. Raises UserError
+        if there is none."""
         if self.data_module is None:
             name = type(self).__name__
             raise UserError(f"{name} has no data: set its data_module, or give --data_module package.module:ClassName")

@@ -89,11 +89,8 @@ class StageTask(TrainingTask):
 
 
 def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
-    """Refuse a flag that only `main` of the stage script implements, which the engine does not call.
-
-    Raises:
-        UserError: such a flag is given.
-    """
+    """Refuse a flag that only `main` of the stage script implements, which the engine does not call. Raises UserError
+    if such a flag is given."""
     read_in_main, read_elsewhere = set(), set()
     for node in ast.parse(inspect.getsource(script)).body:
         is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
