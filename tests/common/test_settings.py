@@ -366,7 +366,6 @@ def test_all_contradictions_are_told_at_once():
     assert line.split("; --") == [
         "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
         "use_compile 1 does not go with --parallel fsdp; leave one of them out",
-        "optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out",
     ]
     for fine in ("--use_compile", "--parallel fsdp", "--optimizer muon", "--use_compile --optimizer muon"):
         parse_args(StageArgs, "", fine.split())
