@@ -607,13 +607,13 @@ def test_a_value_outside_its_limits(line):
     assert sorted(told.split("; ")) == sorted(OUTSIDE[line].split("; "))
 
 
-MUON_FSDP = "--optimizer muon needs whole matrices, --parallel fsdp shards them; leave one of them out"
+LOG_FILES = "--log_file and --log_dir both name the log file; leave one of them out"
 IMPOSSIBLE = {
     "--use_moe --top_k 5": "--num_experts_per_tok 5 must be --num_experts 4 or less",
     "--save_weight a/b": "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
     "--use_compile --parallel fsdp": "--use_compile 1 does not go with --parallel fsdp; leave one of them out",
-    "--task= --use_moe --parallel fsdp --top_k 9 --optimizer muon": (
-        f"--num_experts_per_tok 9 must be --num_experts 4 or less; {MUON_FSDP}; --task is missing: give the name of a "
+    "--task= --use_moe --log_file a --top_k 9 --log_dir b": (
+        f"{LOG_FILES}; --num_experts_per_tok 9 must be --num_experts 4 or less; --task is missing: give the name of a "
         "task, or package.module:ClassName for one of your own"
     ),
 }
