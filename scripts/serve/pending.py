@@ -74,7 +74,7 @@ class PendingAnswers:
             self.scheduler.cancel(*self.jobs)
 
     async def __aiter__(self) -> AsyncIterator[Progress]:
-        """News of the answers until all are finished. Raises ApiError if a step that was to write one of them failed."""
+        """News of the answers until all are finished. Raises ApiError if a step that was to write one failed."""
         while self.open:
             progress = await self.queue.get()
             if progress.finish == "memory":
