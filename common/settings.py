@@ -113,8 +113,10 @@ class OptimizationConfig:
         "arithmetic trains in float32 unless it is bfloat16_emulated",
     )
     use_compile: bool | Literal["auto"] = setting("auto", "1: torch.compile each layer; auto: where it pays")
-    parallel: Literal["ddp", "fsdp"] = setting(
-        "ddp", "several ranks: replicate the model (DDP) or shard it (FSDP2, fully_shard)"
+    parallel: Literal["ddp", "fsdp", "hsdp"] = setting(
+        "ddp",
+        "several ranks: replicate the model (DDP), shard it (FSDP2, fully_shard), or shard it within each machine and "
+        "replicate it across machines (hsdp)",
     )
     activation_checkpointing: bool = setting(False, "1: recompute activations: less memory, a third more work")
     deterministic: bool = setting(False, "1: deterministic kernels on a GPU: the same bits in every run, slower")
@@ -230,8 +232,8 @@ class StageArgs(
                 wrong.append(f"--{name} auto: the rules are those of pretraining and SFT; give a number")
         if per_token > experts:
             wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
-        if self.use_compile is True and self.parallel == "fsdp":
-            wrong.append("--use_compile 1 does not go with --parallel fsdp; leave one of them out")
+        if self.use_compile is True and self.parallel != "ddp":
+            wrong.append(f"--use_compile 1 does not go with --parallel {self.parallel}; leave one of them out")
         return wrong
 
 

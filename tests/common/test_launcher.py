@@ -36,6 +36,7 @@ SPLIT_SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID":
         ({"LOCAL_WORLD_SIZE": "4"} | PLACE, Launch()),
         (BATCH_SCRIPT | PLACE, Launch()),
         (SRUN | PLACE, Launch(5, 8, 1, 1)),
+        (SRUN | PLACE | {"SLURM_NTASKS_PER_NODE": "4"}, Launch(5, 8, 1, 4)),
         (OPEN_MPI | PLACE, Launch(5, 8, 1, 4)),
         (HYDRA | PLACE, Launch(5, 8, 1, 4)),
         ({"PMI_RANK": "5", "PMI_SIZE": "8"} | SRUN | PLACE, Launch(5, 8, 1, 1)),

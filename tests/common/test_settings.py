@@ -133,7 +133,7 @@ CHOICES = {
     "on_bad_data": ("stop", "skip"),
     "optimizer": ("adamw", "muon"),
     "dtype": ("auto", "bfloat16", "float16", "float32", "bfloat16_emulated"),
-    "parallel": ("ddp", "fsdp"),
+    "parallel": ("ddp", "fsdp", "hsdp"),
     "swanlab_mode": ("cloud", "disabled", "local", "offline", "online"),
     "mode": ("min", "max"),
     "log_level": ("debug", "info", "warning", "error"),

@@ -59,7 +59,7 @@ def test_every_kind_of_value_and_default():
     found = settings_of(Args)
     shown = {name: (value(found[name]), default(found[name])) for name in found}
     assert shown["z_loss"] == ("FLOAT ≥ 0, < 1", "0.0001") and shown["learning_rate"] == ("FLOAT > 0, `auto`", "0.0005")
-    assert shown["use_moe"] == ("`0`, `1`", "0") and shown["parallel"] == ("`ddp`, `fsdp`", "ddp")
+    assert shown["use_moe"] == ("`0`, `1`", "0") and shown["parallel"] == ("`ddp`, `fsdp`, `hsdp`", "ddp")
     assert shown["save_dir"] == ("TEXT", "out/") and shown["eval_data_path"] == ("TEXT", "-")
     assert default(replace(found["z_loss"], default=1e-5)) == "1e-5" and default(None) == ""
 

@@ -297,10 +297,13 @@ PARTS = ("model", "optimizer", "hooks")  # whose tensors may be sharded; hooks: 
 def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     """A state as the model takes it: if that is sharded, so are its weights, the optimizer's state, and what hooks keep
     under the names of parameters. The state is of any number of ranks, sharded or not. model: unwrapped."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     own = model.state_dict()
-    mesh = next((value.device_mesh for value in own.values() if isinstance(value, DTensor)), None)
+    sharded = next((value for value in own.values() if isinstance(value, DTensor)), None)
+    if sharded is None:
+        return saved
+    mesh, placements = sharded.device_mesh, sharded.placements  # the same for all of them
 
     def shard(value: Any, path: tuple) -> Any:
         if isinstance(value, dict):
@@ -309,10 +312,10 @@ def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
             return value
         like = own.get(path[-1])
         if path[0] == "optimizer" or (isinstance(like, DTensor) and like.shape == value.shape):
-            return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)  # each rank has read the file
+            return distribute_tensor(value, mesh, placements, src_data_rank=None)  # each rank has read the file
         return value
 
-    return saved if mesh is None else saved | {part: shard(saved[part], (part,)) for part in PARTS}
+    return saved | {part: shard(saved[part], (part,)) for part in PARTS}
 
 
 # --- folders: sharded runs of early versions saved their state so, with torch.distributed.checkpoint

@@ -1,6 +1,7 @@
-"""One model on several devices: replicated (DistributedDataParallel) or sharded (`fully_shard`, FSDP2).
+"""One model on several devices: replicated (DistributedDataParallel), sharded (`fully_shard`, FSDP2), or sharded within
+each machine and replicated across machines (hsdp).
 
-Both average the gradients over the ranks, once per update. Their other differences are hidden here from the loop and
+All average the gradients over the ranks, once per update. Their other differences are hidden here from the loop and
 the checkpoints.
 """
 
@@ -15,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
+from common.launcher import launch
 from common.settings import Switch
 from trainer.components.device import autocast_dtype
-from trainer.components.distributed import world_size
+from trainer.components.distributed import gather, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +35,7 @@ def wrap_model(
 ) -> nn.Module:
     """Move a model to the device of this rank, compile it in place, and replicate or shard it where there are ranks.
 
-    Parameter names do not change. With fsdp the parameters become DTensors, so the optimizer must be built afterwards.
+    Parameter names do not change. Sharded ones become DTensors, so the optimizer must be built afterwards.
 
     Args:
         model: best on the CPU: fsdp then moves only this rank's shards to the device.
@@ -41,15 +43,15 @@ def wrap_model(
         autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in its dtype.
 
     Raises:
-        UserError: activation checkpointing of a model without transformer layers.
+        UserError: activation checkpointing of a model without transformer layers; hsdp on unequal machines.
     """
     if activation_checkpointing:  # keep only each layer's input, and recompute the rest in the backward pass
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError("--activation_checkpointing 1: this task's model has no layers that can be recomputed")
         cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
-    if parallel == "fsdp" and dist.is_initialized():
+    if parallel != "ddp" and dist.is_initialized():
         dtype = autocast_dtype(autocast or nullcontext(), device)
-        return _shard(model, init_device_mesh(device.type, (world_size(),)), dtype)
+        return _shard(model, _mesh(device.type, parallel), dtype)
     model = model.to(device)
     if use_compile is True:
         for layer in transformer_layers(model) or [model]:  # all layers share what is compiled for the first
@@ -62,6 +64,25 @@ def wrap_model(
     options: dict[str, Any] = {"device_ids": ids, "gradient_as_bucket_view": True, sync_buffers: False}
     # no buffer is broadcast: the rotary frequencies are constant, and each rank counts its own tokens per expert
     return DistributedDataParallel(model, **options)
+
+
+def _mesh(device_type: str, parallel: str) -> DeviceMesh:
+    """The ranks in a row, [ranks]; with hsdp a row per machine, [machines, ranks of each]: parameters are sharded over
+    a row and replicated over a column, so that only the sums of gradients, in shards, go from machine to machine."""
+    if parallel == "fsdp":
+        return init_device_mesh(device_type, (world_size(),))
+    place = launch()
+    shards = place.local_world_size
+    if set(gather((shards, place.rank % shards == place.local_rank))) != {(shards, True)}:
+        raise UserError(
+            "--parallel hsdp: each machine must have the same number of ranks, in a row; start as many on each "
+            "(torchrun --nproc_per_node N), or use --parallel fsdp"
+        )
+    mesh = init_device_mesh(device_type, (world_size() // shards, shards), mesh_dim_names=("machines", "ranks"))
+    timeout = cast(Any, dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout  # --rank_timeout
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:

@@ -76,8 +76,8 @@ class RolloutArgs(StageArgs):
         for name in ("packing", "use_compile"):
             if getattr(self, name) is True:
                 wrong.append(f"--{name} 1 has no effect on completions, which are sampled; leave it out")
-        if self.parallel == "fsdp":
-            wrong.append("--parallel fsdp: completions are sampled from whole weights; leave it out")
+        if self.parallel != "ddp":
+            wrong.append(f"--parallel {self.parallel}: completions are sampled from whole weights; leave it out")
         return wrong
 
 

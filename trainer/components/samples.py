@@ -35,7 +35,7 @@ def sample_hooks(state: TrainState) -> list[Hooks]:
     if args.sample_prompts == "none" or not isinstance(held_out, StageData):
         return []
     if is_sharded(state.model):
-        Logger("--sample_prompts: none are answered with --parallel fsdp, which has no whole weights")
+        Logger(f"--sample_prompts: none are answered with --parallel {args.parallel}, which has no whole weights")
         return []
     tokenizer = load_tokenizer(args.tokenizer_path)
     prompts = file_prompts(args, tokenizer, held_out) if is_file else held_out_prompts(tokenizer, held_out)
