@@ -24,6 +24,62 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+class JoinedLinear(torch.autograd.Function):
+    """Linear layers of x [..., in] side by side -> [..., sum of out]: one product, one cast of all weights and one of
+    their gradients. The weights are joined again for the backward pass, so no copy of them is kept."""
+
+    @staticmethod
+    def join(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        rows = [len(weight) for weight in weights]
+        joined = weights[0].new_empty(sum(rows), weights[0].shape[1], dtype=dtype)
+        torch._foreach_copy_(joined.split(rows), weights)
+        return joined
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, JoinedLinear.join(weights, x.dtype))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (x, *weights) = grads, ctx.saved_tensors
+        of_weights = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(weights[0].dtype)
+        return grad @ JoinedLinear.join(weights, x.dtype), *of_weights.split([len(weight) for weight in weights])
+
+
+def has_launches(x: Tensor) -> bool:
+    """Whether an operator on x is a kernel that is launched, which takes longer than small copies do."""
+    return x.device.type != "cpu"
+
+
+def can_join(x: Tensor, *layers: nn.Module) -> bool:
+    """Whether to compute linear layers of x as one product: in training in half precision, where most weights must be
+    cast anyway; without adapters or hooks on them. A compiler fuses by itself."""
+    if not has_launches(x) or x.dtype == torch.float32 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return all(type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of [gate, up] [..., 2 I] -> [..., I]; both gradients go to their place in one tensor."""
+
+    @staticmethod
+    def forward(ctx, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(both, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (both, activated) = grads, ctx.saved_tensors
+        of_both = torch.empty_like(both)
+        (gate, up), (of_gate, of_up) = both.chunk(2, dim=-1), of_both.chunk(2, dim=-1)
+        torch.mul(grad, activated, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return of_both
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
@@ -36,6 +92,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
         x = x.to(product_dtype(x))
+        if can_join(x, self.gate_proj, self.up_proj):
+            return self.down_proj(SwiGLU.apply(JoinedLinear.apply(x, self.gate_proj.weight, self.up_proj.weight)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

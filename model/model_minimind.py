@@ -25,8 +25,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
-from model.attention import flat_attention, padded_attention
-from model.feed_forward import FeedForward, MOEFeedForward, load_balancing_loss, product_dtype
+from model.attention import flat_attention, has_varlen_kernel, padded_attention
+from model.feed_forward import FeedForward, JoinedLinear, MOEFeedForward, can_join, load_balancing_loss, product_dtype
 from model.flat_batch import cross_entropy, pad_rows
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others' frequencies depend on the length of the input
@@ -169,6 +169,42 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos.unsqueeze(-2), x.roll(x.shape[-1] // 2, dims=-1), sin.unsqueeze(-2))
 
 
+class NormAndRotary(torch.autograd.Function):
+    """`RMSNorm` and `apply_rotary` of query and key heads side by side, with the derivative written out.
+
+    From qkv [..., H + 2G, D], the norms' weights [D], and cos, sin [..., 1, D]: q [..., H, D] and k [..., G, D] in
+    `dtype`, v [..., G, D] as it is. Kept for the backward pass: qkv, and one number for each head."""
+
+    @staticmethod
+    def forward(
+        ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, sizes, dtype
+    ):
+        weight = torch.cat([weight.expand(n, -1) for weight, n in zip((q_weight, k_weight), sizes, strict=True)])
+        normed, v = qkv.split((len(weight), sizes[1]), dim=-2)
+        normed, scale = torch._fused_rms_norm(normed.float(), q_weight.shape, None, eps)  # one kernel on CUDA
+        ctx.save_for_backward(qkv, weight, cos, sin, scale)
+        ctx.sizes = sizes
+        normed.mul_(weight)
+        out = torch.empty_like(normed, dtype=dtype)
+        torch.addcmul(normed * cos, normed.roll(normed.shape[-1] // 2, dims=-1), sin, out=out)
+        return *out.split(sizes, dim=-2), v
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (of_q, of_k, of_v), (qkv, weight, cos, sin, scale) = grads, ctx.saved_tensors
+        heads, of_qkv = len(weight), torch.empty_like(qkv)
+        grad = torch.cat((of_q, of_k), dim=-2)
+        rolled = grad.roll(grad.shape[-1] // 2, dims=-1)
+        grad = torch.addcmul(grad * cos, rolled, sin, value=-1)  # rotated back
+        normed = qkv[..., :heads, :] * scale
+        product = grad * normed
+        of_weights = [part.sum(list(range(part.ndim - 1))) for part in product.split(ctx.sizes, dim=-2)]
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        torch.mul(grad.mul_(weight).addcmul_(normed, mean, value=-1), scale, out=of_qkv[..., :heads, :])
+        of_qkv[..., heads:, :] = of_v
+        return of_qkv, *of_weights, None, None, None, None, None
+
+
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with an RMSNorm on each query and key head, as in Qwen3."""
 
@@ -184,11 +220,20 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        if can_join(x, *layers) and self.q_norm.weight.dtype == torch.float32:
+            qkv = JoinedLinear.apply(x, *(layer.weight for layer in layers)).unflatten(-1, (-1, self.head_dim))
+            dtype = qkv.dtype if has_varlen_kernel(qkv) else torch.float32
+            sizes = [layer.out_features // self.head_dim for layer in layers[:2]]
+            rest = (cos.unsqueeze(-2), sin.unsqueeze(-2), self.q_norm.eps, sizes, dtype)
+            return NormAndRotary.apply(qkv, self.q_norm.weight, self.k_norm.weight, *rest)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
+
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
-        x = x.to(product_dtype(x))  # cast once for three projections
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))  # [..., H, D]
-        q, k = apply_rotary(self.q_norm(q), *rotary), apply_rotary(self.k_norm(k), *rotary)
+        q, k, v = self.heads(x.to(product_dtype(x)), *rotary)
         if flat is not None:
             out = flat_attention(q, k, v, flat)
             return self.dropout(self.o_proj(out.flatten(-2)))

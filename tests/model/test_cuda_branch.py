@@ -14,10 +14,12 @@ from model import attention, feed_forward, model_minimind
 from model.attention import padded_attention, repeat_heads
 from model.feed_forward import MOEFeedForward, group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged
+from tests.model.test_model_minimind import SHAPES, VOCAB, build, flat_batch, gradients, ragged
 from trainer.components.adapters import TARGETS, add_adapters
 from trainer.components.parallel import transformer_layers
 
+NORM_FORWARD, NORM_BACKWARD = model_minimind.NormInFewPasses.forward, model_minimind.NormInFewPasses.backward
+FUSED_NORM = torch._fused_rms_norm
 LENGTHS = [5, 33, 12, 1, 70, 21]
 
 
@@ -31,7 +33,9 @@ def take_cuda_branch(monkeypatch):
     def take(grouped: bool) -> None:
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda values: True)
         monkeypatch.setattr(attention, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA"))
+        monkeypatch.setattr(model_minimind, "has_varlen_kernel", lambda values: True)
         monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: True)
+        monkeypatch.setattr(feed_forward, "has_launches", lambda x: True)
         monkeypatch.setattr(model_minimind, "pad_rows", lambda rows: 0)
         monkeypatch.setattr(feed_forward, "has_grouped_mm", lambda x: grouped)
 
@@ -139,6 +143,53 @@ def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, 
     with GroupedProducts() as seen, torch.no_grad():
         layer(x)
     assert seen.calls >= 3 and seen.empty >= 3 * 4  # an answer reads the experts that it uses
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that launch kernels: no views, no empty tensors; a function by `as_one` counts as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.in_norm = 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._opname
+        self.count += not (func.is_view or self.in_norm or name == "detach" or "empty" in name or "view" in name)
+        return func(*args, **(kwargs or {}))
+
+    def as_one(self, function):
+        """The function as one launch."""
+
+        def called(*args, **kwargs):
+            self.count, self.in_norm = self.count + 1, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.in_norm = False
+
+        return called
+
+
+def launches(monkeypatch, layers: int, use_moe: bool) -> int:
+    """Operators of a forward and a backward pass under autocast on the branch of CUDA, gradients not accumulated."""
+    config = MiniMindConfig(hidden_size=64, num_hidden_layers=layers, vocab_size=VOCAB, use_moe=use_moe)
+    model, batch = MiniMindForCausalLM(config).train(), flat_batch(ragged(LENGTHS))
+    batch["host_cu_seqlens"] = batch["cu_seqlens"].numpy()
+    seen = Launches()
+    monkeypatch.setattr(model_minimind.NormInFewPasses, "forward", seen.as_one(NORM_FORWARD))
+    monkeypatch.setattr(model_minimind.NormInFewPasses, "backward", seen.as_one(NORM_BACKWARD))
+    monkeypatch.setattr(torch, "_fused_rms_norm", seen.as_one(FUSED_NORM))
+    with seen:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**batch)
+        (out.loss + out.aux_loss).backward()
+    return seen.count
+
+
+def test_a_dense_layer_is_few_launches(take_cuda_branch, monkeypatch):
+    take_cuda_branch(True)
+    monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: False)  # but `NormInFewPasses`, as one launch
+    assert launches(monkeypatch, 3, False) - launches(monkeypatch, 2, False) == 66
 
 
 def test_repeated_heads_are_grouped_queries():

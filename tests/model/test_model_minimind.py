@@ -1,15 +1,29 @@
 """The model against references nobody here wrote (stock Qwen3 and Qwen3-MoE), and the flat batch against the padded."""
 
+from typing import cast
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
+from model import feed_forward
+from model.feed_forward import JoinedLinear, SwiGLU
 from model.flat_batch import cross_entropy
-from model.model_minimind import ROPE_TYPES, MiniMindConfig, MiniMindForCausalLM, RMSNorm, TransformerBlock
+from model.model_minimind import (
+    ROPE_TYPES,
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    NormAndRotary,
+    RMSNorm,
+    TransformerBlock,
+    apply_rotary,
+)
 from tests.conftest import ROOT
 from trainer.trainer_utils import load_tokenizer
 
@@ -294,6 +308,49 @@ def test_the_derivative_of_the_norm_is_that_of_torchs_own(shape, is_trained):
     found = torch.autograd.grad(got, inputs, grad)
     for value, other in zip(found, torch.autograd.grad(want, exact[: len(inputs)], grad.double()), strict=True):
         torch.testing.assert_close(value.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def pull_back(out: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, and the gradients of a weighted sum of them with respect to the inputs."""
+    torch.manual_seed(1)
+    total = sum((value.float() * torch.randn(value.shape)).sum() for value in out)
+    return [*out, *torch.autograd.grad(cast(torch.Tensor, total), inputs)]
+
+
+@pytest.mark.parametrize("shape", [(0,), (40,), (2, 7)])
+def test_derivatives_written_out_are_those_of_the_plain_formulas(shape):
+    torch.manual_seed(0)
+    cos, sin = torch.randn(2, *shape, 1, 4)  # of no angle, so each number counts, but with halves as `apply_rotary` has
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    qkv, both = torch.randn(*shape, 5 + 2 + 2, 8, requires_grad=True), torch.randn(*shape, 24, requires_grad=True)
+    norms = [RMSNorm(8, 1e-6), RMSNorm(8, 1e-6)]
+    weights = [nn.init.normal_(norm.weight) for norm in norms]
+    parts = qkv.split((5, 2, 2), dim=-2)
+    plain = [apply_rotary(norm(x), cos[..., 0, :], sin[..., 0, :]) for norm, x in zip(norms, parts, strict=False)]
+    want = pull_back((*plain, parts[2]), [qkv, *weights])
+    want += pull_back((F.silu(both[..., :12]) * both[..., 12:],), [both])
+    got = pull_back(NormAndRotary.apply(qkv, *weights, cos, sin, 1e-6, (5, 2), torch.float32), [qkv, *weights])
+    got += pull_back((SwiGLU.apply(both),), [both])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_joined_products_differ_as_bfloat16_rounds(monkeypatch):
+    """q, k and v, gate and up by one product each, where the weights are cast; the losses and all gradients."""
+    found, joined = [], Mock(wraps=JoinedLinear.apply)
+    monkeypatch.setattr(feed_forward, "has_launches", lambda x: True)
+    monkeypatch.setattr(JoinedLinear, "apply", joined)
+    for apart in (False, True):
+        model, batch = build("dense").train(), flat_batch(ragged([20, 31, 2]))
+        for layer in model.modules() if apart else ():
+            layer.register_forward_pre_hook(lambda *_: None)  # which a joined product would pass over
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append([loss.detach()[None], *gradients(model).values()])
+        assert joined.call_count == 2 * 2  # layers
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() <= 0.02 * want.norm()
+    assert any((got != want).any() for got, want in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("rows", [0, 512, 1300])

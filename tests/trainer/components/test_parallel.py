@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.settings import StageArgs
+from model import feed_forward
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context
 from trainer.components import parallel as wrapping
@@ -35,6 +36,7 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
+    "joined": {"dtype": torch.bfloat16, "joined": True},  # products together, as on a GPU
 }
 
 
@@ -111,6 +113,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     if config.use_moe:
         torch.nn.init.zeros_(model.model.layers[0].mlp.gate.weight)  # ties: all tokens go to the same expert
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
+    feed_forward.has_launches = lambda x: case.get("joined", False)
     dtype, held = case.get("dtype", torch.float32), Held(model)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
     wrapped = wrap_model(model, CPU, parallel, False, bool(again), autocast if policy else None)
@@ -182,7 +185,9 @@ def test_shards_train_as_copies_do(both, name):
     ddp, fsdp, other = (torch.load(both / f"{name}_{kind}") for kind in ("ddp_0", "fsdp_0", "fsdp_1"))
     assert len(ddp["numbers"]) == 11 and ddp["bad"] == fsdp["bad"] == ([1] if name == "bad" else [])
     # the norm sums in float32; in half precision a rounding apart in one update is a larger step apart in the next
-    limits, weight_limit = ({"abs": 2e-3, "rel": 2e-3}, 0.03) if "16" in name else ({"abs": 1e-5, "rel": 3e-5}, 2e-3)
+    limits, weight_limit = (
+        ({"abs": 2e-3, "rel": 2e-3}, 0.03) if "dtype" in CASES[name] else ({"abs": 1e-5, "rel": 3e-5}, 2e-3)
+    )
     assert fsdp["numbers"] == pytest.approx(ddp["numbers"], nan_ok=True, **limits)
     assert fsdp["numbers"][:3] == pytest.approx(ddp["numbers"][:3], abs=1e-5, rel=5e-5)  # the first update
     assert list(ddp["weights"]) == list(fsdp["weights"])
@@ -212,6 +217,9 @@ def test_no_copy_of_the_layers_is_kept_for_the_backward_pass(both):
     matrices = 2 * sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     held = [torch.load(both / name)["held"] for name in ("bfloat16_ddp_0", "cast_fsdp_0", "bfloat16_fsdp_0")]
     assert held == [matrices, matrices, 0]
+    alone = ("o_proj.weight", "down_proj.weight")  # those of products together are joined again
+    matrices = 2 * sum(p.numel() for name, p in layers.named_parameters() if name.endswith(alone))
+    assert [torch.load(both / name)["held"] for name in ("joined_ddp_0", "joined_fsdp_0")] == [matrices, 0]
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
