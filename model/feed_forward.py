@@ -3,7 +3,6 @@
 Shape legend: N all tokens, C hidden size, E experts, K experts per token, R rows of all experts.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -30,7 +29,7 @@ class JoinedLinear(torch.autograd.Function):
     their gradients. The weights are joined again for the backward pass, so no copy of them is kept."""
 
     @staticmethod
-    def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def join(weights: tuple[Tensor, ...] | list[Tensor], dtype: torch.dtype) -> Tensor:
         rows = [len(weight) for weight in weights]
         joined = weights[0].new_empty(sum(rows), weights[0].shape[1], dtype=dtype)
         torch._foreach_copy_(joined.split(rows), weights)
