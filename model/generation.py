@@ -10,17 +10,22 @@ two steps. For serving, and for whoever needs many answers (`generate`); no thre
 The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except where two
 tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
 
+On a GPU the host waits for the device once in `decode`, however many tokens that writes, and once in `prefill`.
+
 Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.sampling import Sampling, TokenLogprob, draw_tokens, token_logprobs, top_logprobs
+from model.sampling import Draws, Sampling, TokenLogprob, exact_dtype, top_logprobs, uniform_numbers
+
+BURST = {"cpu": 1}  # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 
 
 @dataclass(eq=False)
@@ -35,8 +40,8 @@ class Answer:
     top: int | None = None  # how many of the likeliest tokens `details` names beside each; None: it stays empty
     details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
     finish: str | None = None
-    slot: int = -1  # row of the cache; -1: the prompt is not read yet, or the answer has left
-    cached: int = 0  # tokens whose keys and values are in the cache
+    slot: int = -1  # row of the cache that has its keys and values; -1: none has
+    cached: int = 0  # tokens whose keys and values are there
 
 
 @dataclass(eq=False)
@@ -69,15 +74,11 @@ class KeyValueCache:
         keys[rows, :, positions], values[rows, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
         return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first tokens of a row."""
-        for cache in (self.keys, self.values):
-            cache[:, target, :, :length] = cache[:, source, :, :length]
-
-    def swap(self, one: int, other: int, length: int) -> None:
-        """Swap the first tokens of two rows."""
-        for cache in (self.keys, self.values):
-            cache[:, [one, other], :, :length] = cache[:, [other, one], :, :length]
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Put copies of the first tokens of some rows in the place of others."""
+        source, target = (on_device(rows, self.keys.device) for rows in (sources, targets))
+        for cache in (self.keys[:, :, :, :length], self.values[:, :, :, :length]):
+            cache.index_copy_(1, target, cache.index_select(1, source))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -85,13 +86,42 @@ class KeyValueCache:
         self.values.zero_()
 
 
-# Which row of the cache belongs to whom. `Decoder.rows[i]` has row i: first the answers that are being written, `ready`
-# of them, then the prompts that are being read, without gaps, so that a step of all answers works on one slice.
+Token = tuple[int, float, list[TokenLogprob]]  # of an answer: its log-probability, and what `top_logprobs` says
+
+
+class Drawn(NamedTuple):
+    """What was drawn in one step: tokens [R] and their log-probabilities [R], on the device, and `Answer.details`."""
+
+    tokens: Tensor
+    logprobs: Tensor | None
+    details: list[list[TokenLogprob]]
+
+
+class Running:
+    """The answers under way as a step needs them on the device. It is made anew when one joins or leaves."""
+
+    def __init__(self, decoder: "Decoder", answers: list[Answer]):
+        device = decoder.device
+        slots = [answer.slot for answer in answers]
+        is_all = slots == list(range(len(slots)))
+        self.rows: slice | Tensor = slice(len(slots)) if is_all else on_device(slots, device)  # of the cache
+        self.slots = on_device(slots, device)[:, None]  # [R, 1]
+        self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]  # the last ones [R, 1]
+        self.positions = on_device([answer.cached for answer in answers], device)[:, None]  # where they belong
+        self.draws = Draws([answer.sampling for answer in answers], decoder.model.config.vocab_size, device)
+
+
+def on_device(values: list[int], device: torch.device) -> Tensor:
+    """Numbers as a tensor, without waiting for the device."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+# Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are being
+# read, without gaps, so that a step of all answers works on one slice. `_settle` puts them there before a forward.
 #
-#   A0 A1 A2 | P0 P1        ready 3
-#   A0 A2 | P1 P0           A1 has ended: it swapped places with the last answer, then with the last row, and left
-#   A0 A2 A3 | P0 A4        P1 is read: its first answer A3 takes its row, A4 one at the end with a copy of its cache
-#   A0 A2 A3 A4 | P0        A4 swapped places with the first prompt: ready 4
+#   A0 A1 A2 | P0 P1        three answers, two prompts
+#   A0 A2 | P0 P1           A1 has ended: A2 and P1 moved to the gaps
+#   A0 A2 A3 A4 | P1        P0 is read: its first answer A3 has its row, A4 got a copy of it in the next, P1 moved on
 
 
 class Decoder:
@@ -116,15 +146,20 @@ class Decoder:
         self.device = model.lm_head.weight.device
         with torch.inference_mode():
             self.cache = KeyValueCache(model, slots, length)
-        self.rows: list[PromptRow | Answer] = []  # by slot: first the answers that are being written, then prompts
-        self.ready = 0  # how many answers are being written
-        self.broken = False  # since moving a row failed, rows and cache do not agree: only `clear` helps
+        self.answers: list[Answer] = []  # that are being written
+        self.prompts: list[PromptRow] = []  # that are being read, the first ones first
+        self.running: Running | None = None  # of all answers; None: since it was made, some joined, left or failed
+        self.broken = False  # since moving rows failed, rows and cache do not agree: only `clear` helps
+
+    @property
+    def rows(self) -> list[PromptRow | Answer]:
+        """What has a row of the cache, or will get one."""
+        return [*self.answers, *self.prompts]
 
     @property
     def free(self) -> int:
         """Answers that can be added now."""
-        waiting = sum(len(row.answers) - 1 for row in self.rows if isinstance(row, PromptRow))
-        return self.slots - len(self.rows) - waiting
+        return self.slots - len(self.answers) - sum(len(row.answers) for row in self.prompts)
 
     def add(
         self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int, top: int | None = None
@@ -141,56 +176,63 @@ class Decoder:
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
             raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
         answers = [Answer(one, max_new_tokens, top=top) for one in samplings]
-        self.rows.append(PromptRow(list(prompt), list(answers), slot=len(self.rows)))
+        self.prompts.append(PromptRow(list(prompt), list(answers)))
         return answers
 
     def remove(self, answer: Answer) -> None:
         """Stop writing an answer and free its place; nothing happens to one that has left already."""
-        if answer.slot >= 0:
-            self._free(answer)
+        if answer in self.answers:
+            self.answers.remove(answer)
+            self.running = None
             return
-        for row in self.rows:
-            if isinstance(row, PromptRow) and answer in row.answers:
+        for row in self.prompts:
+            if answer in row.answers:
                 row.answers.remove(answer)
-                if not row.answers:
-                    self._free(row)
-                return
+        self.prompts = [row for row in self.prompts if row.answers]
 
     def clear(self) -> None:
         """Remove everything, as after a step that failed."""
-        for row in self.rows:
-            row.slot = -1
-        self.rows, self.ready, self.broken = [], 0, False
+        self.answers, self.prompts, self.running, self.broken = [], [], None, False
         with torch.inference_mode():
             self.cache.clear()
 
     @torch.inference_mode()
-    def step(self) -> list[Answer]:
-        """Read a chunk of the prompts that wait, and write one token of every answer that is under way.
+    def step(self, count: int = 1) -> list[Answer]:
+        """Read a chunk of the prompts that wait, and write a token, or `count`, of every answer that is under way.
 
-        Returns the answers that got a token; those with a `finish` have left. Sync point on a GPU: the tokens are read.
+        Returns the answers that got tokens; those with a `finish` have left.
         """
-        return [*self.decode(), *self.prefill()]
+        return [*self.decode(count=count), *self.prefill()]
 
     # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried again with
     # some of the rows; unless the decoder is `broken` then.
 
     @torch.inference_mode()
-    def decode(self, only: Collection[Answer] | None = None) -> list[Answer]:
-        """Write one token of every answer that is under way, or of some of them; one forward over their last tokens."""
-        answers = [row for row in self.rows[: self.ready] if isinstance(row, Answer) and (only is None or row in only)]
+    def decode(self, only: Collection[Answer] | None = None, count: int = 1) -> list[Answer]:
+        """Write a token of every answer that is under way, or of some of them; or up to `count` tokens, a forward for
+        each, before it is looked which answers have ended."""
+        self._settle()
+        answers = [answer for answer in self.answers if only is None or answer in only]
         if not answers:
             return []
-        at = [answer.cached for answer in answers]
-        positions = torch.tensor(at, device=self.device)[:, None]  # [R, 1]
-        tokens = torch.tensor([answer.tokens[-1:] for answer in answers], device=self.device)
-        slots = torch.tensor([answer.slot for answer in answers], device=self.device)
-        rows = slice(self.ready) if len(answers) == self.ready else slots
-        hidden = self._hidden(tokens, positions, slots, rows, max(at) + 1)
-        drawn = self._draw(answers, self.model.lm_head(hidden[:, 0]).float())
+        running = self.running if only is None and self.running is not None else Running(self, answers)
+        self.running = None  # until this half has succeeded
+        tokens, positions = running.tokens, running.positions
+        count = min(count, max(answer.max_new_tokens - len(answer.tokens) for answer in answers))
+        uniform = self._uniform(answers, count)
+        end, drawn = max(answer.cached for answer in answers), []
+        for i in range(count):
+            end = min(end + 1, self.length)
+            hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
+            drawn.append(self._draw(running.draws, answers, self.model.lm_head(hidden[:, 0]).float(), uniform[i]))
+            tokens = drawn[-1].tokens[:, None]
+            positions = (positions + 1).clamp(max=self.length - 1)  # an answer that has ended stays in its row
+        written = self._read(drawn)
+        if only is None:
+            running.tokens, running.positions, self.running = tokens, positions, running
         for answer in answers:
-            answer.cached += 1
-        return self._write(answers, drawn)
+            answer.cached += count
+        return self._write(answers, written)
 
     @torch.inference_mode()
     def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
@@ -198,8 +240,7 @@ class Decoder:
         read get their first token."""
         chosen: list[PromptRow] = []
         width = 0  # of the padded batch
-        for row in self.rows[self.ready :]:
-            assert isinstance(row, PromptRow)
+        for row in self.prompts:
             if only is not None and not any(answer in only for answer in row.answers):
                 continue
             wide = max(width, min(len(row.tokens) - row.cached, self.prefill_tokens))
@@ -209,62 +250,99 @@ class Decoder:
             width = wide
         if not chosen:
             return []
+        self._settle()
         chunks = [row.tokens[row.cached : row.cached + width] for row in chosen]
-        tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.device)  # [P, T]
-        slots = torch.tensor([row.slot for row in chosen], device=self.device)
-        begin = torch.tensor([row.cached for row in chosen], device=self.device)
+        padded = [token for chunk in chunks for token in chunk + [0] * (width - len(chunk))]
+        tokens = on_device(padded, self.device).view(-1, width)  # [P, T]
+        slots = on_device([row.slot for row in chosen], self.device)
+        begin = on_device([row.cached for row in chosen], self.device)
         # padding goes behind the chunk, where it is overwritten before it is seen, or to the last place
         positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
         end = min(self.length, max(row.cached for row in chosen) + width)
-        hidden = self._hidden(tokens, positions, slots, slots, end)
+        hidden = self._hidden(tokens, positions, slots[:, None], slots, end)
         read = [i for i, row in enumerate(chosen) if row.cached + len(chunks[i]) == len(row.tokens)]
         answers = [answer for i in read for answer in chosen[i].answers]
-        of_prompt = [i for i in read for _ in chosen[i].answers]
-        last = torch.tensor([len(chunks[i]) - 1 for i in of_prompt], dtype=torch.int64, device=self.device)
-        drawn = self._draw(answers, self.model.lm_head(hidden[of_prompt, last]).float()) if answers else []
+        written: list[list[Token]] = []
+        if answers:
+            last = on_device([i * width + len(chunks[i]) - 1 for i in read], self.device)
+            logits = self.model.lm_head(hidden.flatten(0, 1).index_select(0, last)).float()  # [P, V]
+            of_prompt = on_device([at for at, i in enumerate(read) for _ in chosen[i].answers], self.device)
+            draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
+            uniform = self._uniform(answers, 1)[0]
+            written = self._read([self._draw(draws, answers, logits.index_select(0, of_prompt), uniform)])
         for row, chunk in zip(chosen, chunks, strict=True):
             row.cached += len(chunk)
-        for i in read:
-            self._begin(chosen[i])
-        return self._write(answers, drawn)
+        for row in (chosen[i] for i in read):
+            self.prompts.remove(row)
+            self.answers += row.answers
+            for answer in row.answers:  # they share its row until `_settle` copies it
+                answer.slot, answer.cached = row.slot, row.cached
+            self.running = None
+        return self._write(answers, written)
 
-    def _begin(self, prompt: PromptRow) -> None:
-        """Let the answers of a prompt take its place, and further places with a copy of its keys and values."""
-        first, source = prompt.answers[0], prompt.slot
-        self.rows[source], first.slot, first.cached = first, source, prompt.cached
-        for answer in prompt.answers[1:]:
-            answer.slot, answer.cached = len(self.rows), prompt.cached
-            self.rows.append(answer)
-            self._move(self.cache.copy, source, answer.slot, prompt.cached)
-        for answer in prompt.answers:
-            self._swap(answer.slot, self.ready)
-            self.ready += 1
+    def _settle(self) -> None:
+        """Give every answer and prompt a row of its own, answers first, and move there what is cached of it."""
+        count, total = len(self.answers), len(self.answers) + len(self.prompts)
+        places: list[PromptRow | Answer | None] = [None] * total
+        moving: list[PromptRow | Answer] = []
+        for row in self.rows:
+            low, high = (0, count) if isinstance(row, Answer) else (count, total)
+            if low <= row.slot < high and places[row.slot] is None:
+                places[row.slot] = row
+            else:
+                moving.append(row)
+        if not moving:
+            return
+        gaps = [slot for slot, row in enumerate(places) if row is None]  # as many as are moving, answers first
+        moves = [(row, slot) for row, slot in zip(moving, gaps, strict=True) if row.cached]
+        if moves:
+            self.broken = True
+            sources, targets = [row.slot for row, _ in moves], [slot for _, slot in moves]
+            self.cache.move(sources, targets, max(row.cached for row, _ in moves))
+            self.broken = False
+        for row, slot in zip(moving, gaps, strict=True):
+            row.slot = slot
+        self.answers.sort(key=lambda answer: answer.slot)
+        self.running = None
 
     def _hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int) -> Tensor:
-        """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache."""
+        """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache; slots [R, 1]: their numbers."""
         cache = self.cache
-        cache.rows, cache.index, cache.end = rows, (slots[:, None], positions), end
+        cache.rows, cache.index, cache.end = rows, (slots, positions), end
         inner = self.model.model
         return inner(inner.embed_tokens(tokens), positions, inner.visible(positions, end)[:, None], cache)[0]
 
-    def _draw(self, answers: list[Answer], logits: Tensor) -> list[tuple[int, float, list[TokenLogprob]]]:
+    def _uniform(self, answers: list[Answer], count: int) -> Tensor:
+        """The numbers with which the next tokens are drawn [count, R, 1]."""
+        numbers = uniform_numbers([each.sampling for each in answers], [len(each.tokens) for each in answers], count)
+        exact = torch.from_numpy(numbers).to(exact_dtype(self.device))
+        return exact.to(self.device, non_blocking=True)[..., None]
+
+    def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
         """The next token of each answer from logits [R, V], its log-probability, and its `details`."""
-        samplings = [answer.sampling for answer in answers]
-        chosen = draw_tokens(logits, samplings, [len(answer.tokens) for answer in answers])
-        tokens = chosen.tolist()
-        with_logprobs = self.with_logprobs
-        logprobs = token_logprobs(logits, chosen, samplings).tolist() if with_logprobs else [0.0] * len(tokens)
+        tokens, logprobs = draws.draw(logits, uniform, self.with_logprobs)
         details: list[list[TokenLogprob]] = [[] for _ in answers]
         asked = [i for i, answer in enumerate(answers) if answer.top is not None]
         if asked:
-            entries = top_logprobs(logits[asked], [tokens[i] for i in asked], max(answers[i].top or 0 for i in asked))
+            entries = top_logprobs(logits[asked], tokens[asked], max(answers[i].top or 0 for i in asked))
             for i, one in zip(asked, entries, strict=True):
                 details[i] = [one._replace(top=one.top[: answers[i].top])]
-        return list(zip(tokens, logprobs, details, strict=True))
+        return Drawn(tokens, logprobs, details)
 
-    def _write(self, answers: list[Answer], drawn: list[tuple[int, float, list[TokenLogprob]]]) -> list[Answer]:
-        """Give each answer its next token, and let those leave that are finished."""
-        for answer, (token, logprob, details) in zip(answers, drawn, strict=True):
+    def _read(self, drawn: list[Drawn]) -> list[list[Token]]:
+        """What was drawn, step by step for each answer. Sync point."""
+        tensors = [each.tokens for each in drawn]
+        tensors += [each.logprobs for each in drawn if each.logprobs is not None]
+        found = torch.stack(tensors).tolist()  # one copy; as float32, in which token ids are exact
+        logprobs = found[len(drawn) :] or [[0.0] * len(found[0])] * len(drawn)
+        columns = zip(found, logprobs, (each.details for each in drawn), strict=False)
+        return [list(zip(map(int, tokens), *rest, strict=True)) for tokens, *rest in columns]
+
+    def _write(self, answers: list[Answer], steps: list[list[Token]]) -> list[Answer]:
+        """Give each answer its next tokens, and let those leave that are finished."""
+        for answer, (token, logprob, details) in chain.from_iterable(zip(answers, step, strict=True) for step in steps):
+            if answer.finish:
+                continue
             answer.tokens.append(token)
             answer.details += details
             if self.with_logprobs:
@@ -276,30 +354,6 @@ class Decoder:
             if answer.finish:
                 self.remove(answer)
         return answers
-
-    def _swap(self, one: int, other: int) -> None:
-        if one == other:
-            return
-        rows = self.rows
-        self._move(self.cache.swap, one, other, max(rows[one].cached, rows[other].cached))
-        rows[one], rows[other] = rows[other], rows[one]
-        rows[one].slot, rows[other].slot = one, other
-
-    def _move(self, move: Callable[..., None], *args: int) -> None:
-        self.broken = True
-        move(*args)
-        self.broken = False
-
-    @torch.inference_mode()
-    def _free(self, row: PromptRow | Answer) -> None:
-        """Take a row out; the last ones of each kind fill the gaps, so that the rows stay without any."""
-        row.cached = 0  # nothing of it has to be moved
-        if row.slot < self.ready:
-            self._swap(row.slot, self.ready - 1)
-            self.ready -= 1
-        self._swap(row.slot, len(self.rows) - 1)
-        self.rows.pop()
-        row.slot = -1
 
 
 def generate(
@@ -320,10 +374,12 @@ def generate(
     """
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
+    slots = min(slots, sum(map(len, samplings)))
     decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
+    burst = BURST.get(decoder.device.type, 8)
     groups: list[list[Answer]] = []
     while len(groups) < len(prompts) or decoder.rows:
         while len(groups) < len(prompts) and (not decoder.rows or len(samplings[len(groups)]) <= decoder.free):
             groups.append(decoder.add(prompts[len(groups)], samplings[len(groups)], new[len(groups)]))
-        decoder.step()
+        decoder.step(burst)
     return groups

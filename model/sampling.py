@@ -1,21 +1,23 @@
 """Drawing the next token from logits, for many answers at once.
 
-A token is the argmax of logits / temperature + Gumbel noise (Maddison et al., arXiv:1411.0030), which samples exactly
-from their softmax. The noise is a function of the answer's seed and of the number of the token in the answer alone, so
-it does not matter which other answers are drawn in the same call.
+A token is drawn with one uniform number, by the inverse of the cumulated softmax(logits / temperature). The number is a
+function of the answer's seed and of the number of the token in the answer alone, so it does not matter which other
+answers are drawn in the same call, nor on which device.
 
-Shape legend: R rows (answers), V vocabulary.
+Shape legend: R rows (answers), V vocabulary, B blocks of it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 COLDEST = 1e-5  # a lower temperature takes the likeliest token: float32 has no room for logits divided by it
+BLOCK = 128  # tokens whose probabilities are summed up first
 NUCLEUS = 64  # candidates that `top_p` looks at first; sorting the vocabulary takes longer than a step
 
 
@@ -39,69 +41,108 @@ def default_sampling(model: Any) -> Sampling:
     return getattr(model, "sampling", DEFAULTS)
 
 
-def uniform_noise(seed: int, number: int, size: int) -> Tensor:
-    """Numbers in [0, 1), float32 [size]: a function of the seed (64 bits count) and of the token's number alone, the
-    same on every device."""
-    key = blake2b(b"%d %d" % (seed % 2**64, number), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
-    return torch.empty(size).uniform_(generator=generator)
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of cumulated probabilities: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
-def gumbel(uniform: Tensor) -> Tensor:
-    """Gumbel noise from uniform noise; finite, and finest at its large end, which decides."""
-    return uniform.clamp(min=2.0**-25).neg_().log1p_().neg_().log_().neg_()  # in place: memory costs more than logs
+def uniform_numbers(samplings: Sequence[Sampling], begin: Sequence[int], count: int) -> np.ndarray:
+    """The numbers in [0, 1) with which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count, R]: float64,
+    functions of the seed (64 bits count) and the token's number alone, by SplitMix64 (Steele et al., OOPSLA 2014)."""
+    seeds = np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64)
+    numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
+    bits = _mixed(_mixed(seeds) + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
-def draw_tokens(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> Tensor:
-    """One token [R] from each row of logits [R, V]; numbers: of the tokens in their answers."""
-    sampled = [each.temperature >= COLDEST for each in samplings]
-    chosen = logits.new_zeros(len(logits), dtype=torch.int64) if all(sampled) else logits.argmax(dim=-1)
-    for plain in (True, False):
-        rows = [
-            i
-            for i, s in enumerate(samplings)
-            if sampled[i] and plain == (s.top_p >= 1 and not 0 < s.top_k < logits.shape[1])
-        ]
-        if not rows:
-            continue
-        picked = [samplings[i] for i in rows]
-        noise = torch.stack([uniform_noise(samplings[i].seed, numbers[i], logits.shape[1]) for i in rows])
-        at = torch.tensor(rows, device=logits.device)
-        scores = logits[at] / _column(picked, "temperature", logits)
-        noise = noise.to(logits.device, non_blocking=True)
-        chosen[at] = scores.add_(gumbel(noise)).argmax(dim=-1) if plain else _draw_likely(scores, noise, picked)
-    return chosen
+def _mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
-def _draw_likely(scores: Tensor, noise: Tensor, samplings: list[Sampling]) -> Tensor:
-    """A token [R] of those that top_k and top_p leave, from scores and uniform noise [R, V]."""
-    vocabulary = scores.shape[1]
-    top_k = _column(samplings, "top_k", scores)  # [R, 1]
-    top_k = torch.where(top_k > 0, top_k, vocabulary)
-    top_p = _column(samplings, "top_p", scores)
-    width = min(vocabulary, max(NUCLEUS, *(s.top_k for s in samplings), 0))
-    everything = scores.logsumexp(dim=-1, keepdim=True)
-    while True:
-        values, tokens = scores.topk(width, dim=-1)  # [R, width], sorted
-        values = values.masked_fill(torch.arange(width, device=scores.device) >= top_k, -torch.inf)
-        total = torch.where(top_k < vocabulary, values.logsumexp(dim=-1, keepdim=True), everything)
-        probs = (values - total).exp()
-        before = probs.cumsum(dim=-1) - probs
-        if width == vocabulary or bool(((top_k <= width) | (before[:, -1:] >= top_p)).all()):  # sync point
-            break
-        width = min(vocabulary, 8 * width)
-    kept = before < top_p
-    kept[:, 0] = True
-    values = values.masked_fill(~kept, -torch.inf) + gumbel(noise.gather(1, tokens))
-    return tokens.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
+def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
+    """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform` [R, 1] of
+    the whole; never one of weight 0. Float32 could not tell the tail's tokens apart in a sum over all, so sums of
+    blocks are cumulated in `uniform`'s dtype, and then the weights of one block."""
+    size = weights.shape[1]
+    extra = -size % BLOCK
+    blocks = (F.pad(weights, (0, extra)) if extra else weights).unflatten(1, (-1, BLOCK))  # [R, B, BLOCK]
+    below = 1 - torch.finfo(uniform.dtype).eps
+    sums = blocks.sum(dim=-1).to(uniform.dtype)
+    ends = sums.cumsum(dim=-1)
+    target = uniform * below * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp(max=blocks.shape[1] - 1)  # beyond it: NaN
+    rest = target - (ends - sums).gather(1, block)
+    ends = blocks.take_along_dim(block[..., None], dim=1)[:, 0].cumsum(dim=-1, dtype=uniform.dtype)  # [R, BLOCK]
+    rest = rest.clamp(min=0).minimum(ends[:, -1:] * below)  # rounding may have carried it out of the block
+    return (block * BLOCK + torch.searchsorted(ends, rest, right=True)).clamp(max=size - 1)[:, 0]
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Log-probabilities [R] of tokens [R] under softmax(logits / temperature), with temperature 1 for greedy ones;
-    top_k and top_p do not count."""
-    temperature = _column(samplings, "temperature", logits)
-    scores = logits / torch.where(temperature >= COLDEST, temperature, 1.0)
-    return scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(dim=-1)
+class Draws:
+    """How the next tokens of some answers are drawn, on a device.
+
+    Args:
+        samplings: of the answers, R of them.
+        vocabulary: V.
+    """
+
+    def __init__(self, samplings: Sequence[Sampling], vocabulary: int, device: torch.device):
+        temperatures = [s.temperature if s.temperature >= COLDEST else 1.0 for s in samplings]
+        self.temperature = None if set(temperatures) == {1.0} else _column(temperatures, device)
+        kinds = [_kind(sampling, vocabulary) for sampling in samplings]
+        self.rows: dict[str, Tensor | slice] = {}  # of each kind
+        for kind in dict.fromkeys(kinds):
+            rows = [i for i, each in enumerate(kinds) if each == kind]
+            is_all = len(rows) == len(kinds)
+            self.rows[kind] = slice(None) if is_all else torch.tensor(rows).to(device, non_blocking=True)
+        likely = [sampling for sampling, kind in zip(samplings, kinds, strict=True) if kind == "likely"]
+        self.widest = max((s.top_k for s in likely), default=0)
+        self.top_k = _column([s.top_k if s.top_k > 0 else vocabulary for s in likely], device)
+        self.top_p = _column([s.top_p for s in likely], device)
+
+    def draw(self, logits: Tensor, uniform: Tensor, with_logprobs: bool = False) -> tuple[Tensor, Tensor | None]:
+        """A token [R] from each row of logits [R, V] by uniform numbers [R, 1], and, if asked for, its log-probability
+        [R] under softmax(logits / temperature), with temperature 1 for greedy ones; top_k and top_p do not count."""
+        tokens = logits.new_empty(len(logits), dtype=torch.int64)
+        scores = logits if self.temperature is None else logits / self.temperature
+        probs = scores.softmax(dim=-1) if with_logprobs or self.rows.keys() != {"greedy"} else scores
+        for kind, rows in self.rows.items():
+            if kind == "greedy":
+                tokens[rows] = logits[rows].argmax(dim=-1)
+            elif kind == "plain":
+                tokens[rows] = draw_index(probs[rows], uniform[rows])
+            else:
+                tokens[rows] = self._draw_likely(probs[rows], uniform[rows])
+        return tokens, probs.gather(1, tokens[:, None])[:, 0].log() if with_logprobs else None
+
+    def _draw_likely(self, probs: Tensor, uniform: Tensor) -> Tensor:
+        """A token [R] of those that top_k and top_p leave of probabilities [R, V]."""
+        vocabulary = probs.shape[1]
+        width = min(vocabulary, max(NUCLEUS, self.widest))
+        while True:
+            values, tokens = probs.topk(width, dim=-1)  # [R, width], sorted
+            values = values.masked_fill(torch.arange(width, device=probs.device) >= self.top_k, 0)
+            total = torch.where(self.top_k < vocabulary, values.sum(dim=-1, keepdim=True), 1)
+            before = (values.cumsum(dim=-1) - values) / total
+            if width == vocabulary or bool(
+                ((self.top_k <= width) | (before[:, -1:] >= self.top_p)).all()
+            ):  # sync point
+                break
+            width = min(vocabulary, 8 * width)
+        kept = before < self.top_p
+        kept[:, 0] = True
+        return tokens.gather(1, draw_index(values * kept, uniform)[:, None])[:, 0]
+
+
+def _kind(sampling: Sampling, vocabulary: int) -> str:
+    if sampling.temperature < COLDEST:
+        return "greedy"
+    return "plain" if sampling.top_p >= 1 and not 0 < sampling.top_k < vocabulary else "likely"
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor([[float(value)] for value in values]).to(device, non_blocking=True)  # [R, 1]
 
 
 class TokenLogprob(NamedTuple):
@@ -112,14 +153,10 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def top_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+def top_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
     """What logits [R, V] say of tokens [R] and of the `top` likeliest; temperature, top_k and top_p do not count."""
     logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     values, ids = (tensor.tolist() for tensor in logprobs.topk(min(top, logprobs.shape[1]), dim=-1))
-    rows = zip(tokens, own, ids, values, strict=True)
+    rows = zip(tokens.tolist(), own, ids, values, strict=True)
     return [TokenLogprob(token, logprob, list(zip(*best, strict=True))) for token, logprob, *best in rows]
-
-
-def _column(samplings: Sequence[Sampling], name: str, like: Tensor) -> Tensor:
-    return torch.tensor([[float(getattr(s, name))] for s in samplings], device=like.device)  # [R, 1]

@@ -1,10 +1,23 @@
 """Drawn tokens against the distribution that they are drawn from, and against transformers' filters."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from model.sampling import NUCLEUS, Sampling, draw_tokens, gumbel, token_logprobs, uniform_noise
+from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index, uniform_numbers
+
+CPU = torch.device("cpu")
+
+
+def draw(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their log-probabilities."""
+    uniform = torch.from_numpy(uniform_numbers(samplings, numbers, 1)[0])[:, None]
+    return Draws(samplings, logits.shape[1], CPU).draw(logits, uniform, with_logprobs=True)
+
+
+def draw_tokens(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> torch.Tensor:
+    return draw(logits, samplings, numbers)[0]
 
 
 def draws(logits: torch.Tensor, count: int, **fields) -> torch.Tensor:
@@ -53,10 +66,9 @@ def test_a_temperature_that_no_logit_can_be_divided_by_takes_the_likeliest_token
     logits = 100 * torch.randn(3, 200, generator=torch.Generator().manual_seed(6))
     for fields in ({}, {"top_k": 5}, {"top_p": 0.9}):
         samplings = [Sampling(temperature=temperature, seed=seed, **fields) for seed in range(3)]
-        chosen = draw_tokens(logits, samplings, [0] * 3)
+        chosen, logprobs = draw(logits, samplings, [0] * 3)
         assert torch.equal(chosen, logits.argmax(-1))
-        greedy = token_logprobs(logits, chosen, [Sampling(temperature=0)] * 3)
-        assert torch.equal(token_logprobs(logits, chosen, samplings), greedy)
+        assert torch.equal(logprobs, draw(logits, [Sampling(temperature=0)] * 3, [0] * 3)[1])
     coldest = [Sampling(temperature=1e-5, seed=seed) for seed in range(3)]
     assert torch.equal(draw_tokens(logits, coldest, [0] * 3), logits.argmax(-1))
 
@@ -81,24 +93,73 @@ def test_rows_do_not_know_each_other():
     assert [together[i] for i in (0, 2, 3, 6)] == [best[i] for i in (0, 2, 3, 6)]
 
 
-def test_the_noise_is_a_function_of_seed_and_number():
-    noise = uniform_noise(7, 3, 1000)
-    assert torch.equal(noise, uniform_noise(7, 3, 1000)) and torch.equal(noise, uniform_noise(7 + 2**64, 3, 1000))
-    others = [
-        uniform_noise(7, 4, 1000),
-        uniform_noise(8, 3, 1000),
-        uniform_noise(-7, 3, 1000),
-        uniform_noise(73, 0, 1000),
-    ]
-    for other in others:
-        assert abs(torch.corrcoef(torch.stack([noise, other]))[0, 1]) < 0.15
-    assert gumbel(torch.tensor([0.0, 1 - 2.0**-24])).isfinite().all()
-    wide = gumbel(uniform_noise(0, 0, 100_000))
-    assert abs(wide.mean() - 0.5772) < 0.02 and abs(wide.var() - 1.6449) < 0.05
+def splitmix64(state: int):
+    """Vigna's reference generator, in Python's integers."""
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        x = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        yield x ^ (x >> 31)
+
+
+def test_the_numbers_are_a_function_of_seed_and_number():
+    assert next(splitmix64(1234567)) == 6457827717110365317  # as published
+    seeds, begin = [7, 0, -7, 7 + 2**64], [3, 0, 10**6, 3]
+    found = uniform_numbers([Sampling(seed=seed) for seed in seeds], begin, 5)
+    assert found.shape == (5, 4) and (found[:, 0] == found[:, 3]).all() and found.min() >= 0 and found.max() < 1
+    alone = [uniform_numbers([Sampling(seed=7)], [number], 1).item() for number in range(3, 8)]
+    assert found[:, 0].tolist() == alone
+    start = (next(splitmix64(7 - 0x9E3779B97F4A7C15)),)  # the seed's own bits are mixed first
+    stream = splitmix64(*start)
+    assert [(next(stream) >> 11) / 2**53 for _ in range(8)][3:] == alone
+    many = uniform_numbers([Sampling(seed=seed) for seed in range(200)], [0] * 200, 200)
+    counts = np.histogram(many, 100, (0, 1))[0]
+    assert ((counts - 400) ** 2 / 400).sum() < 160  # chi-square, 99 degrees of freedom
+    for rows in (many, many.T):
+        assert abs(np.corrcoef(rows[:-1].ravel(), rows[1:].ravel())[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("size", [1, 7, BLOCK, BLOCK + 1, 152_000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_whole_range_is_drawn_and_nothing_of_probability_zero(size, dtype):
+    """Also by the smallest and the largest number, and where nothing but one token is possible."""
+    most = torch.finfo(dtype).eps / 2
+    ends = torch.tensor([[0.0], [1 - most]], dtype=dtype)
+    weights = torch.zeros(2, size)
+    possible = torch.arange(min(2, size - 1), size, 3)
+    weights[:, possible] = torch.rand(len(possible), generator=torch.Generator().manual_seed(1)) + 1e-30
+    assert draw_index(weights, ends).tolist() == [possible[0], possible[-1]]
+    for one in {0, size // 2, size - 1}:
+        alone = torch.zeros(2, size)
+        alone[:, one] = 1e-38
+        assert draw_index(alone, ends).tolist() == [one, one]
+
+
+def test_the_tail_of_a_large_vocabulary_has_its_probability():
+    """Against exact sums: each number finds the token in whose interval it lies."""
+    logits = 4 * torch.randn(1, 152_000, generator=torch.Generator().manual_seed(2))
+    probs = logits.softmax(-1)
+    ends = probs.double().cumsum(-1)[0] / probs.double().sum()
+    numbers = uniform_numbers([Sampling(seed=seed) for seed in range(5000)], [0] * 5000, 1)[0]
+    numbers = torch.cat((torch.from_numpy(numbers), 1 - torch.logspace(-2, -9, 100, dtype=torch.float64)))
+    found = torch.cat([draw_index(probs.expand(len(some), -1), some[:, None]) for some in numbers.split(100)])
+    begin = torch.cat((ends.new_zeros(1), ends))[found]
+    assert (begin - 1e-7 <= numbers).all() and (numbers <= ends[found] + 1e-7).all()
+    exact = torch.searchsorted(ends, numbers, right=True)
+    assert (found == exact).float().mean() > 0.99
+
+
+def test_logits_that_are_no_numbers_draw_some_token():
+    """Of a model that has diverged: an index beyond the vocabulary would end the process on a GPU."""
+    logits = torch.full((3, 200), torch.nan)
+    samplings = [Sampling(seed=1), Sampling(top_k=5, seed=2), Sampling(top_p=0.5, seed=3)]
+    tokens = draw_tokens(logits, samplings, [0] * 3)
+    assert (tokens >= 0).all() and (tokens < 200).all()
 
 
 def test_logprobs_of_tokens():
-    logits, tokens = torch.randn(3, 50, generator=torch.Generator().manual_seed(4)), torch.tensor([1, 2, 3])
-    found = token_logprobs(logits, tokens, [Sampling(2.0), Sampling(0.0), Sampling(0.5, top_k=1)])
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
+    tokens, found = draw(logits, [Sampling(2.0), Sampling(0.0), Sampling(0.5, top_k=1)], [0] * 3)
     for i, temperature in enumerate((2.0, 1.0, 0.5)):
-        assert found[i].item() == pytest.approx((logits[i] / temperature).log_softmax(-1)[i + 1].item(), abs=1e-5)
+        expected = (logits[i] / temperature).log_softmax(-1)[tokens[i]].item()
+        assert found[i].item() == pytest.approx(expected, abs=1e-5)
