@@ -307,10 +307,12 @@ class Decoder:
 
     def _hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache; slots [R, 1]: their numbers."""
-        cache = self.cache
+        cache, inner = self.cache, self.model.model
+        end = min(end + -end % 8, self.length)  # kernels of GPUs want masks of such rows
         cache.rows, cache.index, cache.end = rows, (slots, positions), end
-        inner = self.model.model
-        return inner(inner.embed_tokens(tokens), positions, inner.visible(positions, end)[:, None], cache)[0]
+        hidden = ~inner.visible(positions, end)[:, None]  # [R, 1, T, end]
+        mask = torch.zeros_like(hidden, dtype=cache.keys.dtype).masked_fill_(hidden, -torch.inf)  # once for all layers
+        return inner(inner.embed_tokens(tokens), positions, mask, cache)[0]
 
     def _uniform(self, answers: list[Answer], count: int) -> Tensor:
         """The numbers with which the next tokens are drawn [count, R, 1]."""

@@ -55,7 +55,8 @@ class Recorder(TorchDispatchMode):
         self.waits: list[str] = []
 
     def wait(self, what: str) -> None:
-        ours = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT)) and f.filename != __file__]
+        stack = [frame for frame in traceback.extract_stack() if "fake_cuda" not in frame.filename]
+        ours = [frame for frame in stack if frame.filename.startswith(str(ROOT))]
         place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "backward pass"
         self.waits.append(f"{what}: {place}")
 

@@ -19,8 +19,8 @@ IN_ONE_KERNEL = "torch_attn._varlen_attn_backward.default"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
-    """What tests/fake_cuda/updates.py prints."""
+def library(tmp_path_factory) -> str:
+    """The stand-in for CUDA."""
     if torch.__version__.split("+")[0] != "2.13.0" or torch.version.cuda or not sys.platform.startswith("linux"):
         pytest.skip("the stand-in for CUDA is written for torch 2.13.0 without CUDA, on Linux")
     compiler = shutil.which("g++")
@@ -30,7 +30,13 @@ def found(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
     folder = Path(torch.__file__).parent
     options = ["-shared", "-fPIC", "-std=c++20", f"-I{folder}/include", FOLDER / "fake_cuda.cpp", "-o", library]
     subprocess.run([compiler, *options, f"-L{folder}/lib", "-lc10", f"-Wl,-rpath,{folder}/lib"], check=True)
-    return json.loads(launch(FOLDER / "updates.py", LD_PRELOAD=str(library), PYTHONPATH=str(ROOT)).stdout)
+    return str(library)
+
+
+@pytest.fixture(scope="module")
+def found(library) -> dict[str, dict[str, list[str]]]:
+    """What tests/fake_cuda/updates.py prints."""
+    return json.loads(launch(FOLDER / "updates.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
 
 
 @pytest.mark.parametrize("mode", [*DENSE, *OLD, *GROUPED, *BATCHED, *EMPTY])
@@ -51,3 +57,11 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
         assert "aten._grouped_mm.default" not in operators[mode] and "aten.bmm.default" in operators[mode]
     slow = {"aten.index_put.default", "aten._index_put_impl_.default", "aten.nonzero.default"}  # they sort or wait
     assert not any(slow & found for found in operators.values())
+
+
+def test_a_rollout_waits_once_for_eight_tokens(library):
+    """And once for the first tokens, when the prompts are read: 33 tokens of 18 completions, five times."""
+    rollouts = json.loads(launch(FOLDER / "rollouts.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
+    for found in rollouts.values():
+        assert len(found["waits"]) == 5 and {wait.split(":")[0] for wait in found["waits"]} == {"read"}
+        assert found["operators"]["aten.embedding.default"] == 8  # a forward for each token

@@ -1,6 +1,6 @@
 """Rollouts: where a micro-batch of prompts becomes a flat batch of the completions that the model writes to them.
 
-A completion is a function of (weights, seed, update, prompt, number in the group): its noise is keyed by these, so a
+A completion is a function of (weights, seed, update, prompt, number in the group): its draws are keyed by these, so a
 run that was killed writes the same texts again, and a checkpoint holds nothing of them. Only where a rollout is used
 for several updates (--num_iterations) a checkpoint between them holds it, for as many ranks and micro-batches.
 

@@ -48,7 +48,7 @@ class Trajectory:
 
 
 def seed_of(seed: int, update: int, sample_id: int, number: int, turn: int = 0) -> int:
-    """The 64 bits that key the noise of one turn."""
+    """The 64 bits that key the draws of one turn."""
     key = f"{seed} {update} {sample_id} {number} {turn}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 

@@ -1,0 +1,74 @@
+"""Answers decoded on fake CUDA tensors: as updates.py, for `generate` of model/generation.py.
+
+It prints, for each of MODES, what made the host wait for the device, and how often each operator ran in one decode of
+eight tokens.
+"""
+
+import json
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import Sampling
+from tests.fake_cuda.updates import CUDA, HOPPER, Recorder, pretend
+
+PROMPTS, GROUP, NEW = [[3, 4, 5]] * 4 + [[6] * 9] * 2, 3, 33
+MODES = {  # dtype of the weights, how tokens are drawn
+    "sampled": (torch.bfloat16, Sampling(1.0)),
+    "float32": (torch.float32, Sampling(0.7)),
+    "greedy": (torch.bfloat16, Sampling(0.0)),
+}
+
+
+class Counting(Recorder):
+    """Counts the operators, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += not func.is_view and func.namespace == "aten"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
+    """The waits of a rollout, and the operators of one decode."""
+    torch.inference_mode = lambda *_: torch.no_grad()  # there operators come one by one, as a GPU would launch them
+    from model.generation import Decoder, generate
+
+    torch.cuda.get_device_capability = lambda *_: HOPPER
+    recorder, counting = Counting(), Counting()
+
+    def ones(shape: list[int]) -> Any:
+        return [ones(shape[1:]) for _ in range(shape[0])] if shape else 1
+
+    def read(tensor: torch.Tensor) -> Any:  # fake tensors cannot be read
+        recorder.wait("read")
+        return ones(list(tensor.shape))
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with FakeTensorMode(allow_non_fake_inputs=True), patch.object(FakeTensor, "tolist", read):
+        torch.set_default_dtype(dtype)
+        with CUDA:
+            model = MiniMindForCausalLM(MiniMindConfig(**shape, vocab_size=300)).eval()
+        torch.set_default_dtype(torch.float32)
+        with recorder:
+            generate(model, PROMPTS, [[sampling] * GROUP] * len(PROMPTS), NEW, [2], 6 * GROUP, with_logprobs=True)
+            waits = len(recorder.waits)
+            decoder = Decoder(model, 8, 64, [2], with_logprobs=True)
+            decoder.add(PROMPTS[0], [sampling] * 8, NEW)
+            decoder.step()
+            decoder.step()
+        with counting:
+            decoder.decode(count=8)
+    return {"waits": recorder.waits[:waits], "operators": counting.counts}
+
+
+if __name__ == "__main__":
+    pretend()
+    print(json.dumps({name: decoded(*mode) for name, mode in MODES.items()}))
