@@ -16,11 +16,11 @@ IN_A_ROLLOUT = """
 import signal
 from model import generation
 step, count = generation.Decoder.step, [0]
-def counted(decoder):
+def counted(decoder, *args):
     count[0] += 1
     if count[0] == {token}:
         os.kill(os.getpid(), signal.{signal})
-    return step(decoder)
+    return step(decoder, *args)
 generation.Decoder.step = counted
 """
 
