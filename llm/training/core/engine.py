@@ -18,6 +18,7 @@ from llm.training.core.rehearsal import check_criterion, check_forms, checked_lo
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
+from trainer import trainer_utils as utils
 from trainer.components.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.components.rules import apply_rules
 from trainer.components.run_files import run_name
@@ -26,14 +27,6 @@ from trainer.components.signals import StopRequest
 from trainer.components.state import Batch, Hooks, Schedule, TrainState
 from trainer.components.tracker import start_tracker
 from trainer.loop import train_epoch
-from trainer.trainer_utils import (
-    begin_run,
-    compile_and_wrap,
-    device_and_precision,
-    is_main_process,
-    setup_seed,
-    start_weights,
-)
 
 
 class TrainingEngine(Hooks):
@@ -57,7 +50,7 @@ class TrainingEngine(Hooks):
         self.config, self.task, self.data, self.logger = config, task, data_module, Logger.of(config)
         task.data = data_module
         check_forms(task, data_module)
-        self.is_main_process = is_main_process()
+        self.is_main_process = utils.is_main_process()
         self.run_name = run_name(task.args.save_weight, task.args)
         self.checkpoint_manager = CheckpointManager(task.args)
         self.performance_monitor = PerformanceMonitor()
@@ -66,8 +59,8 @@ class TrainingEngine(Hooks):
 
     def _setup_components(self, stop: StopRequest) -> None:
         task, data = self.task, self.data
-        device, autocast, scaler = device_and_precision(task.args)
-        setup_seed(task.args.seed)
+        device, autocast, scaler = utils.device_and_precision(task.args)
+        utils.setup_seed(task.args.seed)
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()
         args = apply_rules(task.args, checkpoint, data.train_dataset)
@@ -78,35 +71,25 @@ class TrainingEngine(Hooks):
         run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
         run = check_resume(args, run, checkpoint)
         self.wandb = start_tracker(args, run, checkpoint)
-        start = replace(task.config.checkpoint, from_weight=start_weights(args, run, checkpoint))
+        start = replace(task.config.checkpoint, from_weight=utils.start_weights(args, run, checkpoint))
         task.config = replace(task.config, checkpoint=start)
         model = task.build_model()
-        wrapped = compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
+        wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         optimizer = task.build_optimizer(model)
         self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()
         check_criterion(task)
         self.state = state = TrainState(
-            args=args,
-            lm_config=task.lm_config,
-            model=wrapped,
-            optimizer=optimizer,
-            scaler=scaler,
-            autocast=autocast,
-            device=device,
-            loss_fn=self._loss,
-            schedule=self._schedule(),
-            run=run,
-            stop=stop,
-            metric_names=task.metric_names,
-            size_fn=lambda batch, _: task.size(batch),
-            eval_loader=held_out,
+            args=args, lm_config=task.lm_config, run=run, stop=stop,
+            model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
+            loss_fn=self._loss, schedule=self._schedule(), metric_names=task.metric_names,
+            size_fn=lambda batch, _: task.size(batch), eval_loader=held_out,
             eval_fn=lambda model, batch, _: checked_sums(task, task.validation_step(model, batch)),
-        )
+        )  # fmt: skip
         self.checkpoint_manager.state = state
         task.extend(state)
         state.hooks.append(self)
-        begin_run(state, checkpoint, data, None, task.code_files())
+        utils.begin_run(state, checkpoint, data, None, task.code_files())
         self.resumed_update = state.resumed_update
 
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
@@ -138,7 +121,7 @@ class TrainingEngine(Hooks):
         try:
             if self.task.rehearsed:
                 rehearse(self.task, self.data, self.state)
-                setup_seed(self.state.args.seed)  # the random streams begin here, whatever the rehearsal drew
+                utils.setup_seed(self.state.args.seed)  # the random streams begin here, whatever the rehearsal drew
             self.dispatch("on_train_start")
             with training_files(self.state, self.wandb):
                 for epoch in range(self.state.epoch, self.state.args.epochs):

@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -14,16 +15,6 @@ from common.settings import StageArgs, settings_of
 from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer import (
-    train_agent,
-    train_distillation,
-    train_dpo,
-    train_full_sft,
-    train_grpo,
-    train_lora,
-    train_ppo,
-    train_pretrain,
-)
 from trainer.components.language_model import flat_size, held_out_loss
 from trainer.components.meter import Size
 from trainer.components.optimizer import build_optimizer
@@ -105,16 +96,8 @@ def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
             )
 
 
-SCRIPTS = {
-    "pretrain": train_pretrain,
-    "full_sft": train_full_sft,
-    "lora": train_lora,
-    "dpo": train_dpo,
-    "distillation": train_distillation,
-    "grpo": train_grpo,
-    "agent": train_agent,
-    "ppo": train_ppo,
-}
+NAMES = ("pretrain", "full_sft", "lora", "dpo", "distillation", "grpo", "agent", "ppo")
+SCRIPTS = {name: import_module(f"trainer.train_{name}") for name in NAMES}
 STAGES: dict[str, type[StageTask]] = {
     name: type(name, (StageTask,), {"script": script, "stage_args": script.Args}) for name, script in SCRIPTS.items()
 }
