@@ -154,6 +154,7 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     return {
         "tokens_per_second": total.rate * ranks,
         "mfu": ours.peak.share(total.flops / total.seconds),
+        **({"mfu_of_sheet": total.flops / total.seconds / ours.peak.sheet} if ours.peak.sheet else {}),
         "matmul_peak_tflops": ours.peak.best * ranks / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,

@@ -3,11 +3,14 @@ where there is none, in a process of its own, and the results are written to a J
 test suite, they are made on the CPU.
 """
 
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import suppress
@@ -18,6 +21,8 @@ import psutil
 import pytest
 
 LIMIT = 400  # seconds for a check
+PCI = Path("/sys/bus/pci/devices")
+FREE_GPU, FREE_SHM = 6e9, 64 << 20  # bytes that a check needs: of each GPU; in /dev/shm, of each process of several
 REPORTS = "GPU_CHECK_REPORTS"  # environment variable of the process of a check: the file for its reports
 
 
@@ -33,10 +38,37 @@ def nvidia_smi(fields: str) -> str:
 
 
 def driver() -> str:
-    """What this machine says of a driver of NVIDIA GPUs; empty without one."""
+    """What this machine says of an NVIDIA GPU and its driver; empty without one."""
     with suppress(OSError):
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    return nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
+    found = nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
+    return found or ", ".join(f"no driver, {path.name}" for path in sorted(PCI.glob("*")) if is_gpu(path))
+
+
+def is_gpu(path: Path) -> bool:
+    """Whether a PCI device is a display or 3D controller by NVIDIA."""
+    with suppress(OSError):
+        return (path / "vendor").read_text().strip() == "0x10de" and (path / "class").read_text().startswith("0x03")
+    return False
+
+
+def why_unseen() -> str:
+    """Why torch sees no GPU where there is one, and what to do."""
+    import torch
+
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} may hide it: unset it, or name the GPU"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA: install one with it (https://pytorch.org/get-started/locally)"
+    reason = "torch gives no reason"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    return (
+        f"{reason}; update the driver to one for CUDA {torch.version.cuda}, or install a torch for an older CUDA "
+        "(https://pytorch.org/get-started/previous-versions)"
+    )
 
 
 def pytest_configure(config):
@@ -46,7 +78,7 @@ def pytest_configure(config):
 
     if not torch.cuda.is_available() and (there := driver()):
         torch_is = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
-        raise pytest.UsageError(f"{torch_is} sees no GPU, but there is one ({there}); install a torch for that driver")
+        raise pytest.UsageError(f"{torch_is} sees no GPU, but there is one ({there}): {why_unseen()}")
 
 
 # --- a process for each check ----------------------------------------------------------------------------------------
@@ -153,10 +185,14 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture
 def gpus(request) -> int:
-    """The number of GPUs to check."""
+    """The number of GPUs to check; a check is left out where one has too little free memory."""
     import torch
 
-    return torch.cuda.device_count() if request.config.getoption("gpu_check", None) else 0
+    count = torch.cuda.device_count() if request.config.getoption("gpu_check", None) else 0
+    for number in range(count):
+        if (free := torch.cuda.mem_get_info(number)[0]) < FREE_GPU:
+            pytest.skip(f"needs {FREE_GPU / 1e9:.0f} GB of free GPU memory; GPU {number} has {free / 1e9:.1f}")
+    return count
 
 
 @pytest.fixture
@@ -165,3 +201,42 @@ def device(gpus):
     import torch
 
     return torch.device("cuda:0" if gpus else "cpu")
+
+
+@pytest.fixture
+def ranks_to_check(gpus):
+    """A function that returns how many processes a check has: one for each GPU, two on a CPU; it leaves the check out
+    where there cannot be several."""
+
+    def count() -> int:
+        import torch
+
+        if gpus == 1:
+            pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
+        if any("MIG" in torch.cuda.get_device_name(number) for number in range(gpus)):
+            pytest.skip("NCCL does not connect the parts of a GPU that is divided (MIG)")
+        shm = os.statvfs("/dev/shm") if gpus and os.path.isdir("/dev/shm") else None
+        if shm and (free := shm.f_bavail * shm.f_frsize) < gpus * FREE_SHM:
+            needed = f"{gpus * FREE_SHM >> 20} MB in /dev/shm for NCCL; it has {free >> 20}"
+            pytest.skip(f"needs {needed} (docker run --shm-size 1g, or --ipc host)")
+        return gpus or 2
+
+    return count
+
+
+@pytest.fixture
+def needs_compiler(gpus):
+    """A function that leaves a check out where layers cannot be compiled, or take minutes."""
+
+    def check() -> None:
+        if not gpus:
+            pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+        if not compiler or not shutil.which(compiler):
+            pytest.skip("needs a C compiler for Triton (apt install gcc, or CC)")
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            pytest.skip("needs Python's headers for Triton (apt install python3-dev)")
+        if importlib.util.find_spec("triton") is None:
+            pytest.skip("needs triton, which torch's builds for CUDA on Linux bring")
+
+    return check

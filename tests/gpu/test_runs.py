@@ -1,6 +1,9 @@
-"""Checks that start runs: resuming, a killed rank, SIGTERM."""
+"""Checks that start runs: resuming, a killed rank, SIGTERM, too little memory, speed on samples of usual lengths."""
 
+import itertools
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from dataset.demo_corpus import make_corpus
+from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -21,19 +25,12 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128, "batch_s
 SMALL |= {"epochs": 50, "log_interval": 1, "save_interval": 10, "eval_interval": 1000}
 
 
-def ranks_of(gpus: int) -> int:
-    """Processes of a check with several: one per GPU, three if possible; two on a CPU."""
-    if gpus == 1:
-        pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
-    return min(3, gpus) or 2
-
-
 @pytest.mark.parametrize("parallel", ["one_rank", "ddp", "fsdp"])
-def test_resume(parallel, gpus):
+def test_resume(parallel, gpus, ranks_to_check):
     """scripts/verify_resume.py with --deterministic 1."""
     if parallel != "one_rank" and not gpus:
         pytest.skip("needs 2 GPUs; torch sees 0")
-    count = 1 if parallel == "one_rank" else ranks_of(gpus)
+    count = 1 if parallel == "one_rank" else min(3, ranks_to_check())
     options = ["--kills", 4 if gpus else 2, "--ranks", count, "--use_moe", "0,1" if gpus else 0, "--seed", 1]
     stage_flags = ["--deterministic", 1, *(["--parallel", "fsdp"] if parallel == "fsdp" else [])]
     words = [sys.executable, ROOT / "scripts/verify_resume.py", *options, "--", *stage_flags]
@@ -97,9 +94,9 @@ def tail(folder: Path) -> str:
     return " | ".join(lines[-1] for lines in texts if lines)
 
 
-def test_killed_rank(tmp_path, gpus, record_property):
+def test_killed_rank(tmp_path, ranks_to_check, record_property):
     """When a rank is killed, each other one ends soon, with status 2 and one line."""
-    with running(tmp_path, ranks_of(gpus)) as started:
+    with running(tmp_path, min(3, ranks_to_check())) as started:
         started[-1].kill()
         begin, others = time.monotonic(), started[:-1]
         wait(lambda: all(process.poll() is not None for process in others), [])
@@ -111,9 +108,9 @@ def test_killed_rank(tmp_path, gpus, record_property):
         assert status == 2 and len(lines) == 1 and "ended while this one waited" in lines[0], tail(tmp_path)
 
 
-def test_sigterm(tmp_path, gpus, record_property):
+def test_sigterm(tmp_path, gpus, ranks_to_check, record_property):
     """SIGTERM to one rank has all of them save at the same update and leave."""
-    ranks = 1 if gpus == 1 else ranks_of(gpus)
+    ranks = 1 if gpus == 1 else min(3, ranks_to_check())
     with running(tmp_path, ranks) as started:
         started[-1].send_signal(signal.SIGTERM)
         wait(lambda: all(process.poll() is not None for process in started), [])
@@ -121,3 +118,52 @@ def test_sigterm(tmp_path, gpus, record_property):
     lines = [line for line in output(tmp_path, 0) if line.startswith("stopped: ")]
     record_property("line", lines[:1])
     assert statuses == [128 + signal.SIGTERM] * ranks and "which is saved" in "".join(lines), tail(tmp_path)
+
+
+def test_out_of_memory(tmp_path, gpus):
+    """A run that may use little of the GPU ends with status 2 and one line that says what to do."""
+    if not gpus:
+        pytest.skip("needs a GPU; the tests take a CPU's memory away")
+    data = long_samples(tmp_path / "pretrain.jsonl", 64)
+    folders = [part for kind in ("save", "checkpoint", "cache") for part in (f"--{kind}_dir", str(tmp_path / kind))]
+    flags = ["--data_path", str(data), *folders, "--batch_size", "64", "--device", "cuda"]
+    little = (
+        "import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction(1e9 / torch.cuda.mem_get_info()[1]); "
+    )
+    little += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", little, str(ROOT / "trainer/train_pretrain.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and "out of memory" in errors[0], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("preset", ["30m", "moe"])
+def test_speed(preset, tmp_path, gpus, record_property):
+    """scripts/benchmark.py on samples of 200 to 700 tokens: the loader keeps up; the figures are to send in."""
+    data = long_samples(tmp_path / "pretrain.jsonl", 1000 if gpus else 24)
+    flags = ["--stage", "pretrain", "--preset", preset, "--data_path", data, "--cache_dir", tmp_path / "cache"]
+    flags += ["--json", tmp_path / "figures.json", "--max_seq_len", 768, "--batch_size", 16 if gpus else 2]
+    flags += (
+        [] if gpus else ["--hidden_size", 64, "--warmup", 1, "--updates", 2, "--repeat", 1, "--accumulation_steps", 1]
+    )
+    command = [sys.executable, ROOT / "scripts/benchmark.py", *flags]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for name in ("tokens_per_second", "mfu", "mfu_of_sheet", "matmul_peak_tflops", "data_wait", "peak_memory_mb"):
+        if name in figures:
+            record_property(name, float(f"{figures[name]:.4g}"))
+    assert figures["data_wait"] < 0.1, "the GPU waits for data"
+
+
+def long_samples(path: Path, count: int) -> Path:
+    """A file of so many documents of 200 to 700 tokens."""
+    tokenizer, numbers = load_tokenizer(ROOT / "model"), random.Random(0)
+    texts = itertools.cycle(record["text"] for record in make_corpus(0)["pretrain.jsonl"])
+    documents = []
+    for _ in range(count):
+        tokens, wanted = [], numbers.randint(200, 690)
+        while len(tokens) < wanted:
+            tokens += tokenizer(next(texts) + "\n", add_special_tokens=False)["input_ids"]
+        documents.append({"text": tokenizer.decode(tokens[:wanted])})
+    return write_jsonl(path, documents)
