@@ -1,9 +1,6 @@
-"""Several sources of data mixed by weight: each is given its share of the tokens of every epoch.
-
-An epoch has as many tokens as all sources together, so a source with a large share is passed more than once in it, and
-one with a small share only in part. The part goes on where that of the epoch before ended, in one order of the source's
-items: after any number of epochs each of them was trained equally often, or once more than others. What an epoch
-consists of is a function of the seed and the epoch, so there is no state to save.
+"""Several sources of data mixed by weight: each has its share of the tokens of every epoch, which has as many tokens as
+all sources together. A source with a large share is passed more than once in it, one with a small share only in part;
+the part goes on where that of the epoch before ended, so that all its items are trained equally often, or once more.
 """
 
 import hashlib
@@ -18,12 +15,9 @@ MANY_PASSES = 4  # over a source; more of them teach little (arXiv:2305.16264)
 
 
 def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
-    """A random order of items in which every stretch has about its share of the tokens: however many consecutive items
-    (the first one follows the last), their tokens differ from as many mean lengths by less than the longest item.
-
-    Long items and short ones, each in random order, take turns: the next one is a long one where the items so far are
-    not longer than the mean. lengths: [items].
-    """
+    """A random order of items of these lengths, int [items], in which the tokens of any stretch (the first item follows
+    the last) differ from as many mean lengths by less than the longest item: long and short ones, each in random order,
+    take turns. The next one is a long one where the items so far are not longer than the mean."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths))
     excess = lengths[order] - lengths.mean()
     is_long = excess >= 0
@@ -33,18 +27,8 @@ def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
 
 
 class MixedDataset(StageDataset):
-    """Sources whose items make up the epochs, of each about its share of the tokens.
-
-    Items are numbered through all sources, and so are samples. The length is that of an epoch, which consists of
-    `items_of_epoch`.
-
-    Args:
-        sources: name of a source -> its data.
-        weights: of each source, above 0; what counts is their ratio.
-
-    Attributes:
-        counts: items of each source in an epoch.
-    """
+    """Sources (name, data) whose items, numbered through, make up the epochs; weights: above 0, their ratio counts. The
+    length is that of an epoch, which consists of `items_of_epoch`: of each source `counts` items."""
 
     def __init__(self, sources: list[tuple[str, StageDataset]], weights: list[float]):
         self.names, self.sources = [name for name, _ in sources], [source for _, source in sources]
@@ -72,7 +56,7 @@ class MixedDataset(StageDataset):
 
     def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
         """The items of an epoch, source by source: of each the next `counts` items of its order, which begins anew
-        where it ends."""
+        where it ends. A function of seed and epoch, so there is no state to save."""
         chosen = []
         for number, (source, count) in enumerate(zip(self.sources, self.counts, strict=True)):
             order = even_order(source.item_tokens, [seed, number, 0])

@@ -67,14 +67,12 @@ def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) 
     chosen = sorted({i * len(held_out) // COUNT for i in range(COUNT)})
     if isinstance(held_out, PromptDataset):
         return [(str(held_out[i].messages[-1]["content"]), held_out[i].input_ids) for i in chosen]
-    prompts = []
-    for i in chosen:
-        sample = held_out[i][0]
-        tokens, mask = sample["input_ids"].tolist(), sample["loss_mask"]
-        is_text = held_out.kind == "pretrain"
-        tokens = tokens[: max(1, min(OPENING, len(tokens) // 2) if is_text else int(mask.argmax()))]
-        prompts.append((shown(tokenizer, tokens), tokens))
-    return prompts
+    parts = []
+    for sample in (held_out[i][0] for i in chosen):
+        tokens, first_answered = sample["input_ids"].tolist(), int(sample["loss_mask"].argmax())
+        opening = min(OPENING, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
+        parts.append(tokens[: max(1, opening)])
+    return [(shown(tokenizer, part), part) for part in parts]
 
 
 def shown(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
@@ -88,12 +86,7 @@ def shown(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
 
 
 class Samples(Hooks):
-    """Answers prompts at each evaluation, on rank 0, with the weights that are evaluated.
-
-    Args:
-        prompts: their texts and tokens.
-        tokenizer: of the model.
-    """
+    """Answers prompts at each evaluation, on rank 0, with the weights that are evaluated."""
 
     def __init__(self, prompts: list[Prompt], tokenizer: "PreTrainedTokenizerBase"):
         self.prompts, self.tokenizer = prompts, tokenizer
@@ -127,5 +120,5 @@ class Samples(Hooks):
             greedy = [[Sampling(temperature=0.0)]] * len(prompts)
             written = generate(model, prompts, greedy, NEW_TOKENS, [cast(int, self.tokenizer.eos_token_id)])
         model.train(was_training)
-        texts = [str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True)) for (answer,) in written]
+        texts = self.tokenizer.batch_decode([answer.tokens for (answer,) in written], skip_special_tokens=True)
         return [{"prompt": text, "answer": answer} for (text, _), answer in zip(self.prompts, texts, strict=True)]
