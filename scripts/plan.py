@@ -31,7 +31,7 @@ import torch
 from common.durable_files import atomic_write
 from common.errors import UserError, say
 from common.settings import AUTO, ROOT, ModelConfig, StageArgs, add_flags, settings_of
-from dataset.data_files import split_weights
+from dataset.data_files import expand_paths, split_weights
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts.planning.machine import SHARE_OF_SHEET, STATE, Cost, count_parameters, free_memory, training_cost
@@ -181,6 +181,10 @@ def parse_args() -> argparse.Namespace:
     for name in ("hours", "eval_share", "depth"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise UserError(f"--{name} {getattr(args, name)} must be above 0")
+    for path in filter(None, (args.pretrain_data, args.sft_data)):
+        if split_weights(path)[1]:
+            raise UserError(f"{path}: a plan is for data without weights; leave them out, and add them to run.sh")
+        expand_paths(path)  # missing data are named before anything takes time
     for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
@@ -201,8 +205,6 @@ def depths_for(args: argparse.Namespace, shape: Callable[[int], "MiniMindConfig"
 
 def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, ranks: int) -> Stage:
     """A stage with its data and what is the same for all sizes of the model."""
-    if split_weights(path)[1]:
-        raise UserError(f"{path}: a plan is for data without weights; leave them out, and add them to run.sh")
     parts = [path] if Path(path).exists() else path.split(",")
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts),

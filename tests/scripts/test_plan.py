@@ -1,5 +1,6 @@
 """The plan of a run: what it chooses, what it says, and that what it writes can be run as it stands."""
 
+import json
 import math
 import random
 import shlex
@@ -104,9 +105,19 @@ def test_wrong_flags_are_one_line(start, flags, line):
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
-def test_missing_data_are_one_line(start, tmp_path):
-    with pytest.raises(UserError, match="no such file"):
-        start(pretrain_data=tmp_path / "missing.jsonl")
+def test_missing_data_are_one_line_before_anything_is_tokenised(start, data, tmp_path):
+    for missing in ({"pretrain_data": tmp_path / "missing.jsonl"}, {"sft_data": tmp_path / "missing.jsonl"}):
+        with pytest.raises(UserError, match="no such file"):
+            start(**missing, cache_dir=tmp_path / "cache")
+    with pytest.raises(UserError, match="a plan is for data without weights"):
+        start(sft_data=f"{data / 'chat.jsonl'}:0.5", cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_conversations_are_tokenised_with_the_vocabulary_that_is_used_alone(start, data, tmp_path):
+    start("--depth", 1, sft_data=data / "chat.jsonl", cache_dir=tmp_path / "cache")
+    kinds = [json.loads(meta.read_text())["kind"] for meta in (tmp_path / "cache").glob("*/meta.json")]
+    assert sorted(kinds) == ["pretrain"] * 4 + ["sft"] * 2  # of pretraining also with the shipped one; each held out
 
 
 class Data(SimpleNamespace):
