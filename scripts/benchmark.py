@@ -128,11 +128,8 @@ class Ours:
         self.peak = peak_rate(autocast, device)
 
     def train(self, updates: int) -> Block:
-        """Time the next updates with their data loading. As in training, only the end waits for the device.
-
-        Raises:
-            UserError: there are too few data.
-        """
+        """Time the next updates with their data loading. As in training, only the end waits for the device. Raises
+        UserError if there are too few data."""
         meter, losses = Meter(), []
         for _ in range(updates):
             window = meter.fetch(self.batches, self.args.accumulation_steps)

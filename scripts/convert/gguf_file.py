@@ -47,11 +47,8 @@ def write_gguf(
     name: what programs show, `general.name`; beside it stands the size, such as 30M, or 4x30M of a mixture.
 
     dtype: of the matrices, float32, float16 or "q8_0" (8 bits; rows that are no multiple of 32 long stay float16).
-    Norms and routers stay float32.
-
-    Raises:
-        UserError: llama.cpp cannot represent the model or its tokenizer, or the package gguf is missing.
-    """
+    Norms and routers stay float32. Raises UserError if llama.cpp cannot represent the model or its tokenizer, or the
+    package gguf is missing."""
     gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
     check_representable(config)
@@ -83,11 +80,7 @@ def write_gguf(
 
 
 def check_representable(config: MiniMindConfig) -> None:
-    """Refuse what llama.cpp's Qwen3 computes differently.
-
-    Raises:
-        UserError: with what that is.
-    """
+    """Refuse what llama.cpp's Qwen3 computes differently. Raises UserError with what that is."""
     stock_config(config)
     rope_type = (config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
@@ -173,11 +166,8 @@ def without_generation_marks(template: str) -> str:
 
 
 def pattern_name(tokenizer: dict[str, Any]) -> str:
-    """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content.
-
-    Raises:
-        UserError: it knows no such pattern, or no such tokenizer.
-    """
+    """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content. Raises
+    UserError if it knows no such pattern, or no such tokenizer."""
     cut = tokenizer["pre_tokenizer"] or {}
     steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     byte_level = steps[-1]

@@ -32,11 +32,8 @@ NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")  
 
 
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
-    """The config of the stock model with the arithmetic of this one.
-
-    Raises:
-        UserError: a field has a value that stock Qwen3 lacks.
-    """
+    """The config of the stock model with the arithmetic of this one. Raises UserError if a field has a value that stock
+    Qwen3 lacks."""
     kind, architecture = (
         (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if config.use_moe else (Qwen3Config, "Qwen3ForCausalLM")
     )

@@ -84,11 +84,8 @@ def greedy_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def compare(
     model: Any, tokenizer: PreTrainedTokenizerBase, other: PreTrainedModel, other_tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """What a model, with the weights as they were stored, and what is read back have in common, in a sentence.
-
-    Raises:
-        ValueError: with what is not the same.
-    """
+    """What a model, with the weights as they were stored, and what is read back have in common, in a sentence. Raises
+    ValueError with what is not the same."""
     texts = sample_texts()
     chats = sample_chats() if tokenizer.chat_template else []
     for text in texts:

@@ -25,8 +25,8 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
 
 
 class PendingAnswers:
-    """The answers to one HTTP request: one job for each of its prompts. Raises ApiError if more answers to a prompt, or
-    more log-probabilities, than one may ask for."""
+    """The answers to one HTTP request: one job for each of its prompts. Raises ApiError for more answers to a prompt,
+    or more log-probabilities, than one may ask for."""
 
     def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
         slots, most = served.settings.slots, served.settings.max_new_tokens

@@ -71,11 +71,8 @@ class Scheduler:
         self.thread.start()
 
     def submit(self, *jobs: Job) -> None:
-        """Queue jobs, all or none; each may have as many answers as there are slots.
-
-        Raises:
-            QueueFull: so many may not wait.
-        """
+        """Queue jobs, all or none; each may have as many answers as there are slots. Raises QueueFull if so many may
+        not wait."""
         with self.changed:
             places = max(0, self.decoder.slots - len(self.writing))
             if self.closing or len(self.waiting) + len(jobs) > places + self.max_queue:

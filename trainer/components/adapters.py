@@ -93,10 +93,7 @@ def save_adapter(model: nn.Module, path: Path, writer: Writer, description: Desc
 @torch.no_grad()
 def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCausalLM":
     """Add scale B A of each layer to the weights of a model in float32, in place: it then is a model without adapters.
-
-    Raises:
-        UserError: see `read_adapter`.
-    """
+    Raises UserError as `read_adapter` does."""
     config, tensors = read_adapter(model, folder)
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
     for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
@@ -109,10 +106,7 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config of an adapter, and its tensors under the model's names. MiniMind's file of an adapter is read, too.
-
-    Raises:
-        UserError: the folder is missing or damaged, the adapter is of another kind or of another model.
-    """
+    Raises UserError if the folder is missing or damaged, the adapter is of another kind or of another model."""
     if not folder.exists():
         raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {CONFIG}")
     try:

@@ -63,11 +63,8 @@ class BadUpdates:
             self.read()
 
     def read(self) -> None:
-        """Look at the judgements since the last reading and warn of bad updates. Sync point.
-
-        Raises:
-            UserError: `limit` of them in a row.
-        """
+        """Look at the judgements since the last reading and warn of bad updates. Sync point. Raises UserError if
+        `limit` of them came in a row."""
         unread, self._unread = self._unread, []
         judgements = torch.stack([judgement for _, judgement, _ in unread]).tolist() if unread else []
         for (update, _, samples), (bad, overflow) in zip(unread, judgements, strict=True):

@@ -25,11 +25,8 @@ def select_device(device: str) -> torch.device:
 
     A rank takes the GPU of its local number, or the only one that it sees: srun --gpus-per-task=1 shows each task its
     own. torchrun shows all of them to every rank, so there the only one is that of the first. `init_distributed_mode`
-    compares the GPUs of the ranks.
-
-    Raises:
-        UserError: there is no such device, several ranks would share one, or no rank is known.
-    """
+    compares the GPUs of the ranks. Raises UserError if there is no such device, several ranks would share one, or no
+    rank is known."""
     place = launch()
     if place.problem:
         raise UserError(place.problem)
@@ -128,11 +125,8 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
     """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
 
     `auto` is bfloat16 where the device is good at it, else float32. On a CPU that has to emulate it, `bfloat16` is
-    float32, with a warning, unless it is spelt `bfloat16_emulated`. Only float16 needs loss scaling.
-
-    Raises:
-        UserError: float16 on a CPU without arithmetic for it.
-    """
+    float32, with a warning, unless it is spelt `bfloat16_emulated`. Only float16 needs loss scaling. Raises UserError
+    for float16 on a CPU without arithmetic for it."""
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(device) else "float32"
     if dtype == "bfloat16" and device.type == "cpu" and not native_bfloat16(device):

@@ -38,11 +38,8 @@ ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has
 
 
 def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    """The tensors of a folder under MiniMind's names, and its config.
-
-    Raises:
-        UserError: it is damaged, or of a model that MiniMindForCausalLM cannot represent; what that is is named.
-    """
+    """The tensors of a folder under MiniMind's names, and its config. Raises UserError if it is damaged, or of a model
+    that MiniMindForCausalLM cannot represent; what that is is named."""
     from model.model_minimind import MiniMindConfig
 
     config = read_config(folder)
@@ -61,11 +58,8 @@ def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
 def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = None) -> "MiniMindConfig":
     """The config of weights from elsewhere, from their tensors and from the name of their file.
 
-    asked: experts per token of a mixture of experts, if the name does not say it.
-
-    Raises:
-        UserError: they are of no such model, contradict the name, or nothing says how many experts each token uses.
-    """
+    asked: experts per token of a mixture of experts, if the name does not say it. Raises UserError if they are of no
+    such model, contradict the name, or nothing says how many experts each token uses."""
     from model.model_minimind import MiniMindConfig
 
     try:
@@ -78,11 +72,8 @@ def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = 
 
 
 def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of a config that a state dict under MiniMind's and Qwen3's names shows.
-
-    Raises:
-        ValueError: it is not the state dict of such a model.
-    """
+    """The fields of a config that a state dict under MiniMind's and Qwen3's names shows. Raises ValueError if it is not
+    the state dict of such a model."""
     try:
         layers = {int(key.split(".")[2]) for key in weights if key.startswith("model.layers.")}
         attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -136,11 +127,8 @@ class StoredSampling(BaseModel):
 
 
 def read_sampling(folder: Path) -> Sampling:
-    """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS.
-
-    Raises:
-        UserError: it is damaged, or a value is out of range.
-    """
+    """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS. Raises
+    UserError if it is damaged, or a value is out of range."""
     path = folder / SAMPLING_FILE
     if not path.is_file():
         return DEFAULTS
@@ -155,11 +143,8 @@ def read_sampling(folder: Path) -> Sampling:
 
 
 def read_config(folder: Path) -> "PretrainedConfig":
-    """The config of a folder: Qwen3Config, Qwen3MoeConfig or MiniMindConfig.
-
-    Raises:
-        UserError: it is of another architecture, or has what MiniMindForCausalLM lacks.
-    """
+    """The config of a folder: Qwen3Config, Qwen3MoeConfig or MiniMindConfig. Raises UserError if it is of another
+    architecture, or has what MiniMindForCausalLM lacks."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     from model.model_minimind import MiniMindConfig
