@@ -104,7 +104,7 @@ def main() -> None:
 
     # 6. Model with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     weight = utils.start_weights(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
+    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args))
     model = extend_model(model, args)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)

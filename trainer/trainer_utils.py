@@ -43,7 +43,7 @@ from trainer.components.model_files import (
     read_model,
     tokenizer_folder,
 )
-from trainer.components.parallel import freeze, wrap_model
+from trainer.components.parallel import build_device, freeze, wrap_model  # noqa: F401
 from trainer.components.rules import apply_rules
 from trainer.components.run_files import is_path, run_name, start_path
 from trainer.components.run_hooks import hooks_of_settings
@@ -129,13 +129,14 @@ def init_model(
     device: str | torch.device = "cpu",
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from, their name in
-    `save_dir` or their path, or `none` for random ones. Raises UserError if the weights are missing or of another
-    shape, or the tokenizer does not fit the vocabulary."""
+    `save_dir` or their path, or `none` for random ones. On the meta device it has shapes only (`build_device`). Raises
+    UserError if the weights are missing or of another shape, or the tokenizer does not fit the vocabulary."""
     from model.model_minimind import MiniMindForCausalLM
 
     tokenizer = load_tokenizer(tokenizer_path)
     check_tokenizer(tokenizer, tokenizer_path, lm_config)
-    model = MiniMindForCausalLM(lm_config)
+    with torch.device("meta" if str(device) == "meta" else "cpu"):
+        model = MiniMindForCausalLM(lm_config)
     if from_weight != "none":
         stored = load_weights(model, start_path(save_dir, from_weight, lm_config))
         check_tokenizer(tokenizer, tokenizer_path, stored)

@@ -297,7 +297,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor], path: Path, stored: "Mini
         differing = [f"{key} is {given.get(key, 'missing')}, the model wants {expected.get(key, 'none')}"]
     if differing:
         raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
-    model.load_state_dict(weights, strict=True)
+    if not next(model.parameters()).is_meta:  # such a model gets its values from rank 0
+        model.load_state_dict(weights, strict=True)
 
 
 def other_arithmetic(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
 from common.launcher import launch
-from common.settings import Switch
+from common.settings import StageArgs, Switch
 from trainer.components.device import autocast_dtype
-from trainer.components.distributed import gather, world_size
+from trainer.components.distributed import gather, this_rank, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,8 @@ def wrap_model(
     Parameter names do not change. Sharded ones become DTensors, so the optimizer must be built afterwards.
 
     Args:
-        model: best on the CPU: fsdp then moves only this rank's shards to the device.
+        model: on the CPU, of which sharding moves only this rank's part to the device; on ranks other than 0 it may be
+            on the meta device if it is to be sharded (`build_device`).
         use_compile: `auto` counts as 0 here; `compiles` in compiling.py decides it.
         autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in its dtype.
 
@@ -51,7 +52,7 @@ def wrap_model(
         cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
     if parallel != "ddp" and dist.is_initialized():
         dtype = autocast_dtype(autocast or nullcontext(), device)
-        return _shard(model, _mesh(device.type, parallel), dtype)
+        return _shard(model, device, _mesh(device.type, parallel), dtype)
     model = model.to(device)
     if use_compile is True:
         for layer in transformer_layers(model) or [model]:  # all layers share what is compiled for the first
@@ -85,7 +86,7 @@ def _mesh(device_type: str, parallel: str) -> DeviceMesh:
     return mesh
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+def _shard(model: nn.Module, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
     """Each layer is gathered while it computes; embedding, norm and head stay gathered in between.
 
     Autocast would cast each gathered matrix and keep the copy until the backward pass. So the layers' matrices are
@@ -95,6 +96,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    whole = {name: value.detach() for name, value in model.named_parameters()}
+    is_partly_empty = any(gather(any(value.is_meta for value in whole.values())))
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else half
     for layer in transformer_layers(model):
@@ -102,7 +105,31 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
             fully_shard(norms, mesh=mesh)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)  # in place
+    if is_partly_empty:
+        _fill_from_first_rank(model, whole, device)
     return model
+
+
+@torch.no_grad()
+def _fill_from_first_rank(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
+    """Give all ranks their shards of rank 0's parameters, and its buffers. whole: parameters before they were sharded;
+    only those of rank 0 are looked at."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if this_rank() != 0:
+        model.to_empty(device=device)
+    for name, value in model.named_parameters():
+        shards = cast(DTensor, value)
+        source = whole[name].to(device) if this_rank() == 0 else torch.empty(value.shape, device=device)
+        value.copy_(distribute_tensor(source, shards.device_mesh, shards.placements))
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+
+
+def build_device(args: StageArgs) -> torch.device:
+    """Where to build a model that is to be sharded: on the host of rank 0, nowhere on the other ranks, which get their
+    shards from there. Copies are built on the host of each rank."""
+    return torch.device("cpu" if args.parallel == "ddp" or this_rank() == 0 else "meta")
 
 
 def _modules_of_vectors(layer: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from trainer.components.language_model import flat_size, held_out_loss
 from trainer.components.meter import Size
 from trainer.components.optimizer import build_optimizer
 from trainer.components.state import Batch, TrainState
-from trainer.trainer_utils import init_model, load_tokenizer, start_model_config, start_shape
+from trainer.trainer_utils import build_device, init_model, load_tokenizer, start_model_config, start_shape
 
 
 class StageTask(TrainingTask):
@@ -42,7 +42,7 @@ class StageTask(TrainingTask):
 
     def build_model(self) -> nn.Module:
         args, start = self.args, self.config.checkpoint.from_weight
-        model, _ = init_model(self.lm_config, start, args.tokenizer_path, args.save_dir)
+        model, _ = init_model(self.lm_config, start, args.tokenizer_path, args.save_dir, build_device(args))
         return self.script.extend_model(model, args) if hasattr(self.script, "extend_model") else model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

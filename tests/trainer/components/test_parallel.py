@@ -20,12 +20,12 @@ from tests.stage_process import context
 from trainer.components import parallel as wrapping
 from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import init_distributed_mode, leave_process_group
-from trainer.components.model_files import half_state_dict
+from trainer.components.model_files import half_state_dict, save_weights
 from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import is_sharded, transformer_layers, unwrap, wrap_model
+from trainer.components.parallel import build_device, full_tensor, is_sharded, transformer_layers, unwrap, wrap_model
 from trainer.components.state import TrainState
 from trainer.loop import evaluate, train_update, update_size
-from trainer.trainer_utils import next_token_loss
+from trainer.trainer_utils import init_model, next_token_loss
 
 CPU = torch.device("cpu")
 CASES = {
@@ -37,6 +37,7 @@ CASES = {
     "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
     "joined": {"dtype": torch.bfloat16, "joined": True},  # products together, as on a GPU
+    "empty": {"empty": True, "use_moe": True},  # the second rank has no weights but what it gets from the first
 }
 
 
@@ -104,14 +105,22 @@ def scale_weights(model: torch.nn.Module, scale: float) -> None:
         parameter.mul_(scale)
 
 
-def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
-    """Three updates of two micro-batches, the last of them empty on rank 1, and an evaluation before the last."""
+def seeded_model(config: MiniMindConfig, empty: bool = False) -> MiniMindForCausalLM:
+    """The initial weights; of an empty model the shapes alone."""
     torch.manual_seed(0)
-    shape = {"use_moe": case.get("use_moe", False), "dropout": case.get("dropout", 0.0)}
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, **shape)
-    model = MiniMindForCausalLM(config)
+    with torch.device("meta" if empty else "cpu"):
+        model = MiniMindForCausalLM(config)
     if config.use_moe:
         torch.nn.init.zeros_(model.model.layers[0].mlp.gate.weight)  # ties: all tokens go to the same expert
+    return model
+
+
+def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
+    """Three updates of two micro-batches, the last of them empty on rank 1, and an evaluation before the last."""
+    shape = {"use_moe": case.get("use_moe", False), "dropout": case.get("dropout", 0.0)}
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, **shape)
+    expected = seeded_model(config)
+    model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
     feed_forward.has_launches = lambda x: case.get("joined", False)
     dtype, held = case.get("dtype", torch.float32), Held(model)
@@ -125,6 +134,10 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
     assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for values, others in ((model.parameters(), expected.parameters()), (model.buffers(), expected.buffers())):
+        for one, other in zip(values, others, strict=True):
+            assert torch.equal(full_tensor(one), other)
     found = []
     for update in range(3):
         state.update = update
@@ -258,3 +271,18 @@ def test_what_does_not_go_together_is_refused():
 def test_one_process_is_not_sharded():
     model = torch.nn.Linear(2, 2)
     assert wrap_model(model, CPU, "fsdp") is model and not is_sharded(model)
+
+
+def test_rank_0_alone_builds_the_weights_of_a_model_that_is_sharded(monkeypatch, recwarn, tmp_path):
+    """Bytes of parameters and of the start weights on the host of a rank, before it has its shards."""
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2)
+    save_weights(seeded_model(config), tmp_path / "start_32.pth")
+    for rank, parallel, start, size in (
+        (1, "ddp", "none", 942_784),
+        (0, "fsdp", "start", 942_784),
+        (1, "hsdp", "start", 0),
+    ):
+        monkeypatch.setattr(wrapping, "this_rank", lambda rank=rank: rank)
+        model, _ = init_model(config, start, save_dir=tmp_path, device=build_device(StageArgs(parallel=parallel)))
+        assert sum(p.nbytes for p in model.parameters() if not p.is_meta) == size
+    assert not [warning for warning in recwarn if "meta" in str(warning.message)]
