@@ -114,16 +114,20 @@ def _shard(model: nn.Module, device: torch.device, mesh: DeviceMesh, dtype: torc
 def _fill_from_first_rank(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
     """Give all ranks their shards of rank 0's parameters, and its buffers. whole: parameters before they were sharded;
     only those of rank 0 are looked at."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    if this_rank() != 0:
-        model.to_empty(device=device)
-    for name, value in model.named_parameters():
-        shards = cast(DTensor, value)
-        source = whole[name].to(device) if this_rank() == 0 else torch.empty(value.shape, device=device)
-        value.copy_(distribute_tensor(source, shards.device_mesh, shards.placements))
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
+    filled = {}  # tied parameters stay one
+    for name, value in cast(Any, model.named_parameters()):
+        source = (
+            whole[name].to(device) if this_rank() == 0 else torch.empty(value.shape, dtype=value.dtype, device=device)
+        )
+        filled[value] = nn.Parameter(distribute_tensor(source.to(device), value.device_mesh, value.placements))
+    names = model.named_parameters(remove_duplicate=False)
+    model.load_state_dict({name: filled[value] for name, value in names}, strict=False, assign=True)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer)
+            dist.broadcast(getattr(module, name), 0)
 
 
 def build_device(args: StageArgs) -> torch.device:
