@@ -5,6 +5,7 @@ micro-batches on every rank (fewer at the end of an epoch). The loss of an updat
 all ranks and micro-batches, divided by their number: how it was cut into micro-batches and ranks changes nothing.
 """
 
+import gc
 import math
 import time
 from collections.abc import Iterable
@@ -65,6 +66,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
             save_and_stop(state, wandb)
         if not meter.updates:
             Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
+            gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
             meter.restart()  # nor is that training time
         for hook in state.hooks:
             hook.batch_start(state)
@@ -280,7 +282,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
     """
     model = unwrap(state.model)
     model.eval()
-    sums: dict[str, float] = {}
+    sums: dict[str, Tensor] = {}  # on the device: the host reads them once, at the end
     targets = text_bytes = 0
     stop = False
     for batch in loader:
@@ -293,13 +295,15 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
         with state.autocast:
             batch_sums = state.eval_fn(model, to_device(batch, state.device), state.args)
         for name, value in batch_sums.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
+            value = torch.as_tensor(value, dtype=state.losses.dtype)
+            sums[name] = sums[name] + value if name in sums else value
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
     for module in filter(is_sharded, model.modules()):  # what the forward pass gathered may be of other weights
         cast(Any, module).reshard()
     names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
-    host = torch.tensor([*(sums.get(name, 0.0) for name in names), targets, text_bytes, stop], dtype=torch.float64)
+    own = [float(sums.get(name, 0.0)) for name in names]  # sync point
+    host = torch.tensor([*own, targets, text_bytes, stop], dtype=torch.float64)
     *totals, all_targets, all_bytes, any_stop = reduce_sum(host).tolist()
     if any_stop:
         return None

@@ -1,7 +1,7 @@
 """Updates of the training loop on fake CUDA tensors, which have shapes, dtypes and devices but no numbers.
 
-Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of MODES what made the host wait for the
-device, with its line, and the names of the operators that ran.
+Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of MODES and for evaluations what made the
+host wait for the device, with its line, and the names of the operators that ran.
 """
 
 import json
@@ -23,7 +23,7 @@ from trainer.components.device import mixed_precision
 from trainer.components.language_model import next_token_loss
 from trainer.components.optimizer import build_optimizer
 from trainer.components.state import TrainState
-from trainer.loop import train_update
+from trainer.loop import evaluate, train_update
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
@@ -134,9 +134,20 @@ def update(use_moe: bool, dtype: str, capability: tuple[int, int], lengths=(17, 
     return {"waits": recorder.waits, "operators": sorted(recorder.operators)}
 
 
+def evaluation(batches: int) -> dict:
+    """The same of an evaluation of so many micro-batches."""
+    torch.cuda.get_device_capability = lambda *_: HOPPER
+    recorder = Recorder()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = state_of(False, "bfloat16")
+        with recorder:
+            evaluate(state, [flat_batch((17, 33, 5))] * batches)
+    return {"waits": recorder.waits, "operators": sorted(recorder.operators)}
+
+
 if __name__ == "__main__":
     pretend()
-    found = {}
+    found = {f"evaluation of {batches}": evaluation(batches) for batches in (2, 7)}
     for name, (use_moe, dtype, capability, settings) in MODES.items():
         try:
             found[name] = update(use_moe, dtype, capability, **settings)

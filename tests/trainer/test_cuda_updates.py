@@ -45,8 +45,14 @@ def test_the_host_waits_for_nothing(found, mode):
     assert "aten._fused_adamw_.default" in found[mode]["operators"]  # an update was made
 
 
+@pytest.mark.parametrize("batches", [2, 7])
+def test_an_evaluation_reads_its_sums_once(found, batches):
+    waits = found[f"evaluation of {batches}"]["waits"]
+    assert len(waits) == 1 and waits[0].startswith("item: loop.py"), waits
+
+
 def test_each_gpu_and_dtype_has_its_kernels(found):
-    operators = {mode: set(result["operators"]) for mode, result in found.items()}
+    operators = {mode: set(result["operators"]) for mode, result in found.items() if "evaluation" not in mode}
     assert set(operators) == {*DENSE, *OLD, *GROUPED, *BATCHED, *EMPTY}
     assert all(IN_ONE_KERNEL in operators[mode] for mode in (*DENSE, *GROUPED, "MoE, Ampere", "MoE float16"))
     assert not any(IN_ONE_KERNEL in operators[mode] for mode in (*OLD, "MoE float32"))
@@ -56,7 +62,7 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
     for mode in BATCHED:
         assert "aten._grouped_mm.default" not in operators[mode] and "aten.bmm.default" in operators[mode]
     slow = {"aten.index_put.default", "aten._index_put_impl_.default", "aten.nonzero.default"}  # they sort or wait
-    assert not any(slow & found for found in operators.values())
+    assert not any(slow & each for each in operators.values())
 
 
 def test_a_rollout_waits_once_for_eight_tokens(library):

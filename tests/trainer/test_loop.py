@@ -1,6 +1,7 @@
 """An update is the same however it is cut into micro-batches and ranks, at the tail of an epoch too."""
 
 import re
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from common.errors import UserError
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
+from trainer.components.loaders import epoch_loader
 from trainer.components.metrics import read_metrics
 from trainer.components.trial import trial_pass
 
@@ -160,3 +162,44 @@ def test_a_trial_leaves_the_model_and_the_random_streams_as_they_were():
     assert trial_pass(state, {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(1))}) > 0
     assert_same_tensors(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), seed) and all(p.grad is None for p in model.parameters())
+
+
+class Noting:
+    """A dataset that writes down which samples were read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        with self.path.open("a") as file:
+            print(index, file=file)
+        return index
+
+    def read(self) -> int:
+        return len(self.path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("processes", "window"), [(1, 9), (2, 9), (2, 1)])
+def test_data_loader_processes_make_a_whole_update_ahead(tmp_path, processes, window):
+    """While the first update is computed, the micro-batches of the next one are made, and no more."""
+    data, ahead = Noting(tmp_path / "read"), max(2 * processes, -(-window // processes) * processes)
+    batches = iter(epoch_loader(data, 1, 1, 0, num_workers=processes, collate_fn=lambda x: {"x": x}, window=window))
+    for _ in range(window):
+        next(batches)
+    end = time.monotonic() + 60
+    while data.read() < window + ahead and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    assert data.read() == window + ahead >= 2 * window
+
+
+def test_what_start_up_made_is_no_business_of_the_garbage_collector(corpus, tmp_path):
+    """At the first record it has set a few hundred thousand objects aside."""
+    script = "import gc, trainer.loop as l; r = l.report; "
+    script += "l.report = lambda *a: (print('set aside:', gc.get_freeze_count()), r(*a))[1]"
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    done = run("pretrain", argv, Faults(script=script))
+    assert int(re.search(r"^set aside: (\d+)$", done.out, re.M)[1]) > 100_000

@@ -92,7 +92,7 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
         updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
         order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
     numbers = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
-    return epoch_loader(train_set, *numbers, train_set.collate, order)
+    return epoch_loader(train_set, *numbers, train_set.collate, order, args.accumulation_steps)
 
 
 def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:

@@ -231,6 +231,7 @@ def leave_process_group(error: BaseException | None = None) -> None:
     while error is not None:  # what failed holds the DDP-wrapped model in its local variables
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    gc.unfreeze()
     gc.collect()
     thread = Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()

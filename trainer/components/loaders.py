@@ -98,9 +98,10 @@ def epoch_loader(
     num_workers: int = 0,
     collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
     order: np.ndarray | None = None,
+    window: int = 1,
 ) -> DataLoader:
-    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; `order`: of the samples of all
-    ranks, if not that of `epoch_order`."""
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. `order`: of the samples of all
+    ranks, if not that of `epoch_order`. `window`: micro-batches of an update; processes make so many ahead."""
     if num_workers:
         check_shared_memory(num_workers)
     order = epoch_order(len(dataset), seed, epoch) if order is None else order
@@ -111,6 +112,7 @@ def epoch_loader(
         batch_sampler=batches,
         collate_fn=collate_fn,
         num_workers=num_workers,
+        prefetch_factor=max(2, math.ceil(window / num_workers)) if num_workers else None,  # of each process
         pin_memory=torch.cuda.is_initialized(),  # if this process computes on a GPU
         generator=torch.Generator(),  # the loader draws a base seed: keep it off the global stream
         worker_init_fn=ignore_stop_signals,
@@ -124,4 +126,5 @@ def eval_loader(
     rank has equally many micro-batches, the last of which may be empty."""
     mine = rank_share(np.arange(len(dataset)), batch_size, this_rank(), world_size())
     batches = SkipBatchSampler(mine, batch_size, 0, steps_per_epoch(len(dataset), batch_size))
-    return DataLoader(cast(Dataset, dataset), batch_sampler=batches, collate_fn=collate_fn)
+    pin_memory = torch.cuda.is_initialized()
+    return DataLoader(cast(Dataset, dataset), batch_sampler=batches, collate_fn=collate_fn, pin_memory=pin_memory)

@@ -29,7 +29,7 @@ from trainer.components.device import (
     use_deterministic_kernels,
 )
 from trainer.components.failures import translated_failures
-from trainer.components.loaders import epoch_loader
+from trainer.components.loaders import epoch_loader, eval_loader
 
 
 @pytest.fixture
@@ -161,6 +161,7 @@ def test_memory_is_pinned_only_where_a_gpu_is_used(initialized, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     assert epoch_loader(range(4), 2, seed=1, epoch=0).pin_memory is initialized
+    assert eval_loader(range(4), 2).pin_memory is initialized
 
 
 def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
