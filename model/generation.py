@@ -25,6 +25,7 @@ from torch import Tensor
 
 from model.sampling import Draws, Sampling, TokenLogprob, exact_dtype, top_logprobs, uniform_numbers
 
+SLOTS = 128  # answers written at once on a CPU
 BURST = {"cpu": 1}  # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 
 
@@ -312,7 +313,8 @@ class Decoder:
         cache.rows, cache.index, cache.end = rows, (slots, positions), end
         hidden = ~inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         mask = torch.zeros_like(hidden, dtype=cache.keys.dtype).masked_fill_(hidden, -torch.inf)  # once for all layers
-        return inner(inner.embed_tokens(tokens), positions, mask, cache)[0]
+        embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)  # as in training: float32 between the products
+        return inner(embeds, positions, mask, cache)[0]
 
     def _uniform(self, answers: list[Answer], count: int) -> Tensor:
         """The numbers with which the next tokens are drawn [count, R, 1]."""
@@ -358,16 +360,29 @@ class Decoder:
         return answers
 
 
+def fitting_slots(model: Any, length: int) -> int:
+    """How many answers of `length` tokens fit in half of the free memory of a GPU; SLOTS on a CPU."""
+    weight, config = model.lm_head.weight, model.config
+    if weight.device.type != "cuda":
+        return SLOTS
+    of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
+    of_logits = 16 * config.vocab_size  # logits, scaled logits, probabilities and one more, in float32
+    idle = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    free = torch.cuda.mem_get_info(weight.device)[0] + idle
+    return max(1, free // 2 // (of_token * length + of_logits))
+
+
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sequence[Sampling]],
     max_new_tokens: int | Sequence[int],
     end_ids: Collection[int],
-    slots: int = 64,
+    slots: int = 0,
     with_logprobs: bool = False,
 ) -> list[list[Answer]]:
-    """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a time.
+    """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a time (0: as
+    many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one prompt).
 
     max_new_tokens: of every answer, or of those of each prompt.
 
@@ -376,7 +391,7 @@ def generate(
     """
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
-    slots = min(slots, sum(map(len, samplings)))
+    slots = min(slots or max(fitting_slots(model, length), *map(len, samplings), 1), sum(map(len, samplings)))
     decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
     burst = BURST.get(decoder.device.type, 8)
     groups: list[list[Answer]] = []

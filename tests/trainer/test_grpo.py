@@ -62,6 +62,22 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path, loss_type):
         assert_close_figures(tmp_path / "1x8", tmp_path / other, "grpo_32")
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1}])
+def test_sharded_weights_change_nothing(prompts, tmp_path, settings):
+    """The completions, of whole weights, and the updates are those of DDP; a killed run ends with the same bits."""
+    settings = settings | {"batch_size": 2, "accumulation_steps": 2, "beta": 0.05}
+    run("grpo", grpo_flags(prompts, tmp_path / "ddp", **settings), ranks=2)
+    sharded = settings | {"parallel": "fsdp"}
+    run("grpo", grpo_flags(prompts, tmp_path / "fsdp", **sharded), ranks=2)
+    name = "grpo_32_moe" if "use_moe" in settings else "grpo_32"
+    assert_close_figures(tmp_path / "ddp", tmp_path / "fsdp", name)
+    again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **sharded)
+    stopped = Faults(signals={5: signal.SIGTERM})
+    run("grpo", again, stopped, ranks=2, status=128 + signal.SIGTERM)
+    run("grpo", again, ranks=2)
+    assert_same_run(tmp_path / "fsdp", tmp_path / "killed", name)
+
+
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     """The rest of that rollout's updates are made of new completions."""
     assert_goes_on_with_another_grouping("grpo", prompts, tmp_path, "grpo_32", (2, 1, 2), (4, 1, 1), num_generations=4)
@@ -72,7 +88,6 @@ def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     [
         ({"epsilon": 0.1}, "error: --epsilon has no effect with one update per rollout"),
         ({"packing": 1}, "error: --packing 1 has no effect"),
-        ({"parallel": "fsdp"}, "error: --parallel fsdp: completions are sampled from whole weights"),
         ({"batch_size": 40}, "error: --data_path holds 24 prompts, and an update takes 40"),
         ({"reward": "exact_answer"}, r"rl.jsonl:\d+: reward exact_answer failed \(ValueError: .*no reference answer"),
     ],

@@ -188,6 +188,32 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
     return nullcontext() if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
+def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model for decoding: a copy with whole weights where it is sharded (a collective), with matrices in `dtype`
+    where that is not float32, vectors as they are; else itself. The copy shares its buffers."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if dtype == torch.float32 and not is_sharded(model):
+        return model
+    own_class = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    with torch.device("meta"):
+        whole = own_class(model.config).eval()
+    tensors: dict[Tensor, nn.Parameter] = {}  # tied ones are there once
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if value not in tensors:
+            full = full_tensor(value.detach())
+            tensors[value] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
+        _replace(whole, name, tensors[value])
+    for name, value in model.named_buffers():
+        _replace(whole, name, value)
+    return whole
+
+
+def _replace(model: nn.Module, name: str, value: Tensor) -> None:
+    module, _, own_name = name.rpartition(".")
+    setattr(model.get_submodule(module), own_name, value)
+
+
 def full_tensor(value: Tensor) -> Tensor:
     """A tensor with the shards of all ranks; a collective if it is sharded."""
     from torch.distributed.tensor import DTensor

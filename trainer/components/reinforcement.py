@@ -10,7 +10,7 @@ from common.settings import ROOT, StageArgs, setting
 from model.sampling import COLDEST
 from trainer.components.environments import Environment
 from trainer.components.language_model import frozen_model
-from trainer.components.parallel import unwrap
+from trainer.components.parallel import is_sharded, unwrap, whole_model, wrap_model
 from trainer.components.resume import files_fingerprint
 from trainer.components.rewards import load_rewards, reward_model, reward_parts
 from trainer.components.rollouts import Rollouts
@@ -76,8 +76,8 @@ class RolloutArgs(StageArgs):
         for name in ("packing", "use_compile"):
             if getattr(self, name) is True:
                 wrong.append(f"--{name} 1 has no effect on completions, which are sampled; leave it out")
-        if self.parallel != "ddp":
-            wrong.append(f"--parallel {self.parallel}: completions are sampled from whole weights; leave it out")
+        if self.parallel != "ddp" and getattr(self, "num_generations", 0) == 1:  # PPO
+            wrong.append(f"--parallel {self.parallel}: policy and critic compute alone in rollouts; leave it out")
         return wrong
 
 
@@ -112,7 +112,11 @@ def add_rollouts(
     writer = TrajectoryWriter(tokenizer, environment=environment, **sampling, **limits)
     rollouts = kind(args, lm_config, writer, rewards)
     if args.beta:
-        policy = cast("MiniMindForCausalLM", rollouts.policy(unwrap(state.model)))
-        rollouts.reference = frozen_model(copy.deepcopy(policy), state.device)
+        policy = rollouts.policy(unwrap(state.model))
+        if is_sharded(policy):
+            reference = wrap_model(whole_model(policy), state.device, args.parallel, autocast=state.autocast)
+        else:
+            reference = copy.deepcopy(policy)
+        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
     state.hooks.append(rollouts)
     state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out

@@ -11,6 +11,7 @@ softmax(logits / temperature), which is also what is trained.
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import gather, reduce_sum, this_rank, world_size
 from trainer.components.language_model import flat_size, target_log_probs, to_device
 from trainer.components.meter import Size
-from trainer.components.parallel import unwrap
+from trainer.components.parallel import unwrap, whole_model
 from trainer.components.policy_loss import TOKEN_LEVEL, group_advantages
 from trainer.components.rewards import Reward, compute
 from trainer.components.state import Batch, Hooks, TrainState
@@ -80,7 +81,7 @@ class Rollouts(Hooks):
         model.eval()
         self.samples = []
         self.fresh.clear()
-        batches = self._complete([self._roll_out(state, batch["prompts"]) for batch in window])
+        batches = self._complete(self._roll_out(state, [batch["prompts"] for batch in window]))
         model.train()
         if self.args.num_iterations > 1:
             self.kept = batches
@@ -130,11 +131,12 @@ class Rollouts(Hooks):
 
     # ---- a rollout
 
-    def _roll_out(self, state: TrainState, prompts: list[RolloutPrompt]) -> Batch:
-        """The flat batch of the trajectories of these prompts."""
-        model, update = unwrap(state.model), state.update
+    def _roll_out(self, state: TrainState, window: list[list[RolloutPrompt]]) -> list[Batch]:
+        """The flat batch of the trajectories of each micro-batch of prompts; all are written in one go."""
+        model = unwrap(state.model)
         begin = time.perf_counter()
-        written = self.writer.write(self.policy(model), prompts, update)
+        with state.autocast:
+            written = self._write(self.writer, model, list(chain.from_iterable(window)), state.update)
         middle = time.perf_counter()
         judged = [self._judge(each) for each in written]
         rewards = torch.tensor([each["reward"] for each in judged], dtype=torch.float64).view(-1, self.writer.group)
@@ -142,8 +144,20 @@ class Rollouts(Hooks):
         self.fresh["reward_seconds"] += time.perf_counter() - middle
         self.fresh["rollouts"] += 1
         self._count(written, judged, rewards)
+        rest, parts = iter(written), rewards.split([len(prompts) for prompts in window])
         with torch.no_grad(), state.autocast:
-            return self._learnable(model, written, rewards, state.device)
+            return [self._learnable(model, list(islice(rest, own.numel())), own, state.device) for own in parts]
+
+    def _write(
+        self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
+    ) -> list[Trajectory]:
+        """What the policy writes, with whole weights and on a GPU with matrices in autocast's dtype: of a copy, which
+        is freed behind it. A collective if the model is sharded."""
+        policy = self.policy(model)
+        device = next(policy.parameters()).device.type
+        is_half = device == "cuda" and torch.is_autocast_enabled(device)
+        whole = whole_model(policy, torch.get_autocast_dtype(device) if is_half else torch.float32)
+        return writer.write(whole, prompts, update)
 
     def policy(self, model: nn.Module) -> nn.Module:
         """The part of the model that writes."""
@@ -231,8 +245,8 @@ class Rollouts(Hooks):
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`, minus the
         weighted one."""
-        writer, prompts = replace(self.writer, group=1, temperature=0.0), batch["prompts"]
-        judged = [self._judge(each) for each in writer.write(self.policy(model), prompts, 0)] if prompts else []
+        writer = replace(self.writer, group=1, temperature=0.0)
+        judged = [self._judge(each) for each in self._write(writer, model, batch["prompts"], 0)]
         names = ("reward", *self.of_rewards) if len(self.rewards) > 1 else ("reward",)
         figures = {name: sum(each[name] for each in judged) for name in names}
         figures["loss"] = -figures["reward"]

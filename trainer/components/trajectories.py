@@ -24,8 +24,6 @@ from trainer.components.environments import Call, Environment, checked_replies
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SLOTS = 128  # completions written at once
-
 
 @dataclass
 class Trajectory:
@@ -86,10 +84,10 @@ class TrajectoryWriter:
         trajectories = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
         active = trajectories
         for turn in range(self.max_turns):
-            self._write_turn(model, active, update, turn)
-            active = [each for each in active if self._reply(each, is_last=turn == self.max_turns - 1)]
             if not active:
                 break
+            self._write_turn(model, active, update, turn)
+            active = [each for each in active if self._reply(each, is_last=turn == self.max_turns - 1)]
         return trajectories
 
     def _begin(self, prompt: RolloutPrompt, number: int) -> Trajectory:
@@ -111,9 +109,9 @@ class TrajectoryWriter:
 
         samplings = [[sampling(each) for each in group] for group in groups.values()]
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
-        slots = max(SLOTS, *map(len, groups.values()))
-        with torch.autocast(model.lm_head.weight.device.type, enabled=False):  # the cache holds the weights' own dtype
-            answers = generate(model, list(groups), samplings, room, [self.end_id], slots, True)
+        weight = model.lm_head.weight  # its dtype is that of the cache
+        with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):
+            answers = generate(model, list(groups), samplings, room, [self.end_id], with_logprobs=True)
         for group, written in zip(groups.values(), answers, strict=True):
             for each, answer in zip(group, written, strict=True):
                 each.tokens += answer.tokens

@@ -1,10 +1,12 @@
 """Trajectories with tools: what an agent's turns and the replies between them become, and what ends them."""
 
 import pytest
+import torch
 
 from common.errors import UserError
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
+from model import generation
 from model.generation import Answer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -36,7 +38,7 @@ def written(monkeypatch, tokenizer):
     def script(*turns: str, finish: str = "stop") -> list:
         asked, answers = [], iter(turns)
 
-        def generate(model, contexts, samplings, max_new_tokens, *_):
+        def generate(model, contexts, samplings, max_new_tokens, *_, **options):
             asked.append((contexts, samplings, max_new_tokens))
             found = []
             for of_context in samplings:
@@ -58,9 +60,7 @@ class Head:
     """Stands for a model."""
 
     class lm_head:
-        class weight:
-            class device:
-                type = "cpu"
+        weight = torch.zeros(1)
 
 
 def agent(tokenizer, prompts, **options) -> TrajectoryWriter:
@@ -112,7 +112,7 @@ def test_turns_and_tokens_are_bounded(tokenizer, prompts, written, settings, tur
 
 
 def test_a_group_may_be_larger_than_what_is_written_at_once(tokenizer, prompts, monkeypatch):
-    monkeypatch.setattr(trajectories, "SLOTS", 2)
+    monkeypatch.setattr(generation, "SLOTS", 2)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(tokenizer))).eval()
     found = TrajectoryWriter(tokenizer, 5, 1.0, 4, seed=1).write(model, [prompts[0], prompts[1]], 0)
     assert [(each.prompt.sample_id, each.number) for each in found] == [(i, n) for i in (0, 1) for n in range(5)]
