@@ -1,7 +1,10 @@
 """Batched decoding against transformers' own generate, and against itself in any other company."""
 
+import math
 import random
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +199,21 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="room for 0"):
         decoder.add([5], [GREEDY], 1)
     assert {answer.finish for answer in decoder.step()} == {"length"}
+
+
+def test_the_memory_of_a_gpu_says_how_many_answers_are_written_at_once(monkeypatch):
+    """Half of what is free, with what torch has reserved and does not use."""
+    model = build("dense")
+    config = model.config
+    assert generation.fitting_slots(model, 100) == generation.SLOTS
+    shape = (2, config.num_hidden_layers, config.num_key_value_heads, 100, config.head_dim)
+    row = 2 * math.prod(shape) + 4 * 4 * config.vocab_size  # bytes of bfloat16 keys and values, float32 logits
+    weight = SimpleNamespace(device=torch.device("cuda", 0), element_size=lambda: 2)
+    gpu: Any = SimpleNamespace(lm_head=SimpleNamespace(weight=weight), config=config)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * row, 99 * row))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * row)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * row)
+    assert generation.fitting_slots(gpu, 100) == 8
 
 
 def test_clear_makes_room_and_forgets_what_a_broken_step_left_behind():

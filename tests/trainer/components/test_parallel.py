@@ -15,14 +15,24 @@ from torch.utils._pytree import tree_leaves
 from common.errors import UserError
 from common.settings import StageArgs
 from model import feed_forward
+from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import Sampling
 from tests.stage_process import context
 from trainer.components import parallel as wrapping
 from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import init_distributed_mode, leave_process_group
 from trainer.components.model_files import half_state_dict, save_weights
 from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import build_device, full_tensor, is_sharded, transformer_layers, unwrap, wrap_model
+from trainer.components.parallel import (
+    build_device,
+    full_tensor,
+    is_sharded,
+    transformer_layers,
+    unwrap,
+    whole_model,
+    wrap_model,
+)
 from trainer.components.state import TrainState
 from trainer.loop import evaluate, train_update, update_size
 from trainer.trainer_utils import init_model, next_token_loss
@@ -258,6 +268,34 @@ def test_activations_computed_again_are_the_same_bits(use_moe, dtype):
         assert len(calls) == 2 * (1 + again)
     for one, other in zip(found[:2], found[2:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
+    """Its matrices are cast once; it is itself where nothing has to be cast. Log-probabilities are those of the flat
+    forward under autocast, up to the rounding of embeddings."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, num_experts=2))
+    model = model.eval().requires_grad_(False)
+    assert whole_model(model) is model
+    before = torch.get_rng_state()
+    half = whole_model(model, torch.bfloat16)
+    assert torch.equal(before, torch.get_rng_state()) and not half.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {(p.ndim > 1, p.dtype) for p in half.parameters()} == {(True, torch.bfloat16), (False, torch.float32)}
+    assert half.lm_head.weight is half.model.embed_tokens.weight
+    assert all(one is other for one, other in zip(model.buffers(), half.buffers(), strict=True))
+    prompts, samplings = [[5, 6, 7], [8] * 20], [[Sampling(1.0, seed=1), Sampling(1.0, seed=2)]] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        groups = generate(half, prompts, samplings, 12, [2], with_logprobs=True)
+        for prompt, group in zip(prompts, groups, strict=True):
+            for answer in group:
+                tokens = torch.tensor(prompt + answer.tokens)
+                spans = {"cu_seqlens": torch.tensor([0, len(tokens)], dtype=torch.int32), "max_seqlen": len(tokens)}
+                out = model(input_ids=tokens, position_ids=torch.arange(len(tokens)), **spans)
+                logits = out.logits[len(prompt) - 1 : -1].float()
+                expected = logits.log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=0.02, rtol=0)
 
 
 def test_what_does_not_go_together_is_refused():
