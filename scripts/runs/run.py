@@ -50,19 +50,27 @@ class Run:
 
     def add(self, record: dict[str, Any] | None) -> None:
         """Take a record; one without a number on each of AXES is damaged."""
-        if record is None or any(math.isnan(finite_number(record.get(axis))) for axis in AXES):
+        fields = (record or {}).items()
+        numbers = {name: number for name, value in fields if not math.isnan(number := finite_number(value))}
+        if record is None or not numbers.keys() >= {*AXES}:
             self.damaged += 1
             return
-        update, lists = record["update"], {name: each for name, each in record.items() if isinstance(each, list)}
-        numbers = {name: finite_number(value) for name, value in record.items() if name not in lists}
-        latest = numbers | {"loss": numbers.get("mean_loss", numbers.get("loss", math.nan))}
+        update, lists = record["update"], {name: value for name, value in fields if type(value) is list}
+        latest = numbers | {"loss": numbers.get("mean_loss" if "mean_loss" in record else "loss", math.nan)}
         self.figures |= {name: latest[name] for name in LATEST if not math.isnan(latest.get(name, math.nan))}
-        if latest.get("eval_loss", math.nan) < self.figures.get("best_eval_loss", math.inf):
-            self.figures |= {"best_eval_loss": latest["eval_loss"], "best_update": update}
-        numbers |= {f"expert_load.{i}": finite_number(share) for i, share in enumerate(lists.get("expert_load", ()))}
+        if numbers.get("eval_loss", math.inf) < self.figures.get("best_eval_loss", math.inf):
+            self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": update}
+        if any(name in record and name not in numbers for name in ("loss", "mean_loss")):
+            numbers["not_finite"] = 1.0
+        if lists:
+            self.add_lists(update, numbers, lists)
+        self.records.append(numbers)
+
+    def add_lists(self, update: int, numbers: dict[str, float], lists: dict[str, list]) -> None:
+        """Take the lists of a record: skipped updates and loads of experts as numbers, warnings, samples."""
+        loads = {f"expert_load.{i}": finite_number(share) for i, share in enumerate(lists.get("expert_load", ()))}
+        numbers |= {name: share for name, share in loads.items() if not math.isnan(share)}
         numbers |= {"skipped": float(len(lists["skipped"]))} if "skipped" in lists else {}
-        lost = any(math.isnan(numbers.get(name, 0.0)) for name in ("loss", "mean_loss"))
-        self.records.append(numbers | ({"not_finite": 1.0} if lost else {}))
         self.warnings = [*self.warnings, *((update, _text(each)) for each in lists.get("warnings", ()))][:WARNINGS]
         found = [each for each in lists.get("samples", ())[:PROMPTS] if isinstance(each, dict) and "prompt" in each]
         if any("reward" in sample for sample in found):  # of a rollout, each of which has other prompts
@@ -89,8 +97,6 @@ class Run:
             is_last = name in (*AXES, "seconds_left")
             values += [values[-1] if is_last else math.nan] * (-len(values) % stride)
             groups = np.ma.masked_invalid(np.reshape(values, (-1, stride)))  # [points, stride]
-            if not groups.count():
-                continue
             thinned = groups.sum(axis=1) if name in COUNTED else groups.mean(axis=1)
             columns[name] = groups[:, -1].tolist() if is_last else _short(thinned)
             if name in SPREAD and stride > 1:
