@@ -232,8 +232,6 @@ class StageArgs(
                 wrong.append(f"--{name} auto: the rules are those of pretraining and SFT; give a number")
         if per_token > experts:
             wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
-        if self.use_compile is True and self.parallel != "ddp":
-            wrong.append(f"--use_compile 1 does not go with --parallel {self.parallel}; leave one of them out")
         return wrong
 
 

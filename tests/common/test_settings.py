@@ -361,13 +361,19 @@ def test_all_impossible_settings_are_told_at_once():
 
 
 def test_all_contradictions_are_told_at_once():
-    line = "--save_weight a/b --use_compile --parallel fsdp --optimizer muon"
+    line = "--save_weight a/b --log_file a --log_dir b --resume_from c --from_resume"
     line = told(StageArgs, *line.split())
     assert line.split("; --") == [
         "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
-        "use_compile 1 does not go with --parallel fsdp; leave one of them out",
+        "log_file and --log_dir both name the log file; leave one of them out",
+        "resume_from names the checkpoint to continue from; leave --from_resume 1 out",
     ]
-    for fine in ("--use_compile", "--parallel fsdp", "--optimizer muon", "--use_compile --optimizer muon"):
+    for fine in (
+        "--use_compile",
+        "--parallel fsdp",
+        "--optimizer muon",
+        "--use_compile --parallel fsdp --optimizer muon",
+    ):
         parse_args(StageArgs, "", fine.split())
 
 

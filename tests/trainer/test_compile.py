@@ -1,11 +1,20 @@
 """torch.compile on flat batches: each layer is compiled once, for all layers and sizes of batches."""
 
+import os
+import socket
+from functools import partialmethod
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.nn.utils import clip_grad_norm_
 
+from model import attention
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.components.parallel import transformer_layers, wrap_model
+from tests.stage_process import context
+from trainer.components.distributed import init_distributed_mode, leave_process_group
+from trainer.components.parallel import full_tensor, transformer_layers, unwrap, wrap_model
 
 LARGE, MIDDLE, SMALL = 1300, 800, 300  # tokens; inductor has kernels of their own for up to 512 and 1,024 rows
 
@@ -23,15 +32,17 @@ def flat_batch(tokens: int, samples: int) -> dict:
 
 def train(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     """Loss of a forward and backward pass."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=model.config.use_moe):  # where the grouped product compiles
+    with torch.autocast(
+        "cpu", torch.bfloat16, enabled=unwrap(model).config.use_moe
+    ):  # where the grouped product compiles
         out = model(**batch)
     (out.loss + out.aux_loss).backward()
     return out.loss.detach()
 
 
-def model_of(use_moe: bool, layers: int = 2) -> torch.nn.Module:
+def model_of(use_moe: bool, layers: int = 2, width: int = 64) -> torch.nn.Module:
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100}
+    shape = {"hidden_size": width, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100}
     return MiniMindForCausalLM(MiniMindConfig(**shape, num_hidden_layers=layers, use_moe=use_moe)).train()
 
 
@@ -84,3 +95,73 @@ def test_experts_in_float32_compile_around_what_does_not():
         out.loss.backward()
         losses.append(out.loss.detach())
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-3)
+
+
+# --- several ranks
+
+IDS = dict.fromkeys(("input_ids", "position_ids", "target_index", "targets"), torch.zeros(0, dtype=torch.int64))
+EMPTY = IDS | {"cu_seqlens": torch.zeros(1, dtype=torch.int32), "max_seqlen": 0}
+CASES = [(parallel, use_moe) for parallel in ("ddp", "fsdp") for use_moe in (False, True)]
+WIDE = 256  # then a layer is larger than DDP's first bucket, at whose border it would be cut
+
+
+def of_itself(q, k, v, spans) -> torch.Tensor:
+    """In place of the attention on a CPU, which reads the lengths, so that a graph breaks there."""
+    k, v = (attention.repeat_heads(x, q.shape[1]) for x in (k, v))
+    return (v + 0.1 * q * k).to(v.dtype)
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    """Notes the number of graphs after each batch, and the losses and gradients beside those of a plain model."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    init_distributed_mode()
+    attention.attention_by_sample = of_itself
+    compile_in_place, found = torch.nn.Module.compile, {}
+    for parallel, use_moe in CASES:
+        torch.compiler.reset()
+        counter = CompileCounter()
+        torch.nn.Module.compile = partialmethod(compile_in_place, backend=counter)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=use_moe)
+        pair = [
+            wrap_model(model_of(use_moe, width=WIDE), torch.device("cpu"), parallel, switch, False, autocast)
+            for switch in (True, False)
+        ]
+        torch.manual_seed(1 + rank)
+        graphs, results = [], []
+        for batch in (EMPTY, flat_batch(300, 3), flat_batch(70, 1), EMPTY, flat_batch(400, 9), flat_batch(129, 2)):
+            for model in pair:
+                model.zero_grad()
+                loss = train(model, batch)
+                results += [(float(loss), float(full_tensor(clip_grad_norm_(model.parameters(), 1e9))))]
+            graphs.append(counter.frame_count)
+        found[parallel, use_moe] = graphs, results
+    torch.save(found, f"{folder}/{rank}")
+    leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(150)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [torch.load(folder / str(rank)) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("parallel", "use_moe"), CASES)
+def test_ranks_compile_one_graph(ranks, parallel, use_moe):
+    """For all layers and sizes of batches; none for an empty one, with which epochs begin under DDP."""
+    for found in ranks:
+        graphs, results = found[parallel, use_moe]
+        assert graphs == [0, 1, 1, 1, 1, 1]
+        for compiled, plain in zip(results[::2], results[1::2], strict=True):
+            assert compiled == pytest.approx(plain, rel=1e-3 if use_moe else 1e-5, abs=1e-6)
+        assert [norm > 0 for _, norm in results[::2]] == [False, True, True, False, True, True]

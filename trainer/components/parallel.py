@@ -7,6 +7,7 @@ the checkpoints.
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,13 +51,12 @@ def wrap_model(
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError("--activation_checkpointing 1: this task's model has no layers that can be recomputed")
         cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
+    if use_compile is True:
+        compile_layers(model)
     if parallel != "ddp" and dist.is_initialized():
         dtype = autocast_dtype(autocast or nullcontext(), device)
         return _shard(model, device, _mesh(device.type, parallel), dtype)
     model = model.to(device)
-    if use_compile is True:
-        for layer in transformer_layers(model) or [model]:  # all layers share what is compiled for the first
-            layer.compile(dynamic=True)
     if not dist.is_initialized():
         return model
     ids = [device.index] if device.type == "cuda" else None
@@ -87,12 +87,11 @@ def _mesh(device_type: str, parallel: str) -> DeviceMesh:
 
 
 def _shard(model: nn.Module, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """Each layer is gathered while it computes; embedding, norm and head stay gathered in between.
+    """Each layer's matrices are gathered while it computes; embedding, head and norms stay gathered in between.
 
     Autocast would cast each gathered matrix and keep the copy until the backward pass. So the layers' matrices are
-    gathered in `dtype`, which also halves what is sent; gradients are summed in float32. The shards, everything that
-    autocast leaves in float32 (the layers' norms), and what lies outside the layers stay float32: the arithmetic is
-    that of DDP.
+    gathered in `dtype`, which also halves what is sent; gradients are summed in float32. The shards, and everything
+    that autocast leaves in float32 (the layers' norms), stay float32: the arithmetic is that of DDP.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -100,11 +99,11 @@ def _shard(model: nn.Module, device: torch.device, mesh: DeviceMesh, dtype: torc
     is_partly_empty = any(gather(any(value.is_meta for value in whole.values())))
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else half
-    for layer in transformer_layers(model):
-        if dtype != torch.float32 and (norms := _modules_of_vectors(layer)):
-            fully_shard(norms, mesh=mesh)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)  # in place
+    layers = transformer_layers(model)
+    matrices = {p for layer in layers for p in layer.parameters() if p.ndim > 1}
+    fully_shard(model, mesh=mesh, ignored_params=matrices)  # in place
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=set(layer.parameters()) - matrices)
     if is_partly_empty:
         _fill_from_first_rank(model, whole, device)
     return model
@@ -136,10 +135,22 @@ def build_device(args: StageArgs) -> torch.device:
     return torch.device("cpu" if args.parallel == "ddp" or this_rank() == 0 else "meta")
 
 
-def _modules_of_vectors(layer: nn.Module) -> list[nn.Module]:
-    """The modules in a layer whose own parameters are all vectors: its norms."""
-    own = {module: list(module.parameters(recurse=False)) for module in layer.modules()}
-    return [module for module, parameters in own.items() if parameters and all(p.ndim < 2 for p in parameters)]
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer in place, also one that is sharded afterwards; all share what is compiled for the first.
+
+    An empty micro-batch runs as it is, since it would be compiled for itself: epochs begin with one under DDP."""
+    from torch._dynamo import config
+
+    config.optimize_ddp = False  # or DDP's buckets would cut the graph of a layer
+    for layer in (layers := transformer_layers(model)) or [model]:
+        layer.compile(dynamic=True)
+        if layers:
+            layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
+
+
+def _call(compiled: Any, plain: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
+    """A layer's call with hidden states x."""
+    return (compiled if x.numel() else plain)(x, *rest, **options)
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:

@@ -611,8 +611,8 @@ LOG_FILES = "--log_file and --log_dir both name the log file; leave one of them 
 IMPOSSIBLE = {
     "--use_moe --top_k 5": "--num_experts_per_tok 5 must be --num_experts 4 or less",
     "--save_weight a/b": "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
-    "--use_compile --parallel fsdp": "--use_compile 1 does not go with --parallel fsdp; leave one of them out",
-    "--task= --use_moe --log_file a --top_k 9 --log_dir b": (
+    "--log_file a --log_dir b": LOG_FILES,
+    "--task= --use_moe --top_k 9 --log_file a --log_dir b": (
         f"{LOG_FILES}; --num_experts_per_tok 9 must be --num_experts 4 or less; --task is missing: give the name of a "
         "task, or package.module:ClassName for one of your own"
     ),
