@@ -42,6 +42,7 @@ def test_held_out_loss_is_the_trainers(kind, name, model, corpus):
     state = SimpleNamespace(
         model=model, stop=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
         size=lambda batch: flat_size(batch, model.config), eval_fn=held_out_loss, args=None,
+        losses=torch.zeros(2, dtype=torch.float64),
     )  # fmt: skip
     expected = evaluate(state, loader)
     model.eval()
