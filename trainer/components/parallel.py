@@ -193,9 +193,12 @@ def is_replicated(model: nn.Module) -> bool:
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
-    """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an update."""
+    """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an update.
+    With hsdp those of a machine always do, so that none holds the gradients whole; the machines after the last one."""
     if is_sharded(model):
-        cast(Any, model).set_requires_gradient_sync(enabled)
+        sharded = cast(Any, model)
+        is_one_row = next(sharded.parameters()).device_mesh.ndim == 1
+        (sharded.set_requires_gradient_sync if is_one_row else sharded.set_requires_all_reduce)(enabled)
     return nullcontext() if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
