@@ -273,11 +273,7 @@ class Setting:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def parse(self, value: Any) -> Any:
-        """A value of this setting, from text or from YAML.
-
-        Raises:
-            ValueError: with what it must be.
-        """
+        """A value of this setting, from text or from YAML. Raises ValueError with what it must be."""
         if type(None) in get_args(self.kind) and (value is None or str(value).lower() in ("", "none", "null")):
             return None
         if self.auto and value == "auto":

@@ -235,12 +235,9 @@ def finish_update(state: TrainState, wandb=None) -> None:
 
 
 def report(state: TrainState, wandb=None) -> dict[str, Any]:
-    """Complete the pending record and return it: evaluate if due, keep the best weights, log.
-
-    Raises:
-        Interrupted: a signal came during the evaluation. The checkpoint just written holds the record, and the resumed
-            run evaluates again.
-    """
+    """Complete the pending record and return it: evaluate if due, keep the best weights, log. Raises Interrupted if a
+    signal came during the evaluation. The checkpoint just written holds the record, and the resumed run evaluates
+    again."""
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
         run = partial(evaluate, state, state.eval_loader)

@@ -55,11 +55,8 @@ def open_datasets(
 ) -> tuple[StageDataset, StageDataset | None]:
     """The training and held-out (or None) data of a stage, tokenised first where no cache is there.
 
-    No process group may exist yet: tokenising a large corpus takes longer than a collective waits.
-
-    Raises:
-        UserError: data are missing or bad, or there are fewer samples than ranks.
-    """
+    No process group may exist yet: tokenising a large corpus takes longer than a collective waits. Raises UserError if
+    data are missing or bad, or there are fewer samples than ranks."""
     check_data_paths(args)
     options = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")}
 

@@ -143,12 +143,8 @@ def tokenizer_folder(path: Path) -> Path:
 
 
 def read_description(path: Path) -> Description | None:
-    """What a weights file says of itself; None if it comes from elsewhere.
-
-    Raises:
-        UserError: it comes from elsewhere, but a description of other weights lies beside it.
-        one of UNREADABLE: it is damaged.
-    """
+    """What a weights file says of itself; None if it comes from elsewhere. Raises UserError if it comes from elsewhere,
+    but a description of other weights lies beside it, and one of UNREADABLE if it is damaged."""
     if comment := checkpoint.comment_of(path):
         return json.loads(comment)
     beside = path.with_suffix(".json")
@@ -173,11 +169,8 @@ def described_config(path: Path) -> "MiniMindConfig | None":
 
 
 def config_from(fields: dict[str, Any], path: Path) -> "MiniMindConfig":
-    """The config with these fields, which were read from `path`.
-
-    Raises:
-        UserError: it has a field that the present code does not know, and so would leave out of its arithmetic.
-    """
+    """The config with these fields, which were read from `path`. Raises UserError if it has a field that the present
+    code does not know, and so would leave out of its arithmetic."""
     from model.model_minimind import MiniMindConfig
 
     unknown = [name for name, value in fields.items() if name not in MiniMindConfig.__annotations__ and value]
@@ -193,12 +186,8 @@ def read_model(
     """The tensors of a model under MiniMind's names, and its config.
 
     path: a weights file, a checkpoint (a file, or the folder of a sharded run) or a Hugging Face folder.
-    experts_per_token: of a mixture of experts from elsewhere, whose file does not say it.
-    asked: settings of the shape that it must have.
-
-    Raises:
-        UserError: it is not there, damaged, holds no such model, or contradicts `asked`.
-    """
+    experts_per_token: of a mixture of experts from elsewhere, whose file does not say it. asked: settings of the shape
+    that it must have. Raises UserError if it is not there, damaged, holds no such model, or contradicts `asked`."""
     if is_hugging_face(path):
         weights, config = read_folder(path)
     else:
@@ -246,11 +235,8 @@ def missing_weights(path: Path) -> UserError:
 
 
 def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
-    """The one file of these weights in `save_dir`, of whatever shape. asked: settings that it must have.
-
-    Raises:
-        UserError: there is none, none of this shape, or there are several.
-    """
+    """The one file of these weights in `save_dir`, of whatever shape. asked: settings that it must have. Raises
+    UserError if there is none, none of this shape, or there are several."""
     shapes = weight_files(save_dir, weight)
     if not shapes:
         raise missing_weights(Path(save_dir) / f"{weight}_*.pth")
@@ -272,22 +258,16 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
 
 
 def load_weights(model: nn.Module, path: Path) -> "MiniMindConfig":
-    """Load a file or folder of weights strictly, into the model's own dtype; returns their config.
-
-    Raises:
-        UserError: it is missing, holds no weights, or does not fit the model; the difference is named.
-    """
+    """Load a file or folder of weights strictly, into the model's own dtype; returns their config. Raises UserError if
+    it is missing, holds no weights, or does not fit the model; the difference is named."""
     weights, stored = read_model(path, getattr(getattr(model, "config", None), "num_experts_per_tok", None))
     fill(model, weights, path, stored)
     return stored
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor], path: Path, stored: "MiniMindConfig") -> None:
-    """Load weights that were read from `path`, with the config `stored`, into a model.
-
-    Raises:
-        UserError: they do not fit; the settings or the tensor that differ are named.
-    """
+    """Load weights that were read from `path`, with the config `stored`, into a model. Raises UserError if they do not
+    fit; the settings or the tensor that differ are named."""
     config = getattr(model, "config", None)
     differing = other_arithmetic(stored, config) if isinstance(config, type(stored)) else []
     given, expected = _shapes(weights), _shapes(model.state_dict())
