@@ -78,7 +78,7 @@ def read_file(path: Path) -> Any:
     """The content of a file of `torch.save`, checked against its digest; no code in it is executed.
 
     A file of another program, or of an early version of this one, has no digest: of such a file each record is checked
-    against its checksum. Raises one of UNREADABLE if the file is damaged, of another kind, or holds code, and UserError if
+    against its checksum. Raises one of UNREADABLE if the file is damaged, of another kind, or holds code, UserError if
     it is whole, but there is not enough memory for it."""
     with open(path, "rb") as file:
         length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
