@@ -252,9 +252,19 @@ def test_on_mps_the_host_reads_whether_to_skip(skip, monkeypatch):
     assert not hasattr(optimizer, "found_inf")
 
 
-def three_steps(parallel: str, use_moe: bool) -> dict[str, torch.Tensor]:
+def stacked_experts() -> torch.nn.Module:
+    """Three experts of a layer in two parameters; shards are whole experts."""
+    torch.manual_seed(0)
+    model, experts = torch.nn.Module(), torch.nn.Module()
+    model.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"experts": experts})])})
+    experts.gate_up_proj = torch.nn.Parameter(torch.randn(3, 2 * 24, 16))
+    experts.down_proj = torch.nn.Parameter(torch.randn(3, 16, 24))
+    return model
+
+
+def three_steps(parallel: str, kind: str) -> dict[str, torch.Tensor]:
     """Weights and momentum after three steps from gradients that all ranks share, the second of them undone."""
-    model = tiny(use_moe)
+    model = stacked_experts() if kind == "stacked" else tiny(kind == "moe")
     wrapped = wrap_model(model, torch.device("cpu"), parallel)
     optimizer = build_optimizer(unwrap(wrapped), 1e-3, 0.1, "muon")
     assert is_sharded(wrapped) == (parallel == "fsdp" and dist.is_initialized())
@@ -262,14 +272,14 @@ def three_steps(parallel: str, use_moe: bool) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         for p in model.parameters():
             whole = torch.randn(p.shape, generator=generator)
-            placed = isinstance(p, DTensor) and distribute_tensor(whole, p.device_mesh, p.placements)
-            p.grad = placed if placed is not False else whole
+            p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
         optimizer.muon.step(skip=torch.tensor(seed == 1))
     momentum = {str(i): each["momentum_buffer"] for i, each in optimizer.muon.state_dict()["state"].items()}
     return {name: full_tensor(value.detach()) for name, value in (model.state_dict() | momentum).items()}
 
 
-CASES = [(parallel, moe, native) for parallel in ("ddp", "fsdp") for moe in (0, 1) for native in (0, 1)]
+KINDS = ("dense", "moe", "stacked")
+CASES = [(parallel, kind, native) for parallel in ("ddp", "fsdp") for kind in KINDS for native in (False, True)]
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str) -> None:
@@ -279,11 +289,11 @@ def _rank(rank: int, ranks: int, port: int, folder: str) -> None:
     if ranks > 1:
         init_distributed_mode()
     optimizers.CPU_STACK = 2 * 32 * 32  # elements: more stacks than ranks, some with one matrix
-    for parallel, moe, native in CASES:
-        optimizers.native_bfloat16 = lambda device, native=native: bool(native)
+    for parallel, kind, native in CASES:
+        optimizers.native_bfloat16 = lambda device, native=native: native
         with patch.object(optimizers, "orthogonalized", wraps=optimizers.orthogonalized) as work:
-            found = three_steps(parallel, bool(moe))
-        torch.save((found, work.call_count), f"{folder}/{parallel}_{moe}_{native}_{rank}_of_{ranks}")
+            found = three_steps(parallel, kind)
+        torch.save((found, work.call_count), f"{folder}/{parallel}_{kind}_{native}_{rank}_of_{ranks}")
     if ranks > 1:
         leave_process_group()
 
@@ -308,13 +318,13 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("parallel, moe, native", CASES)
-def test_ranks_that_share_the_work_come_to_the_bits_of_one(shared, parallel, moe, native, ranks):
+@pytest.mark.parametrize("parallel, kind, native", CASES)
+def test_ranks_that_share_the_work_come_to_the_bits_of_one(shared, parallel, kind, native, ranks):
     """Copies and shards, of 32 rows on three ranks among others; in both precisions."""
-    alone, stacks = torch.load(shared / f"{parallel}_{moe}_{native}_0_of_1")
+    alone, stacks = torch.load(shared / f"{parallel}_{kind}_{native}_0_of_1")
     shares = []
     for rank in range(ranks):
-        found, share = torch.load(shared / f"{parallel}_{moe}_{native}_{rank}_of_{ranks}")
+        found, share = torch.load(shared / f"{parallel}_{kind}_{native}_{rank}_of_{ranks}")
         shares.append(share)
         assert found.keys() == alone.keys() and all(torch.equal(found[name], alone[name]) for name in alone)
     assert sum(shares) == stacks and max(shares) - min(shares) <= 3  # of three steps: each rank works
