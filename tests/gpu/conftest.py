@@ -3,18 +3,16 @@ where there is none, in a process of its own, and the results are written to a J
 test suite, they are made on the CPU.
 """
 
-import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from contextlib import suppress
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -183,16 +181,48 @@ def pytest_terminal_summary(terminalreporter, config):
 # --- what checks use -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpus(request) -> int:
-    """The number of GPUs to check; a check is left out where one has too little free memory."""
+def usable_gpus() -> int:
+    """The number of GPUs; the check is left out where one has too little free memory."""
     import torch
 
-    count = torch.cuda.device_count() if request.config.getoption("gpu_check", None) else 0
-    for number in range(count):
+    for number in range(torch.cuda.device_count()):
         if (free := torch.cuda.mem_get_info(number)[0]) < FREE_GPU:
             pytest.skip(f"needs {FREE_GPU / 1e9:.0f} GB of free GPU memory; GPU {number} has {free / 1e9:.1f}")
-    return count
+    return torch.cuda.device_count()
+
+
+def usable_ranks(gpus: int) -> int:
+    """How many processes a check of several has: one for each GPU, two on a CPU; it is left out where there cannot be
+    several."""
+    import torch
+
+    if gpus == 1:
+        pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
+    if any("MIG" in torch.cuda.get_device_name(number) for number in range(gpus)):
+        pytest.skip("NCCL does not connect the parts of a GPU that is divided (MIG)")
+    shm = os.statvfs("/dev/shm") if gpus and os.path.isdir("/dev/shm") else None
+    if shm and (free := shm.f_bavail * shm.f_frsize) < gpus * FREE_SHM:
+        needed = f"{gpus * FREE_SHM >> 20} MB in /dev/shm for NCCL; it has {free >> 20}"
+        pytest.skip(f"needs {needed} (docker run --shm-size 1g, or --ipc host)")
+    return gpus or 2
+
+
+def need_compiler(gpus: int) -> None:
+    """Leave a check out where layers cannot be compiled, or take minutes."""
+    from trainer.components.compiling import has_compiler
+
+    if not gpus:
+        pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
+    if not has_compiler("cuda"):
+        pytest.skip(
+            "needs Triton, a C compiler (apt install gcc, or CC) and Python's headers (apt install python3-dev)"
+        )
+
+
+@pytest.fixture
+def gpus(request) -> int:
+    """The number of GPUs to check."""
+    return usable_gpus() if request.config.getoption("gpu_check", None) else 0
 
 
 @pytest.fixture
@@ -205,38 +235,11 @@ def device(gpus):
 
 @pytest.fixture
 def ranks_to_check(gpus):
-    """A function that returns how many processes a check has: one for each GPU, two on a CPU; it leaves the check out
-    where there cannot be several."""
-
-    def count() -> int:
-        import torch
-
-        if gpus == 1:
-            pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
-        if any("MIG" in torch.cuda.get_device_name(number) for number in range(gpus)):
-            pytest.skip("NCCL does not connect the parts of a GPU that is divided (MIG)")
-        shm = os.statvfs("/dev/shm") if gpus and os.path.isdir("/dev/shm") else None
-        if shm and (free := shm.f_bavail * shm.f_frsize) < gpus * FREE_SHM:
-            needed = f"{gpus * FREE_SHM >> 20} MB in /dev/shm for NCCL; it has {free >> 20}"
-            pytest.skip(f"needs {needed} (docker run --shm-size 1g, or --ipc host)")
-        return gpus or 2
-
-    return count
+    """`usable_ranks`, to be called."""
+    return partial(usable_ranks, gpus)
 
 
 @pytest.fixture
 def needs_compiler(gpus):
-    """A function that leaves a check out where layers cannot be compiled, or take minutes."""
-
-    def check() -> None:
-        if not gpus:
-            pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
-        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-        if not compiler or not shutil.which(compiler):
-            pytest.skip("needs a C compiler for Triton (apt install gcc, or CC)")
-        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            pytest.skip("needs Python's headers for Triton (apt install python3-dev)")
-        if importlib.util.find_spec("triton") is None:
-            pytest.skip("needs triton, which torch's builds for CUDA on Linux bring")
-
-    return check
+    """`need_compiler`, to be called."""
+    return partial(need_compiler, gpus)

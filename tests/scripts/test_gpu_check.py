@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from tests.gpu import conftest as gpu_conftest
 from tests.gpu import parts, ranks, test_all_reduce, test_ranks, test_runs
 from tests.gpu import test_numbers as numbers
 from trainer import loop
+from trainer.components import compiling
 from trainer.components.device import mixed_precision
 
 CHECKS = """
@@ -114,6 +116,39 @@ def test_why_torch_sees_no_gpu(monkeypatch, tmp_path):
         gpu_conftest.Path("/dev").glob("nvidia[0-9]*")
     ):
         assert gpu_conftest.driver() == "no driver, 0000:01:00.0"
+
+
+LACKS = {
+    "needs 6 GB of free GPU memory; GPU 1 has 5.0": {"free": (9e9, 5e9)},
+    "needs 2 GPUs": {"free": (9e9,)},
+    "a GPU that is divided (MIG)": {"name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"},
+    "needs 128 MB in /dev/shm for NCCL; it has 64 (docker run --shm-size 1g": {"shm": 64 << 20},
+    "needs Triton, a C compiler": {"compiler": False},
+}
+
+
+@pytest.mark.parametrize("reason", LACKS)
+def test_what_a_machine_lacks_is_a_reason_to_leave_a_check_out(reason, monkeypatch):
+    there = {"free": (9e9, 9e9), "name": "NVIDIA H200", "shm": 1 << 30, "compiler": True}
+
+    def everything() -> int:
+        gpus = gpu_conftest.usable_gpus()
+        gpu_conftest.need_compiler(gpus)
+        return gpu_conftest.usable_ranks(gpus)
+
+    def pretend(free: tuple[float, ...], name: str, shm: int, compiler: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 1e11))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: name)
+        monkeypatch.setattr(gpu_conftest.os, "statvfs", lambda path: SimpleNamespace(f_bavail=shm, f_frsize=1))
+        monkeypatch.setattr(compiling, "has_compiler", lambda device: compiler)
+
+    pretend(**there)
+    assert everything() == 2
+    pretend(**there | LACKS[reason])
+    with pytest.raises(pytest.skip.Exception) as left_out:
+        everything()
+    assert reason in str(left_out.value)
 
 
 # --- the checks, with few updates ------------------------------------------------------------------------------------
