@@ -6,6 +6,7 @@ test suite, they are made on the CPU.
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,7 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"{name:20} {result:8} {seconds:6.1f} s  {told}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": about_machine(), "checks": checks}, indent=1, ensure_ascii=False)
+    text = text.replace(f" ({socket.gethostname()})", "")  # error lines name a rank's machine so
     Path(path).write_text(text, encoding="utf-8")
     terminalreporter.write_line(f"{path} holds it all, to send in")
 

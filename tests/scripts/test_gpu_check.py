@@ -25,7 +25,7 @@ from trainer.components import compiling
 from trainer.components.device import mixed_precision
 
 CHECKS = """
-import os, pathlib, signal, subprocess, sys, time
+import os, pathlib, signal, socket, subprocess, sys, time
 import pytest
 
 def test_fails(record_property):
@@ -39,6 +39,9 @@ def test_hangs():
 
 def test_crashes():
     os.kill(os.getpid(), signal.SIGKILL)
+
+def test_names_the_machine():
+    assert False, f"error: rank 1 ({socket.gethostname()}) ended"
 
 def test_is_left_out():
     pytest.skip("no such kernel")
@@ -78,6 +81,7 @@ def test_the_table_and_the_json(made):
     assert re.search(r"^fails +failed +[\d.]+ s  AssertionError: the losses.*; difference 3.0$", done.stdout, re.M)
     assert checks["fails"]["figures"] == {"difference": 3.0} and machine["torch"] == torch.__version__
     assert os.uname().nodename not in (folder / "new/found.json").read_text()
+    assert checks["names_the_machine"]["reason"].startswith("AssertionError: error: rank 1 ended")
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error(tmp_path):
