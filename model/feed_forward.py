@@ -3,6 +3,7 @@
 Shape legend: N all tokens, C hidden size, E experts, K experts per token, R rows of all experts.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -60,26 +61,6 @@ def can_join(x: Tensor, *layers: nn.Module) -> bool:
     return all(type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers)
 
 
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [gate, up] [..., 2 I] -> [..., I]; both gradients go to their place in one tensor."""
-
-    @staticmethod
-    def forward(ctx, both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        activated = F.silu(gate)
-        ctx.save_for_backward(both, activated)
-        return activated * up
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        (grad,), (both, activated) = grads, ctx.saved_tensors
-        of_both = torch.empty_like(both)
-        (gate, up), (of_gate, of_up) = both.chunk(2, dim=-1), of_both.chunk(2, dim=-1)
-        torch.mul(grad, activated, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
-        return of_both
-
-
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
@@ -93,8 +74,10 @@ class FeedForward(nn.Module):
         """x [..., C] -> [..., C]."""
         x = x.to(product_dtype(x))
         if can_join(x, self.gate_proj, self.up_proj):
-            return self.down_proj(SwiGLU.apply(JoinedLinear.apply(x, self.gate_proj.weight, self.up_proj.weight)))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            gate, up = JoinedLinear.apply(x, self.gate_proj.weight, self.up_proj.weight).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 def has_grouped_mm(x: Tensor) -> bool:
@@ -110,9 +93,26 @@ def group_size(rows: int, experts: int) -> int:
     return GROUP * (rows // (4 * GROUP * experts) + 1)
 
 
-def stacked(layers: list[nn.Linear]) -> Tensor:
-    """The weights [E, out, in] of E linear layers."""
-    return torch.stack([layer.weight for layer in layers])
+class Stacked(torch.autograd.Function):
+    """Matrices of one shape as one tensor [E, out, in]; without a copy where they lie so in memory."""
+
+    @staticmethod
+    def forward(ctx, *weights: Tensor) -> Tensor:
+        if not lie_together(weights):
+            return torch.stack(weights)
+        first = weights[0].detach()
+        return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return grads[0].unbind()
+
+
+def lie_together(weights: Sequence[Tensor]) -> bool:
+    """Whether matrices of one shape lie one behind the other in one storage."""
+    places = [(each.untyped_storage()._cdata, each.storage_offset(), each.is_contiguous()) for each in weights]
+    storage, begin, _ = places[0]
+    return places == [(storage, begin + i * weights[0].numel(), True) for i in range(len(weights))]
 
 
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, group: int) -> Tensor:
@@ -156,14 +156,17 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def grouped_with_adapters(x: Tensor, layers: list[nn.Linear], *groups) -> Tensor:
-    """`grouped_linear`, plus what the layers' adapters add where they have some; `groups`: its further arguments."""
-    out = grouped_linear(x, stacked(layers), *groups)
+    """`grouped_linear` by the layers of the experts, plus what their adapters add where they have some; `groups`: its
+    further arguments."""
+    weights = [layer.weight for layer in layers]
+    joined = torch.stack(weights) if torch.compiler.is_compiling() else cast(Tensor, Stacked.apply(*weights))
+    out = grouped_linear(x, joined, *groups)
     adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
     if not adapted:
         return out
     extra = -adapted[0].lora_A.out_features % RANK  # zeros
-    into = F.pad(stacked([layer.lora_A for layer in adapted]), (0, 0, 0, extra))  # [E, rank, in]
-    out_of = F.pad(stacked([layer.lora_B for layer in adapted]), (0, extra))  # [E, out, rank]
+    into = F.pad(torch.stack([layer.lora_A.weight for layer in adapted]), (0, 0, 0, extra))  # [E, rank, in]
+    out_of = F.pad(torch.stack([layer.lora_B.weight for layer in adapted]), (0, extra))  # [E, out, rank]
     low = grouped_linear(adapted[0].dropout(x), into, *groups)
     return out + grouped_linear(low, out_of, *groups) * adapted[0].scale
 
@@ -177,8 +180,24 @@ class MOEFeedForward(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         experts = [FeedForward(config, config.moe_intermediate_size) for _ in range(config.num_experts)]
         self.experts = nn.ModuleList(experts)
+        self.lay_together()
         self.tokens_per_expert: Tensor
         self.register_buffer("tokens_per_expert", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+
+    def lay_together(self) -> None:
+        """Put the experts' matrices into three tensors: gate and up [E, I, C], down [E, C, I]. Each matrix stays a
+        parameter of its own, so files, optimizers, adapters and shards do not notice."""
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            weights = [getattr(expert, name).weight for expert in self.experts]
+            if not lie_together(weights):
+                for weight, part in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
+                    weight.data = part
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if not any(hasattr(weight, "device_mesh") for weight in self.parameters()):  # shards lie where FSDP puts them
+            self.lay_together()  # to another device or dtype each went alone
+        return self
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N, K])."""

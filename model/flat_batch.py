@@ -2,7 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+PIECE = 2**27  # logits of a head at once: 0.5 GB in float32
 
 
 def pad_rows(rows: Tensor) -> int:
@@ -17,4 +20,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Te
     rows = 512 if logits.device.type == "cpu" else len(logits)
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     losses = [F.cross_entropy(x.float(), y, reduction=reduction) for x, y in pieces]
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+def head_cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """`cross_entropy` of the logits head(hidden [M, C]); if they are more than PIECE, in pieces that the backward pass
+    computes again, so that memory does not grow with the vocabulary times the targets."""
+
+    def of_piece(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(head(x), y, reduction)
+
+    rows = max(1, PIECE // head.out_features)
+    if len(hidden) <= rows:
+        return of_piece(hidden, targets)
+    pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
+    losses = [checkpoint(of_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)

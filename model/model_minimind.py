@@ -27,7 +27,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from common.errors import UserError
 from model.attention import flat_attention, has_varlen_kernel, padded_attention
 from model.feed_forward import FeedForward, JoinedLinear, MOEFeedForward, can_join, load_balancing_loss, product_dtype
-from model.flat_batch import cross_entropy, pad_rows
+from model.flat_batch import head_cross_entropy, pad_rows
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others' frequencies depend on the length of the input
 
@@ -176,9 +176,7 @@ class NormAndRotary(torch.autograd.Function):
     `dtype`, v [..., G, D] as it is. Kept for the backward pass: qkv, and one number for each head."""
 
     @staticmethod
-    def forward(
-        ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, sizes, dtype
-    ):
+    def forward(ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps, sizes, dtype):
         weight = torch.cat([weight.expand(n, -1) for weight, n in zip((q_weight, k_weight), sizes, strict=True)])
         normed, v = qkv.split((len(weight), sizes[1]), dim=-2)
         normed, scale = torch._fused_rms_norm(normed.float(), q_weight.shape, None, eps)  # one kernel on CUDA
@@ -368,14 +366,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
         rows, extra = len(target_index), pad_rows(target_index)
-        logits = self.lm_head(hidden.index_select(0, F.pad(target_index, (0, extra))))  # [M, V]
-        aux_loss, positions = logits.new_zeros((), dtype=torch.float32), torch.arange(len(embeds), device=embeds.device)
+        hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
+        aux_loss, positions = hidden.new_zeros((), dtype=torch.float32), torch.arange(len(embeds), device=embeds.device)
         if self.config.use_moe:
             sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)  # [N], padding rows get S
             aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
         if targets is None:
-            return MoeCausalLMOutputWithPast(logits=logits[:rows], aux_loss=aux_loss)
-        loss = cross_entropy(logits, F.pad(targets, (0, extra), value=-100), reduction)  # -100: ignored, 0 each
+            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden)[:rows], aux_loss=aux_loss)
+        targets = F.pad(targets, (0, extra), value=-100)  # -100: ignored, 0 each
+        loss = head_cross_entropy(self.lm_head, hidden, targets, reduction)
         return MoeCausalLMOutputWithPast(loss=loss[:rows] if reduction == "none" else loss, aux_loss=aux_loss)
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:

@@ -3,6 +3,7 @@ fused norm, experts in batched products. The CPU's own branch is the reference."
 
 from importlib import import_module
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,10 +187,11 @@ def launches(monkeypatch, layers: int, use_moe: bool) -> int:
     return seen.count
 
 
-def test_a_dense_layer_is_few_launches(take_cuda_branch, monkeypatch):
+@pytest.mark.parametrize(("use_moe", "most"), [(False, 67), (True, 148)])
+def test_a_layer_is_few_launches(use_moe, most, take_cuda_branch, monkeypatch):
     take_cuda_branch(True)
     monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: False)  # but `NormInFewPasses`, as one launch
-    assert launches(monkeypatch, 3, False) - launches(monkeypatch, 2, False) == 66
+    assert launches(monkeypatch, 3, use_moe) - launches(monkeypatch, 2, use_moe) == most
 
 
 def test_repeated_heads_are_grouped_queries():
@@ -227,3 +229,40 @@ def test_compiled_layers_are_one_graph_for_all_shapes(shape, grouped, take_cuda_
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     torch.compiler.reset()
+
+
+def storages(tensors) -> int:
+    """How many storages they lie in, side by side."""
+    places = [(tensor.untyped_storage().data_ptr(), tensor.storage_offset()) for tensor in tensors]
+    assert len(set(places)) == len(places)
+    return len({storage for storage, _ in places})
+
+
+CHANGES = {
+    "a new model": lambda model: MiniMindForCausalLM(model.config),
+    "after a move": lambda model: model.to(torch.float32),  # `build` gave each parameter a storage of its own
+    "another dtype and back": lambda model: model.double().float(),
+    "with adapters": lambda model: add_adapters(model, 4, 8.0, 0.0, ["q_proj"]) or model.requires_grad_(True).float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_experts_lie_in_three_tensors_that_are_not_copied(change, monkeypatch):
+    """A model whose matrices lie apart computes the same."""
+    apart, layers, experts = build("moe_top2").train(), 2, 5
+    model = CHANGES[change](build("moe_top2")).train()
+    model.load_state_dict(apart.state_dict(), strict=False)
+    named = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert storages(named) == 3 * layers and len(named) == layers * experts * 3
+    assert storages(p for name, p in apart.named_parameters() if ".experts." in name) == len(named)
+    batch = flat_batch(ragged(LENGTHS))
+    want, copies = results(apart, batch, torch.float32), Mock(wraps=torch.stack)
+    monkeypatch.setattr(torch, "stack", copies)
+    out = model(**batch)
+    (out.loss / len(batch["targets"]) + out.aux_loss / len(batch["input_ids"])).backward()
+    assert not [call for call in copies.call_args_list if len(call.args[0]) >= experts and call.args[0][0].ndim == 2]
+    assert storages(p.grad for p in named) == 3 * layers
+    got = {"loss": out.loss.detach(), "aux_loss": out.aux_loss.detach()} | {
+        name: p.grad for name, p in model.named_parameters() if "lora" not in name
+    }
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in got)

@@ -1,5 +1,6 @@
 """The model against references nobody here wrote (stock Qwen3 and Qwen3-MoE), and the flat batch against the padded."""
 
+from itertools import accumulate
 from typing import cast
 from unittest.mock import Mock
 
@@ -7,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
 from model import feed_forward
-from model.feed_forward import JoinedLinear, SwiGLU
-from model.flat_batch import cross_entropy
+from model import flat_batch as flat_batch_module
+from model.feed_forward import JoinedLinear
+from model.flat_batch import cross_entropy, head_cross_entropy
 from model.model_minimind import (
     ROPE_TYPES,
     MiniMindConfig,
@@ -318,19 +321,17 @@ def pull_back(out: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> list
 
 
 @pytest.mark.parametrize("shape", [(0,), (40,), (2, 7)])
-def test_derivatives_written_out_are_those_of_the_plain_formulas(shape):
+def test_the_derivative_of_norm_and_rotation_is_that_of_the_plain_formulas(shape):
     torch.manual_seed(0)
     cos, sin = torch.randn(2, *shape, 1, 4)  # of no angle, so each number counts, but with halves as `apply_rotary` has
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    qkv, both = torch.randn(*shape, 5 + 2 + 2, 8, requires_grad=True), torch.randn(*shape, 24, requires_grad=True)
+    qkv = torch.randn(*shape, 5 + 2 + 2, 8, requires_grad=True)
     norms = [RMSNorm(8, 1e-6), RMSNorm(8, 1e-6)]
     weights = [nn.init.normal_(norm.weight) for norm in norms]
     parts = qkv.split((5, 2, 2), dim=-2)
     plain = [apply_rotary(norm(x), cos[..., 0, :], sin[..., 0, :]) for norm, x in zip(norms, parts, strict=False)]
     want = pull_back((*plain, parts[2]), [qkv, *weights])
-    want += pull_back((F.silu(both[..., :12]) * both[..., 12:],), [both])
     got = pull_back(NormAndRotary.apply(qkv, *weights, cos, sin, 1e-6, (5, 2), torch.float32), [qkv, *weights])
-    got += pull_back((SwiGLU.apply(both),), [both])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -364,6 +365,43 @@ def test_the_loss_in_pieces_is_torchs_cross_entropy(rows):
     loss = cross_entropy(logits, targets)
     assert torch.allclose(loss, want, rtol=1e-6)
     assert torch.equal(torch.autograd.grad(loss, logits)[0], want_grad)
+
+
+@pytest.mark.parametrize("shape", ["dense", "moe"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_head_in_pieces_has_the_same_losses_and_gradients(shape, reduction, monkeypatch):
+    found, batch = [], flat_batch(ragged([20, 31, 90])) | {"reduction": reduction}
+    for piece in (flat_batch_module.PIECE, 50 * VOCAB):  # 50 of 192 rows at once: the last piece is shorter
+        monkeypatch.setattr(flat_batch_module, "PIECE", piece)
+        model = build(shape).train()
+        out = model(**batch)
+        (out.loss.norm() + out.aux_loss).backward()
+        found.append([out.loss.detach(), *gradients(model).values()])
+        with torch.no_grad():
+            assert torch.equal(model(**batch).loss, out.loss)
+    assert found[0][0].shape == ((138,) if reduction == "none" else ())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-4)
+
+
+def peak_bytes(function) -> int:
+    """The most memory of torch's CPU allocator that the function has at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        function()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def test_memory_of_the_head_does_not_grow_with_a_large_vocabulary_times_the_targets(monkeypatch):
+    """Whole, the head keeps logits [1024, 20000] in float32 for the backward pass, and makes their gradient."""
+    head, x, targets = nn.Linear(16, 20_000, bias=False), torch.randn(1024, 16, requires_grad=True), torch.arange(1024)
+    peaks = {}
+    for piece in (2**27, 64 * 20_000, 128 * 20_000):
+        monkeypatch.setattr(flat_batch_module, "PIECE", piece)
+        peaks[piece] = peak_bytes(lambda: head_cross_entropy(head, x, targets, "sum").backward())
+    whole, small, twice = peaks.values()
+    print(f"peak bytes: {whole:,} whole, {small:,} in pieces of 64 rows, {twice:,} of 128")
+    logits, weights = 1024 * 20_000 * 4, 16 * 20_000 * 4
+    assert whole > 2 * logits and small <= 4 * logits // 16 + 4 * weights and twice <= 4 * logits // 8 + 4 * weights
 
 
 def test_the_padded_loss_is_torchs_cross_entropy():
