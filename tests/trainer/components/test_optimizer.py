@@ -30,13 +30,15 @@ def tiny(use_moe: bool) -> MiniMindForCausalLM:
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators, those that only look at memory in another way left out."""
+    """Counts operators, without those that only view memory, and the elements of the largest result."""
 
-    number = 0
+    number = largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.number += not (func.is_view or func.namespace == "profiler")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> None:
@@ -120,6 +122,7 @@ def test_as_many_operators_at_any_depth():
         optimizer.muon.step()
         with counter:
             optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
+        assert counter.largest <= optimizers.STACK
         return counter.number
 
     shapes = 4  # of queries and outputs, keys and values, gate and up, down
