@@ -130,7 +130,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
         ]
         torch.manual_seed(1 + rank)
         graphs, results = [], []
-        for batch in (EMPTY, flat_batch(300, 3), flat_batch(70, 1), EMPTY, flat_batch(400, 9), flat_batch(129, 2)):
+        for batch in (EMPTY, flat_batch(WIDE, 3), flat_batch(70, 1), EMPTY, flat_batch(400, 9), flat_batch(129, 2)):
             for model in pair:
                 model.zero_grad()
                 loss = train(model, batch)

@@ -140,8 +140,10 @@ def compile_layers(model: nn.Module) -> None:
 
     An empty micro-batch runs as it is, since it would be compiled for itself: epochs begin with one under DDP."""
     from torch._dynamo import config
+    from torch.fx.experimental import _config as shapes
 
     config.optimize_ddp = False  # or DDP's buckets would cut the graph of a layer
+    shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
     for layer in (layers := transformer_layers(model)) or [model]:
         layer.compile(dynamic=True)
         if layers:
