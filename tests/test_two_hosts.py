@@ -57,8 +57,8 @@ def hosts():
 
 def start(hosts: list[str], argv: list[str], port: int, late: float = 0.0) -> list[StageProcess]:
     """A rank on each host, as torchrun starts them; the second one's process group `late` seconds after the first's."""
-    wait = "import time, trainer.train_pretrain as stage\nmeet = stage.init_distributed_mode\n"
-    wait += f"stage.init_distributed_mode = lambda *args: time.sleep({late}) or meet(*args)\n"
+    wait = "import time, trainer.train_pretrain as stage\nmeet = stage.utils.init_distributed_mode\n"
+    wait += f"stage.utils.init_distributed_mode = lambda *args: time.sleep({late}) or meet(*args)\n"
     scripts = [ENTER.format(host=hosts[0]), ENTER.format(host=hosts[1]) + wait]
     env = {**ADDRESS, "MASTER_PORT": str(port)}
     return [StageProcess("pretrain", argv, Faults(script=scripts[r]), RANK=str(r), **env) for r in (0, 1)]
@@ -86,7 +86,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
         lost = ("rank 1", "another rank")[number]  # the place where the ranks meet is on the first host
         assert rank.error_lines[-1].startswith(f"error: rank {number}: {lost}")
         assert "ended while this one waited for it, hangs" in rank.error_lines[-1]
-        assert "--from_resume 1 go on" in rank.error_lines[-1] and "Traceback" not in rank.err
+        assert "--from_resume 1 goes on" in rank.error_lines[-1] and "Traceback" not in rank.err
     done = saved_state(tmp_path)["update"]
     assert 5 <= done < 120
     assert not ip("-n", hosts[1], "link", "set", "cable", "up")
