@@ -656,7 +656,7 @@ UNMEASURED = {  # figures that are no measurements
     "docs/after_sft.md": "0.6931",  # ln 2
     "docs/data.md": "30",  # the share of an example
     "docs/datasets.md": "1.2 10 2 28 1 12 1.6 53 30 600 208 52 61 20 3.0 4.0",  # what the pages of the data sets say
-    "docs/distributed.md": "16 2 0.25 0.016 4 0.5 14 96 1,500 26 8 0.16 0.02 2.8 0.28 50 5 60 30",  # arithmetic
+    "docs/distributed.md": "16 2 0.25 0.016 4 0.5 14 12 96 1,500 26 8 0.16 0.02 2.8 0.28 50 5 60 30",  # arithmetic
     "docs/evaluating.md": "95",  # confidence level
     "docs/from_minimind.md": "8.76 0.9 5.0 0.1 0.2 0.02 0.85 0.95 0.7",  # ln 6,400, and defaults
     "docs/gpu.md": "15 6 0.01 0.1 1 4",  # an expectation, called one, and tolerances

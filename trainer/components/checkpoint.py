@@ -75,7 +75,8 @@ def comment_of(path: Path) -> bytes:
 
 
 def read_file(path: Path) -> Any:
-    """The content of a file of `torch.save`, checked against its digest; no code in it is executed.
+    """The content of a file of `torch.save`, checked against its digest; no code in it is executed. Its tensors are
+    mapped: the ranks of a machine share the pages, and a tensor that is changed gets pages of its own.
 
     A file of another program, or of an early version of this one, has no digest: of such a file each record is checked
     against its checksum. Raises one of UNREADABLE if the file is damaged, of another kind, or holds code, UserError if
@@ -100,7 +101,7 @@ def read_file(path: Path) -> Any:
 
 def _load_file(path: Path, is_whole: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (MemoryError, RuntimeError) as error:
         if is_whole and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
             raise UserError(f"out of memory while {path} is read ({reason(error)}); the file is whole") from error

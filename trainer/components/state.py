@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,10 @@ class TrainState:
         warn_of_changes(checkpoint, self.code, self.computing())
         saved = shard_like(unwrap(self.model), checkpoint)
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
+        self.optimizer.load_state_dict(
+            deepcopy(saved["optimizer"]) if self.device.type == "cpu" else saved["optimizer"]
+        )
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])

@@ -4,10 +4,13 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import shutil
+import sys
 import threading
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +50,25 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     for index, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(saved["optimizer"]["state"][index][k], v) for k, v in state.items())
     assert lm_checkpoint(CONFIG, "other", save_dir=tmp_path) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
+    """Pages of the file, which the ranks of a machine share."""
+    path, value = tmp_path / "state.pth", torch.rand(8 << 20)
+    with open(path, "wb+") as file:
+        write_file({"model": value}, file)
+
+    def own() -> int:
+        """kB."""
+        return int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+    before = own()
+    read = read_file(path)["model"]
+    assert torch.equal(read, value) and own() - before < 4096  # of 32,768
+    content = path.read_bytes()
+    read.mul_(2.0)
+    assert own() - before > 30_000 and path.read_bytes() == content
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
