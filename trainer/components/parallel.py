@@ -199,6 +199,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
     With hsdp those of a machine always do, so that none holds the gradients whole; the machines after the last one."""
     if is_sharded(model):
         sharded = cast(Any, model)
+        sharded.reshard()  # whole after a forward pass without a backward one, as old log-probabilities take
         is_one_row = next(sharded.parameters()).device_mesh.ndim == 1
         (sharded.set_requires_gradient_sync if is_one_row else sharded.set_requires_all_reduce)(enabled)
     return nullcontext() if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
