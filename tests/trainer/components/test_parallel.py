@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from common.errors import UserError
 from common.settings import StageArgs
 from model import feed_forward
+from model import flat_batch as flat_batch_module
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -46,6 +47,7 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
+    "head_in_pieces": {"piece": 16 * 6400},  # 16 targets at once
     "joined": {"dtype": torch.bfloat16, "joined": True},  # products together, as on a GPU
     "empty": {"empty": True, "use_moe": True},  # the second rank has no weights but what it gets from the first
 }
@@ -132,6 +134,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     expected = seeded_model(config)
     model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
+    flat_batch_module.PIECE = case.get("piece", 2**27)
     feed_forward.has_launches = lambda x: case.get("joined", False)
     dtype, held = case.get("dtype", torch.float32), Held(model)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
