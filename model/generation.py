@@ -18,12 +18,12 @@ Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.sampling import Draws, Sampling, TokenLogprob, exact_dtype, top_logprobs, uniform_numbers
+from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs, uniform_numbers
 
 SLOTS = 128  # answers written at once on a CPU
 BURST = {"cpu": 1}  # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
@@ -87,34 +87,26 @@ class KeyValueCache:
         self.values.zero_()
 
 
-Token = tuple[int, float, list[TokenLogprob]]  # of an answer: its log-probability, and what `top_logprobs` says
-
-
-class Drawn(NamedTuple):
-    """What was drawn in one step: tokens [R] and their log-probabilities [R], on the device, and `Answer.details`."""
-
-    tokens: Tensor
-    logprobs: Tensor | None
-    details: list[list[TokenLogprob]]
+def on_device(values: list[int], device: torch.device) -> Tensor:
+    """Numbers as a tensor, without waiting for the device."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 class Running:
     """The answers under way as a step needs them on the device. It is made anew when one joins or leaves."""
 
-    def __init__(self, decoder: "Decoder", answers: list[Answer]):
-        device = decoder.device
+    def __init__(self, answers: list[Answer], vocabulary: int, device: torch.device):
         slots = [answer.slot for answer in answers]
         is_all = slots == list(range(len(slots)))
         self.rows: slice | Tensor = slice(len(slots)) if is_all else on_device(slots, device)  # of the cache
         self.slots = on_device(slots, device)[:, None]  # [R, 1]
         self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]  # the last ones [R, 1]
         self.positions = on_device([answer.cached for answer in answers], device)[:, None]  # where they belong
-        self.draws = Draws([answer.sampling for answer in answers], decoder.model.config.vocab_size, device)
+        self.draws = Draws([answer.sampling for answer in answers], vocabulary, device)
 
 
-def on_device(values: list[int], device: torch.device) -> Tensor:
-    """Numbers as a tensor, without waiting for the device."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+Written = list[list[tuple[int, float, list[TokenLogprob]]]]  # the same as numbers, step by step for each answer
+Drawn = tuple[Tensor, Tensor | None, list[list[TokenLogprob]]]  # of a step: tokens [R], log-probabilities [R], details
 
 
 # Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are being
@@ -165,13 +157,10 @@ class Decoder:
     def add(
         self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int, top: int | None = None
     ) -> list[Answer]:
-        """Begin one answer for each sampling; the prompt is read once.
+        """Begin one answer for each sampling; the prompt is read once. Raises ValueError if there is no room for so
+        many answers, or prompt and answer are longer than the cache.
 
-        top: keep the log-probabilities of the tokens and of so many of the likeliest.
-
-        Raises:
-            ValueError: there is no room for so many answers, or prompt and answer are longer than the cache.
-        """
+        top: keep the log-probabilities of the tokens and of so many of the likeliest."""
         if not 1 <= len(samplings) <= self.free:
             raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
@@ -216,17 +205,16 @@ class Decoder:
         answers = [answer for answer in self.answers if only is None or answer in only]
         if not answers:
             return []
-        running = self.running if only is None and self.running is not None else Running(self, answers)
-        self.running = None  # until this half has succeeded
+        known, self.running = self.running if only is None else None, None  # until this half has succeeded
+        running = known or Running(answers, self.model.config.vocab_size, self.device)
         tokens, positions = running.tokens, running.positions
         count = min(count, max(answer.max_new_tokens - len(answer.tokens) for answer in answers))
-        uniform = self._uniform(answers, count)
         end, drawn = max(answer.cached for answer in answers), []
-        for i in range(count):
+        for uniform in self._uniform(answers, count):
             end = min(end + 1, self.length)
             hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
-            drawn.append(self._draw(running.draws, answers, self.model.lm_head(hidden[:, 0]).float(), uniform[i]))
-            tokens = drawn[-1].tokens[:, None]
+            drawn.append(self._draw(running.draws, answers, self.model.lm_head(hidden[:, 0]).float(), uniform))
+            tokens = drawn[-1][0][:, None]
             positions = (positions + 1).clamp(max=self.length - 1)  # an answer that has ended stays in its row
         written = self._read(drawn)
         if only is None:
@@ -263,13 +251,13 @@ class Decoder:
         hidden = self._hidden(tokens, positions, slots[:, None], slots, end)
         read = [i for i, row in enumerate(chosen) if row.cached + len(chunks[i]) == len(row.tokens)]
         answers = [answer for i in read for answer in chosen[i].answers]
-        written: list[list[Token]] = []
+        written: Written = []
         if answers:
             last = on_device([i * width + len(chunks[i]) - 1 for i in read], self.device)
             logits = self.model.lm_head(hidden.flatten(0, 1).index_select(0, last)).float()  # [P, V]
             of_prompt = on_device([at for at, i in enumerate(read) for _ in chosen[i].answers], self.device)
             draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
-            uniform = self._uniform(answers, 1)[0]
+            (uniform,) = self._uniform(answers, 1)
             written = self._read([self._draw(draws, answers, logits.index_select(0, of_prompt), uniform)])
         for row, chunk in zip(chosen, chunks, strict=True):
             row.cached += len(chunk)
@@ -316,12 +304,6 @@ class Decoder:
         embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)  # as in training: float32 between the products
         return inner(embeds, positions, mask, cache)[0]
 
-    def _uniform(self, answers: list[Answer], count: int) -> Tensor:
-        """The numbers with which the next tokens are drawn [count, R, 1]."""
-        numbers = uniform_numbers([each.sampling for each in answers], [len(each.tokens) for each in answers], count)
-        exact = torch.from_numpy(numbers).to(exact_dtype(self.device))
-        return exact.to(self.device, non_blocking=True)[..., None]
-
     def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
         """The next token of each answer from logits [R, V], its log-probability, and its `details`."""
         tokens, logprobs = draws.draw(logits, uniform, self.with_logprobs)
@@ -331,20 +313,24 @@ class Decoder:
             entries = top_logprobs(logits[asked], tokens[asked], max(answers[i].top or 0 for i in asked))
             for i, one in zip(asked, entries, strict=True):
                 details[i] = [one._replace(top=one.top[: answers[i].top])]
-        return Drawn(tokens, logprobs, details)
+        return tokens, logprobs, details
 
-    def _read(self, drawn: list[Drawn]) -> list[list[Token]]:
+    def _uniform(self, answers: list[Answer], count: int) -> Tensor:
+        samplings, written = [answer.sampling for answer in answers], [len(answer.tokens) for answer in answers]
+        return uniform_numbers(samplings, written, count, self.device)
+
+    def _read(self, drawn: list[Drawn]) -> Written:
         """What was drawn, step by step for each answer. Sync point."""
-        tensors = [each.tokens for each in drawn]
-        tensors += [each.logprobs for each in drawn if each.logprobs is not None]
+        tensors = [tokens for tokens, *_ in drawn] + [logprobs for _, logprobs, _ in drawn if logprobs is not None]
         found = torch.stack(tensors).tolist()  # one copy; as float32, in which token ids are exact
         logprobs = found[len(drawn) :] or [[0.0] * len(found[0])] * len(drawn)
-        columns = zip(found, logprobs, (each.details for each in drawn), strict=False)
+        columns = zip(found, logprobs, (details for *_, details in drawn), strict=False)
         return [list(zip(map(int, tokens), *rest, strict=True)) for tokens, *rest in columns]
 
-    def _write(self, answers: list[Answer], steps: list[list[Token]]) -> list[Answer]:
+    def _write(self, answers: list[Answer], written: Written) -> list[Answer]:
         """Give each answer its next tokens, and let those leave that are finished."""
-        for answer, (token, logprob, details) in chain.from_iterable(zip(answers, step, strict=True) for step in steps):
+        steps = (zip(answers, step, strict=True) for step in written)
+        for answer, (token, logprob, details) in chain.from_iterable(steps):
             if answer.finish:
                 continue
             answer.tokens.append(token)
@@ -382,13 +368,10 @@ def generate(
     with_logprobs: bool = False,
 ) -> list[list[Answer]]:
     """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a time (0: as
-    many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one prompt).
+    many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one prompt). Raises ValueError
+    if a prompt is empty, or has more answers than there are slots.
 
-    max_new_tokens: of every answer, or of those of each prompt.
-
-    Raises:
-        ValueError: a prompt is empty, or has more answers than there are slots.
-    """
+    max_new_tokens: of every answer, or of those of each prompt."""
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
     slots = min(slots or max(fitting_slots(model, length), *map(len, samplings), 1), sum(map(len, samplings)))

@@ -41,18 +41,15 @@ def default_sampling(model: Any) -> Sampling:
     return getattr(model, "sampling", DEFAULTS)
 
 
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of cumulated probabilities: float64, where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def uniform_numbers(samplings: Sequence[Sampling], begin: Sequence[int], count: int) -> np.ndarray:
-    """The numbers in [0, 1) with which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count, R]: float64,
-    functions of the seed (64 bits count) and the token's number alone, by SplitMix64 (Steele et al., OOPSLA 2014)."""
+def uniform_numbers(samplings: Sequence[Sampling], begin: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count, R, 1]: float64
+    where the device has it, functions of the seed (64 bits count) and the token's number alone, by SplitMix64 (Steele
+    et al., OOPSLA 2014)."""
     seeds = np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64)
     numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
     bits = _mixed(_mixed(seeds) + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
-    return (bits >> np.uint64(11)) * 2.0**-53
+    uniform = torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[..., None]
+    return uniform.to(torch.float32 if device.type == "mps" else torch.float64).to(device, non_blocking=True)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

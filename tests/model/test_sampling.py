@@ -1,5 +1,7 @@
 """Drawn tokens against the distribution that they are drawn from, and against transformers' filters."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,13 @@ CPU = torch.device("cpu")
 
 def draw(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their log-probabilities."""
-    uniform = torch.from_numpy(uniform_numbers(samplings, numbers, 1)[0])[:, None]
+    (uniform,) = uniform_numbers(samplings, numbers, 1, CPU)
     return Draws(samplings, logits.shape[1], CPU).draw(logits, uniform, with_logprobs=True)
+
+
+def numbers_of(seeds: Sequence[int], begin: Sequence[int], count: int) -> np.ndarray:
+    """Uniform numbers [count, R]."""
+    return uniform_numbers([Sampling(seed=seed) for seed in seeds], begin, count, CPU)[..., 0].numpy()
 
 
 def draw_tokens(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> torch.Tensor:
@@ -105,14 +112,14 @@ def splitmix64(state: int):
 def test_the_numbers_are_a_function_of_seed_and_number():
     assert next(splitmix64(1234567)) == 6457827717110365317  # as published
     seeds, begin = [7, 0, -7, 7 + 2**64], [3, 0, 10**6, 3]
-    found = uniform_numbers([Sampling(seed=seed) for seed in seeds], begin, 5)
+    found = numbers_of(seeds, begin, 5)
     assert found.shape == (5, 4) and (found[:, 0] == found[:, 3]).all() and found.min() >= 0 and found.max() < 1
-    alone = [uniform_numbers([Sampling(seed=7)], [number], 1).item() for number in range(3, 8)]
+    alone = [numbers_of([7], [number], 1).item() for number in range(3, 8)]
     assert found[:, 0].tolist() == alone
     start = (next(splitmix64(7 - 0x9E3779B97F4A7C15)),)  # the seed's own bits are mixed first
     stream = splitmix64(*start)
     assert [(next(stream) >> 11) / 2**53 for _ in range(8)][3:] == alone
-    many = uniform_numbers([Sampling(seed=seed) for seed in range(200)], [0] * 200, 200)
+    many = numbers_of(range(200), [0] * 200, 200)
     counts = np.histogram(many, 100, (0, 1))[0]
     assert ((counts - 400) ** 2 / 400).sum() < 160  # chi-square, 99 degrees of freedom
     for rows in (many, many.T):
@@ -140,8 +147,8 @@ def test_the_tail_of_a_large_vocabulary_has_its_probability():
     logits = 4 * torch.randn(1, 152_000, generator=torch.Generator().manual_seed(2))
     probs = logits.softmax(-1)
     ends = probs.double().cumsum(-1)[0] / probs.double().sum()
-    numbers = uniform_numbers([Sampling(seed=seed) for seed in range(5000)], [0] * 5000, 1)[0]
-    numbers = torch.cat((torch.from_numpy(numbers), 1 - torch.logspace(-2, -9, 100, dtype=torch.float64)))
+    numbers = torch.from_numpy(numbers_of(range(5000), [0] * 5000, 1)[0])
+    numbers = torch.cat((numbers, 1 - torch.logspace(-2, -9, 100, dtype=torch.float64)))
     found = torch.cat([draw_index(probs.expand(len(some), -1), some[:, None]) for some in numbers.split(100)])
     begin = torch.cat((ends.new_zeros(1), ends))[found]
     assert (begin - 1e-7 <= numbers).all() and (numbers <= ends[found] + 1e-7).all()

@@ -216,19 +216,14 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     with torch.device("meta"):
         whole = own_class(model.config).eval()
     tensors: dict[Tensor, nn.Parameter] = {}  # tied ones are there once
-    for name, value in model.named_parameters(remove_duplicate=False):
-        if value not in tensors:
-            full = full_tensor(value.detach())
-            tensors[value] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
-        _replace(whole, name, tensors[value])
-    for name, value in model.named_buffers():
-        _replace(whole, name, value)
+    for copied, module in zip(whole.modules(), model.modules(), strict=True):
+        copied._buffers = module._buffers
+        for name, value in module.named_parameters(recurse=False):
+            if value not in tensors:
+                full = full_tensor(value.detach())
+                tensors[value] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
+            setattr(copied, name, tensors[value])
     return whole
-
-
-def _replace(model: nn.Module, name: str, value: Tensor) -> None:
-    module, _, own_name = name.rpartition(".")
-    setattr(model.get_submodule(module), own_name, value)
 
 
 def full_tensor(value: Tensor) -> Tensor:
