@@ -65,7 +65,12 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if q.shape[1] == 1:  # decoding: the heads that share a key take the place of queries, so no key is repeated
         shape = (len(q), k.shape[1], q.shape[2] // k.shape[1], q.shape[-1])
-        return F.scaled_dot_product_attention(q.reshape(shape), k, v, mask).reshape(q.shape)
+        grouped = q.reshape(shape)
+        if q.device.type == "cpu" and len(q) > 1 and mask is not None and mask.is_floating_point():
+            # three operators: the kernel is made for longer queries
+            scores = torch.matmul(grouped * q.shape[-1] ** -0.5, k.transpose(-1, -2)) + mask
+            return torch.matmul(scores.softmax(dim=-1), v).reshape(q.shape)
+        return F.scaled_dot_product_attention(grouped, k, v, mask).reshape(q.shape)
     q = q.transpose(1, 2)
     causal = mask is None and q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True).transpose(1, 2)

@@ -16,15 +16,19 @@ Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs, uniform_numbers
 
+FEW = 8  # rows from which oneDNN is faster
 SLOTS = 128  # answers written at once on a CPU
 BURST = {"cpu": 1}  # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 
@@ -90,6 +94,21 @@ class KeyValueCache:
 def on_device(values: list[int], device: torch.device) -> Tensor:
     """Numbers as a tensor, without waiting for the device."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+class OneDnnProducts(TorchFunctionMode):
+    """Products with weights by oneDNN instead of MKL, which takes twice as long on CPUs of AMD (docs/dev/LOG.md)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and args[0].dtype == args[1].dtype == torch.float32:
+            return torch.ops.mkldnn._linear_pointwise(*args[:2], None, "none", [], "")  # of layers without a bias
+        return func(*args, **kwargs or {})
+
+
+def products(x: Tensor) -> AbstractContextManager:
+    """How to multiply x [..., C] with weights: by oneDNN if it has several rows, and the CPU has that."""
+    is_faster = x.device.type == "cpu" and x[..., 0].numel() >= FEW and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return OneDnnProducts() if is_faster else nullcontext()
 
 
 class Running:
@@ -213,7 +232,7 @@ class Decoder:
         for uniform in self._uniform(answers, count):
             end = min(end + 1, self.length)
             hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
-            drawn.append(self._draw(running.draws, answers, self.model.lm_head(hidden[:, 0]).float(), uniform))
+            drawn.append(self._draw(running.draws, answers, self._logits(hidden[:, 0]), uniform))
             tokens = drawn[-1][0][:, None]
             positions = (positions + 1).clamp(max=self.length - 1)  # an answer that has ended stays in its row
         written = self._read(drawn)
@@ -254,7 +273,7 @@ class Decoder:
         written: Written = []
         if answers:
             last = on_device([i * width + len(chunks[i]) - 1 for i in read], self.device)
-            logits = self.model.lm_head(hidden.flatten(0, 1).index_select(0, last)).float()  # [P, V]
+            logits = self._logits(hidden.flatten(0, 1).index_select(0, last))  # [P, V]
             of_prompt = on_device([at for at, i in enumerate(read) for _ in chosen[i].answers], self.device)
             draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
             (uniform,) = self._uniform(answers, 1)
@@ -302,7 +321,13 @@ class Decoder:
         hidden = ~inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         mask = torch.zeros_like(hidden, dtype=cache.keys.dtype).masked_fill_(hidden, -torch.inf)  # once for all layers
         embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)  # as in training: float32 between the products
-        return inner(embeds, positions, mask, cache)[0]
+        with products(embeds):
+            return inner(embeds, positions, mask, cache)[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [R, V] of hidden states [R, C]."""
+        with products(hidden):
+            return self.model.lm_head(hidden).float()
 
     def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
         """The next token of each answer from logits [R, V], its log-probability, and its `details`."""

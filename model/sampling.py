@@ -71,7 +71,8 @@ def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
     target = uniform * below * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp(max=blocks.shape[1] - 1)  # beyond it: NaN
     rest = target - (ends - sums).gather(1, block)
-    ends = blocks.take_along_dim(block[..., None], dim=1)[:, 0].cumsum(dim=-1, dtype=uniform.dtype)  # [R, BLOCK]
+    own = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]  # [R, BLOCK]
+    ends = own.cumsum(dim=-1, dtype=uniform.dtype)
     rest = rest.clamp(min=0).minimum(ends[:, -1:] * below)  # rounding may have carried it out of the block
     return (block * BLOCK + torch.searchsorted(ends, rest, right=True)).clamp(max=size - 1)[:, 0]
 
