@@ -16,19 +16,16 @@ Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs, uniform_numbers
+from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
-FEW = 16  # rows from which oneDNN is faster
+FEW, ONEDNN = 8, "_linear_pointwise"  # rows from which oneDNN multiplies by a vocabulary faster than torch's MKL does
 SLOTS = 128  # answers written at once on a CPU
 BURST = {"cpu": 1}  # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 
@@ -85,30 +82,10 @@ class KeyValueCache:
         for cache in (self.keys[:, :, :, :length], self.values[:, :, :, :length]):
             cache.index_copy_(1, target, cache.index_select(1, source))
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.keys.zero_()
-        self.values.zero_()
-
 
 def on_device(values: list[int], device: torch.device) -> Tensor:
     """Numbers as a tensor, without waiting for the device."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
-
-class OneDnnProducts(TorchFunctionMode):
-    """Products with weights by oneDNN instead of MKL, which takes twice as long on CPUs of AMD (docs/dev/LOG.md)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and args[0].dtype == args[1].dtype == torch.float32:
-            return torch.ops.mkldnn._linear_pointwise(*args[:2], None, "none", [], "")  # of layers without a bias
-        return func(*args, **kwargs or {})
-
-
-def products(x: Tensor) -> AbstractContextManager:
-    """How to multiply x [..., C] with weights: by oneDNN if it has several rows, and the CPU has that."""
-    is_faster = x.device.type == "cpu" and x[..., 0].numel() >= FEW and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return OneDnnProducts() if is_faster else nullcontext()
 
 
 class Running:
@@ -116,8 +93,7 @@ class Running:
 
     def __init__(self, answers: list[Answer], vocabulary: int, device: torch.device):
         slots = [answer.slot for answer in answers]
-        is_all = slots == list(range(len(slots)))
-        self.rows: slice | Tensor = slice(len(slots)) if is_all else on_device(slots, device)  # of the cache
+        self.rows = slice(len(slots)) if slots == [*range(len(slots))] else on_device(slots, device)  # of the cache
         self.slots = on_device(slots, device)[:, None]  # [R, 1]
         self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]  # the last ones [R, 1]
         self.positions = on_device([answer.cached for answer in answers], device)[:, None]  # where they belong
@@ -203,7 +179,7 @@ class Decoder:
         """Remove everything, as after a step that failed."""
         self.answers, self.prompts, self.running, self.broken = [], [], None, False
         with torch.inference_mode():
-            self.cache.clear()
+            torch._foreach_zero_([self.cache.keys, self.cache.values])
 
     @torch.inference_mode()
     def step(self, count: int = 1) -> list[Answer]:
@@ -229,7 +205,7 @@ class Decoder:
         tokens, positions = running.tokens, running.positions
         count = min(count, max(answer.max_new_tokens - len(answer.tokens) for answer in answers))
         end, drawn = max(answer.cached for answer in answers), []
-        for uniform in self._uniform(answers, count):
+        for uniform in running.draws.numbers([len(answer.tokens) for answer in answers], count):
             end = min(end + 1, self.length)
             hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
             drawn.append(self._draw(running.draws, answers, self._logits(hidden[:, 0]), uniform))
@@ -276,7 +252,7 @@ class Decoder:
             logits = self._logits(hidden.flatten(0, 1).index_select(0, last))  # [P, V]
             of_prompt = on_device([at for at, i in enumerate(read) for _ in chosen[i].answers], self.device)
             draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
-            (uniform,) = self._uniform(answers, 1)
+            (uniform,) = draws.numbers([0] * len(answers), 1)
             written = self._read([self._draw(draws, answers, logits.index_select(0, of_prompt), uniform)])
         for row, chunk in zip(chosen, chunks, strict=True):
             row.cached += len(chunk)
@@ -291,17 +267,15 @@ class Decoder:
     def _settle(self) -> None:
         """Give every answer and prompt a row of its own, answers first, and move there what is cached of it."""
         count, total = len(self.answers), len(self.answers) + len(self.prompts)
-        places: list[PromptRow | Answer | None] = [None] * total
-        moving: list[PromptRow | Answer] = []
+        stays: dict[int, PromptRow | Answer] = {}
         for row in self.rows:
             low, high = (0, count) if isinstance(row, Answer) else (count, total)
-            if low <= row.slot < high and places[row.slot] is None:
-                places[row.slot] = row
-            else:
-                moving.append(row)
+            if low <= row.slot < high:
+                stays.setdefault(row.slot, row)
+        moving = [row for row in self.rows if stays.get(row.slot) is not row]
         if not moving:
             return
-        gaps = [slot for slot, row in enumerate(places) if row is None]  # as many as are moving, answers first
+        gaps = [slot for slot in range(total) if slot not in stays]  # as many as are moving, answers first
         moves = [(row, slot) for row, slot in zip(moving, gaps, strict=True) if row.cached]
         if moves:
             self.broken = True
@@ -321,28 +295,23 @@ class Decoder:
         hidden = ~inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         mask = torch.zeros_like(hidden, dtype=cache.keys.dtype).masked_fill_(hidden, -torch.inf)  # once for all layers
         embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)  # as in training: float32 between the products
-        with products(embeds):
-            return inner(embeds, positions, mask, cache)[0]
+        return inner(embeds, positions, mask, cache)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [R, V] of hidden states [R, C]."""
-        with products(hidden):
-            return self.model.lm_head(hidden).float()
+        weight, is_float = self.model.lm_head.weight, hidden.dtype == torch.float32
+        if hidden.device.type == "cpu" and is_float and len(hidden) >= FEW and hasattr(torch.ops.mkldnn, ONEDNN):
+            return getattr(torch.ops.mkldnn, ONEDNN)(hidden, weight, None, "none", [], "")
+        return self.model.lm_head(hidden).float()
 
     def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
         """The next token of each answer from logits [R, V], its log-probability, and its `details`."""
         tokens, logprobs = draws.draw(logits, uniform, self.with_logprobs)
-        details: list[list[TokenLogprob]] = [[] for _ in answers]
-        asked = [i for i, answer in enumerate(answers) if answer.top is not None]
-        if asked:
-            entries = top_logprobs(logits[asked], tokens[asked], max(answers[i].top or 0 for i in asked))
-            for i, one in zip(asked, entries, strict=True):
-                details[i] = [one._replace(top=one.top[: answers[i].top])]
-        return tokens, logprobs, details
-
-    def _uniform(self, answers: list[Answer], count: int) -> Tensor:
-        samplings, written = [answer.sampling for answer in answers], [len(answer.tokens) for answer in answers]
-        return uniform_numbers(samplings, written, count, self.device)
+        tops = [answer.top for answer in answers]
+        if all(top is None for top in tops):
+            return tokens, logprobs, [[] for _ in answers]
+        found = zip(tops, top_logprobs(logits, tokens, max(top or 0 for top in tops)), strict=True)
+        return tokens, logprobs, [[] if top is None else [one._replace(top=one.top[:top])] for top, one in found]
 
     def _read(self, drawn: list[Drawn]) -> Written:
         """What was drawn, step by step for each answer. Sync point."""

@@ -41,17 +41,6 @@ def default_sampling(model: Any) -> Sampling:
     return getattr(model, "sampling", DEFAULTS)
 
 
-def uniform_numbers(samplings: Sequence[Sampling], begin: Sequence[int], count: int, device: torch.device) -> Tensor:
-    """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count, R, 1]: float64
-    where the device has it, functions of the seed (64 bits count) and the token's number alone, by SplitMix64 (Steele
-    et al., OOPSLA 2014)."""
-    seeds = np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64)
-    numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
-    bits = _mixed(_mixed(seeds) + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
-    uniform = torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[..., None]
-    return uniform.to(torch.float32 if device.type == "mps" else torch.float64).to(device, non_blocking=True)
-
-
 def _mixed(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -86,18 +75,29 @@ class Draws:
     """
 
     def __init__(self, samplings: Sequence[Sampling], vocabulary: int, device: torch.device):
+        self.device = device
+        self.seeds = np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64)
         temperatures = [s.temperature if s.temperature >= COLDEST else 1.0 for s in samplings]
         self.temperature = None if set(temperatures) == {1.0} else _column(temperatures, device)
         kinds = [_kind(sampling, vocabulary) for sampling in samplings]
-        self.rows: dict[str, Tensor | slice] = {}  # of each kind
-        for kind in dict.fromkeys(kinds):
-            rows = [i for i, each in enumerate(kinds) if each == kind]
-            is_all = len(rows) == len(kinds)
-            self.rows[kind] = slice(None) if is_all else torch.tensor(rows).to(device, non_blocking=True)
+        groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in set(kinds)}
+        self.rows: dict[str, Tensor | slice] = {
+            kind: slice(None) if len(groups) == 1 else torch.tensor(rows).to(device, non_blocking=True)
+            for kind, rows in groups.items()
+        }
         likely = [sampling for sampling, kind in zip(samplings, kinds, strict=True) if kind == "likely"]
         self.widest = max((s.top_k for s in likely), default=0)
         self.top_k = _column([s.top_k if s.top_k > 0 else vocabulary for s in likely], device)
         self.top_p = _column([s.top_p for s in likely], device)
+
+    def numbers(self, begin: Sequence[int], count: int) -> Tensor:
+        """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count, R, 1]:
+        float64 where the device has it, functions of the seed (64 bits count) and the token's number alone, by
+        SplitMix64 (Steele et al., OOPSLA 2014)."""
+        numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
+        bits = _mixed(_mixed(self.seeds) + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
+        uniform = torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[..., None]
+        return uniform.to(self.device, torch.float32 if self.device.type == "mps" else None, non_blocking=True)
 
     def draw(self, logits: Tensor, uniform: Tensor, with_logprobs: bool = False) -> tuple[Tensor, Tensor | None]:
         """A token [R] from each row of logits [R, V] by uniform numbers [R, 1], and, if asked for, its log-probability

@@ -217,16 +217,14 @@ def test_the_memory_of_a_gpu_says_how_many_answers_are_written_at_once(monkeypat
 
 
 @pytest.mark.parametrize("rows", [generation.FEW - 1, generation.FEW, 40])
-def test_products_of_several_rows_are_made_by_onednn(rows):
-    """They are those of torch's own; the context is left behind them."""
-    layer, x = torch.nn.Linear(32, 48, bias=False), torch.randn(rows, 1, 32)
-    with torch.inference_mode():
-        expected = layer(x)
-        with torch.profiler.profile() as profile, generation.products(x):
-            torch.testing.assert_close(layer(x), expected)
-        found = "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
-    assert found == (rows >= generation.FEW and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
-    assert torch.nn.functional.linear(x, layer.weight).requires_grad
+def test_logits_of_several_rows_are_made_by_onednn(rows):
+    """They are the head's."""
+    model = build("dense")
+    decoder, hidden = Decoder(model, 1, 8, [END]), torch.randn(rows, model.config.hidden_size)
+    with torch.inference_mode(), torch.profiler.profile() as profile:
+        torch.testing.assert_close(decoder._logits(hidden), model.lm_head(hidden))
+    found = f"mkldnn::{generation.ONEDNN}" in {event.key for event in profile.key_averages()}
+    assert found == (rows >= generation.FEW and hasattr(torch.ops.mkldnn, generation.ONEDNN))
 
 
 def test_clear_makes_room_and_forgets_what_a_broken_step_left_behind():

@@ -7,20 +7,20 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index, uniform_numbers
+from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index
 
 CPU = torch.device("cpu")
 
 
 def draw(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their log-probabilities."""
-    (uniform,) = uniform_numbers(samplings, numbers, 1, CPU)
-    return Draws(samplings, logits.shape[1], CPU).draw(logits, uniform, with_logprobs=True)
+    draws = Draws(samplings, logits.shape[1], CPU)
+    return draws.draw(logits, draws.numbers(numbers, 1)[0], with_logprobs=True)
 
 
 def numbers_of(seeds: Sequence[int], begin: Sequence[int], count: int) -> np.ndarray:
     """Uniform numbers [count, R]."""
-    return uniform_numbers([Sampling(seed=seed) for seed in seeds], begin, count, CPU)[..., 0].numpy()
+    return Draws([Sampling(seed=seed) for seed in seeds], 9, CPU).numbers(begin, count)[..., 0].numpy()
 
 
 def draw_tokens(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> torch.Tensor:

@@ -113,10 +113,8 @@ def add_rollouts(
     rollouts = kind(args, lm_config, writer, rewards)
     if args.beta:
         policy = rollouts.policy(unwrap(state.model))
-        if is_sharded(policy):
-            reference = wrap_model(whole_model(policy), state.device, args.parallel, autocast=state.autocast)
-        else:
-            reference = copy.deepcopy(policy)
+        sharded = (whole_model(policy), state.device, args.parallel, False, False, state.autocast)
+        reference = wrap_model(*sharded) if is_sharded(policy) else copy.deepcopy(policy)
         rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
     state.hooks.append(rollouts)
     state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out
