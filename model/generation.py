@@ -292,8 +292,8 @@ class Decoder:
         cache, inner = self.cache, self.model.model
         end = min(end + -end % 8, self.length)  # kernels of GPUs want masks of such rows
         cache.rows, cache.index, cache.end = rows, (slots, positions), end
-        hidden = ~inner.visible(positions, end)[:, None]  # [R, 1, T, end]
-        mask = torch.zeros_like(hidden, dtype=cache.keys.dtype).masked_fill_(hidden, -torch.inf)  # once for all layers
+        seen = inner.visible(positions, end)[:, None]  # [R, 1, T, end]
+        mask = torch.full_like(seen, -torch.inf, dtype=cache.keys.dtype).masked_fill_(seen, 0)  # once for all layers
         embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)  # as in training: float32 between the products
         return inner(embeds, positions, mask, cache)[0]
 

@@ -76,7 +76,7 @@ class Draws:
 
     def __init__(self, samplings: Sequence[Sampling], vocabulary: int, device: torch.device):
         self.device = device
-        self.seeds = np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64)
+        self.seeds = _mixed(np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64))
         temperatures = [s.temperature if s.temperature >= COLDEST else 1.0 for s in samplings]
         self.temperature = None if set(temperatures) == {1.0} else _column(temperatures, device)
         kinds = [_kind(sampling, vocabulary) for sampling in samplings]
@@ -95,7 +95,7 @@ class Draws:
         float64 where the device has it, functions of the seed (64 bits count) and the token's number alone, by
         SplitMix64 (Steele et al., OOPSLA 2014)."""
         numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
-        bits = _mixed(_mixed(self.seeds) + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
+        bits = _mixed(self.seeds + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
         uniform = torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[..., None]
         return uniform.to(self.device, torch.float32 if self.device.type == "mps" else None, non_blocking=True)
 
