@@ -51,7 +51,8 @@ def _rows(file: DataFile, kind: str, batches: Iterator) -> Iterator[tuple[int, A
             for record in batch.to_pylist():
                 yield row, _with_lists(_without_nulls(record))
                 row += 1
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # or no Python type for a value
+    # a damaged length asks for more memory than there is; a value may have no Python type
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the file, not of what is in it
         what = f"unreadable {kind} from this row on ({reason(error)}); write it again"

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_flat
 from dataset.rollout_prompts import RolloutPrompt
-from model.feed_forward import product_dtype
 from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import gather, reduce_sum, this_rank, world_size
 from trainer.components.language_model import flat_size, target_log_probs, to_device
@@ -154,6 +153,8 @@ class Rollouts(Hooks):
     ) -> list[Trajectory]:
         """What the policy writes, with whole weights and on a GPU with matrices in autocast's dtype: of a copy, which
         is freed behind it. A collective if the model is sharded."""
+        from model.feed_forward import product_dtype  # brings in the compiler
+
         policy: Any = self.policy(model)
         head = policy.lm_head.weight
         return writer.write(whole_model(policy, product_dtype(head) if head.is_cuda else head.dtype), prompts, update)

@@ -367,7 +367,8 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     without = replace(args, beta=0.0)
     assert [start_weights(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
     model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
-    state: Any = SimpleNamespace(args=args, lm_config=config, model=model, device=cpu, hooks=[])
+    run_of: dict[str, Any] = {"device": cpu, "hooks": [], "autocast": nullcontext()}
+    state: Any = SimpleNamespace(args=args, lm_config=config, model=model, **run_of)
     add_rollouts(state, load_tokenizer(ROOT / "model"))
     reference = state.hooks[0].reference
     assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
