@@ -1,5 +1,8 @@
 """The rows of a flat batch: few different numbers of them on a CPU, and the cross entropies of those with a target."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,8 +21,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Te
     """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M]; on a CPU in chunks whose float32
     copies fit its cache."""
     rows = 512 if logits.device.type == "cpu" else len(logits)
-    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
-    losses = [F.cross_entropy(x.float(), y, reduction=reduction) for x, y in pieces]
+    return _in_pieces(lambda x, y: F.cross_entropy(x.float(), y, reduction=reduction), logits, targets, rows, reduction)
+
+
+def _in_pieces(loss_of: Callable[..., Tensor], inputs: Tensor, targets: Tensor, rows: int, reduction: str) -> Tensor:
+    """The losses of so many rows at a time, as one."""
+    losses = [loss_of(*piece) for piece in zip(inputs.split(rows), targets.split(rows), strict=True)]
     return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
 
 
@@ -33,6 +40,5 @@ def head_cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor, reducti
     rows = max(1, PIECE // head.out_features)
     if len(hidden) <= rows:
         return of_piece(hidden, targets)
-    pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-    losses = [checkpoint(of_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+    again = partial(checkpoint, of_piece, use_reentrant=False, preserve_rng_state=False)
+    return _in_pieces(again, hidden, targets, rows, reduction)

@@ -123,9 +123,8 @@ class Draws:
             values = values.masked_fill(torch.arange(width, device=probs.device) >= self.top_k, 0)
             total = torch.where(self.top_k < vocabulary, values.sum(dim=-1, keepdim=True), 1)
             before = (values.cumsum(dim=-1) - values) / total
-            if width == vocabulary or bool(
-                ((self.top_k <= width) | (before[:, -1:] >= self.top_p)).all()
-            ):  # sync point
+            is_wide_enough = (self.top_k <= width) | (before[:, -1:] >= self.top_p)
+            if width == vocabulary or bool(is_wide_enough.all()):  # sync point
                 break
             width = min(vocabulary, 8 * width)
         kept = before < self.top_p

@@ -204,14 +204,27 @@ class StageProcess:
         return [line for line in self.err.splitlines() if line.strip() and "updates change a model little" not in line]
 
 
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def finish(processes: list, seconds: float) -> None:
+    """Start processes of `context`; all must end without an error, each within so many seconds of the one before."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
 def start_ranks(
     count: int, stage: str, argv: list, faults: dict[int, Faults] | None = None, **env: str
 ) -> list[StageProcess]:
     """Several ranks as torchrun would start them; `faults` by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     env = place | {"LOCAL_WORLD_SIZE": str(count)} | env
     ranks = range(count)
     return [StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks]

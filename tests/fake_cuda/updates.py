@@ -55,8 +55,8 @@ class Recorder(TorchDispatchMode):
         self.waits: list[str] = []
 
     def wait(self, what: str) -> None:
-        stack = [frame for frame in traceback.extract_stack() if "fake_cuda" not in frame.filename]
-        ours = [frame for frame in stack if frame.filename.startswith(str(ROOT))]
+        folders = (str(ROOT / "model"), str(ROOT / "trainer"))  # a virtual environment may lie in the project's folder
+        ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(folders)]
         place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "backward pass"
         self.waits.append(f"{what}: {place}")
 

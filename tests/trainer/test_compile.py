@@ -1,7 +1,6 @@
 """torch.compile on flat batches: each layer is compiled once, for all layers and sizes of batches."""
 
 import os
-import socket
 from functools import partialmethod
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from model import attention
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import context
+from tests.stage_process import context, finish, free_port
 from trainer.components.distributed import init_distributed_mode, leave_process_group
 from trainer.components.parallel import full_tensor, transformer_layers, unwrap, wrap_model
 
@@ -144,15 +143,8 @@ def _rank(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(150)
-    assert [process.exitcode for process in processes] == [0, 0]
+    port = free_port()
+    finish([context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)], 150)
     return [torch.load(folder / str(rank)) for rank in (0, 1)]
 
 

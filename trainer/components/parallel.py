@@ -117,10 +117,9 @@ def _fill_from_first_rank(model: nn.Module, whole: dict[str, Tensor], device: to
 
     filled = {}  # tied parameters stay one
     for name, value in cast(Any, model.named_parameters()):
-        source = (
-            whole[name].to(device) if this_rank() == 0 else torch.empty(value.shape, dtype=value.dtype, device=device)
-        )
-        filled[value] = nn.Parameter(distribute_tensor(source.to(device), value.device_mesh, value.placements))
+        is_source = this_rank() == 0
+        full = whole[name].to(device) if is_source else torch.empty(value.shape, dtype=value.dtype, device=device)
+        filled[value] = nn.Parameter(distribute_tensor(full, value.device_mesh, value.placements))
     names = model.named_parameters(remove_duplicate=False)
     model.load_state_dict({name: filled[value] for name, value in names}, strict=False, assign=True)
     for module in model.modules():

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from common.errors import Interrupted, UserError
-from tests.stage_process import Faults, context, run, start_ranks
+from tests.stage_process import Faults, context, free_port, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.components import distributed
 from trainer.components.distributed import init_distributed_mode, leave_process_group, meet
@@ -47,9 +47,7 @@ def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     started = {}
     for ending in ("killed", "error", "signal", "together"):
         folder = tmp_path_factory.mktemp(ending)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [context.Process(target=_rank, args=(rank, port, str(folder), ending)) for rank in (0, 1)]
         for process in ranks:
             process.start()

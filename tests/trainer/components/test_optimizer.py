@@ -1,7 +1,6 @@
 import copy
 import os
 import signal
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import Faults, context, run
+from tests.stage_process import Faults, context, finish, free_port, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.components import optimizer as optimizers
 from trainer.components.distributed import init_distributed_mode, leave_process_group
@@ -307,16 +306,10 @@ def shared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     processes = []
     for ranks in (1, 2, 3):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         arguments = [(rank, ranks, port, str(folder)) for rank in range(ranks)]
         processes += [context.Process(target=_rank, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(150)
-    assert [process.exitcode for process in processes] == [0] * 6
+    finish(processes, 150)
     return folder
 
 

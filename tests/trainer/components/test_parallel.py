@@ -1,7 +1,6 @@
 """Sharded models (`--parallel fsdp`) train as copies do, and activations that are computed again change nothing."""
 
 import os
-import socket
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from model import flat_batch as flat_batch_module
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from tests.stage_process import context
+from tests.stage_process import context, finish, free_port
 from trainer.components import parallel as wrapping
 from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import init_distributed_mode, leave_process_group
@@ -192,15 +191,8 @@ def _rank(rank: int, port: int, folder: str) -> None:
 def both(tmp_path_factory) -> Path:
     """What two ranks find in each case, with copies and with shards."""
     folder = tmp_path_factory.mktemp("both")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(100)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    port = free_port()
+    finish([context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)], 100)
     return folder
 
 
