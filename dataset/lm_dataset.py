@@ -21,10 +21,56 @@ from dataset.tokenizing import SPECIAL_TEXTS
 
 
 def collate_pairs(rows: list[list[dict]]) -> dict:
-    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_flat`'s
+    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_shared`'s
     fields: target_counts, the number of targets of each sample."""
     counts = [int(sample["loss_mask"].sum()) for row in rows for sample in row]
-    return collate_flat(rows) | {"target_counts": counts}
+    return collate_shared(rows) | {"target_counts": counts}
+
+
+def collate_shared(rows: list[list[dict]]) -> dict:
+    """`collate_flat` for rows of samples that begin alike, such as the answers to one prompt. What a row's samples
+    share is a sample of its own and computed once; the others continue it, and see its keys. Losses and gradients are
+    those of `collate_flat`, but for a load-balancing loss, which counts what is shared once, and for rounding.
+
+    Beside `collate_flat`'s fields, whose S counts what is shared (but not in sample_ids): key_index int64 [R], for each
+    sample in turn the rows whose keys its last query sees; cu_seqlens_k, host_cu_seqlens_k and max_seqlen_k of these.
+    None of them if nothing is shared.
+    """
+    pieces: list[dict] = []
+    shared: list[np.ndarray] = []  # for each piece, the rows that it continues
+    begin = 0
+    for row in rows:
+        count = shared_tokens(row)
+        before = np.arange(begin, begin + count)
+        if count:
+            pieces.append(row[0] | {name: row[0][name][:count] for name in ("input_ids", "loss_mask")})
+            pieces[-1]["target_bytes"] = 0
+            shared.append(before[:0])
+        pieces += [each | {name: each[name][count:] for name in ("input_ids", "loss_mask")} for each in row]
+        shared += [before] * len(row)
+        begin += count + sum(len(each["input_ids"]) - count for each in row)
+    batch = collate_flat([pieces])
+    batch["sample_ids"] = torch.tensor([each["sample_id"] for row in rows for each in row], dtype=torch.int64)
+    if not any(map(len, shared)):
+        return batch
+    ends, counts = batch["host_cu_seqlens"], np.array([len(each) for each in shared])
+    own = np.split(np.arange(begin), ends[1:-1])
+    cu_seqlens = np.concatenate([[0], np.cumsum(np.diff(ends) + counts)]).astype(np.int32)
+    batch["position_ids"] += torch.from_numpy(np.repeat(counts, np.diff(ends)))
+    keys = np.concatenate([rows for both in zip(shared, own, strict=True) for rows in both])
+    batch |= {"key_index": torch.from_numpy(keys), "cu_seqlens_k": torch.from_numpy(cu_seqlens)}
+    return batch | {"host_cu_seqlens_k": cu_seqlens, "max_seqlen_k": int(np.diff(cu_seqlens).max())}
+
+
+def shared_tokens(samples: list[dict]) -> int:
+    """With how many tokens all of the samples begin, up to those that predict targets."""
+    if len(samples) < 2:
+        return 0
+    first_targets = [np.flatnonzero(np.append(each["loss_mask"][1:], True))[0] for each in samples]
+    limit = int(min(first_targets))
+    heads = np.stack([each["input_ids"][:limit].astype(np.int64) for each in samples])
+    differs = (heads != heads[0]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else limit
 
 
 def collate_flat(rows: list[list[dict]]) -> dict:

@@ -1,16 +1,24 @@
 """Causal attention over flat and padded batches; which of torch's kernels computes it.
 
-Shape legend: N tokens of a flat batch, S samples, B batch, T padded length, H query heads, G key/value heads, D head
-size.
+Shape legend: N tokens of a flat batch, S samples, R keys of them all, B batch, T padded length, H query heads, G
+key/value heads, D head size.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Spans = tuple[Tensor, int, Tensor]  # cu_seqlens [S + 1] on the device, max_seqlen, cu_seqlens [S + 1] on the host
+
+class Spans(NamedTuple):
+    """Where the samples of a flat batch begin and end. With `keys`, the queries of a sample see other keys than its own
+    as well: rows [R] in their order, and where those of each sample begin and end."""
+
+    cu_seqlens: Tensor  # [S + 1] on the device
+    max_seqlen: int
+    host_cu_seqlens: Tensor  # [S + 1] on the host
+    keys: "tuple[Tensor, Spans] | None" = None
 
 
 def has_varlen_kernel(values: Tensor) -> bool:
@@ -30,29 +38,46 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for every new length)."""
     if not len(q):
         return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # empty micro-batch: a zero gradient, not None, for DDP
-    cu_seqlens, max_seqlen, host_cu_seqlens = spans
+    seen = spans
+    if spans.keys is not None:
+        rows, seen = spans.keys
+        k, v = (take_rows(x, rows) for x in (k, v))
     if has_varlen_kernel(v):
         from torch.nn.attention.varlen import varlen_attn  # brings in the compiler, which other devices do not need
 
-        ends = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)  # of queries and keys
+        ends = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
         out = varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *ends, window_size=(-1, 0), enable_gqa=True)  # causal
         return cast(Tensor, out)
-    return attention_by_sample(q, k, v, host_cu_seqlens)
+    return attention_by_sample(q, k, v, spans.host_cu_seqlens, seen.host_cu_seqlens)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows [R] of x [N, ...], some of them several times."""
+    # Their gradients are added in the same order each time: by index_select on a CPU only, by indexing on CUDA too.
+    return x.index_select(0, rows) if x.device.type == "cpu" else x[rows]
 
 
 @torch.compiler.disable
-def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """`flat_attention` with one call per sample. It reads `cu_seqlens`, so a compiled graph breaks here, and on the
-    host: one on the device makes the host wait."""
-    lengths = cu_seqlens.diff().tolist()
+def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """`flat_attention` with one call per sample, whose queries are the last of its keys. It reads `cu_seqlens` and
+    `cu_seqlens_k`, so a compiled graph breaks here, and on the host: ones on the device make the host wait."""
+    lengths, lengths_k = cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist()
     lengths += [len(q) - sum(lengths)]  # the padding rows
+    lengths_k += [len(k) - sum(lengths_k)]
     dtype = torch.float32 if q.device.type == "cpu" else v.dtype
     if q.device.type != "cpu":  # there grouped queries would be computed without a kernel
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    pieces = zip(*(x.to(dtype).split(lengths) for x in (q, k, v)), strict=True)
+    pieces = zip(q.to(dtype).split(lengths), *(x.to(dtype).split(lengths_k) for x in (k, v)), strict=True)
     with torch.autocast(q.device.type, enabled=False):
-        out = torch.cat([padded_attention(*(x[None] for x in piece), mask=None)[0] for piece in pieces])
+        out = torch.cat([padded_attention(*(x[None] for x in piece), mask=last_queries(piece))[0] for piece in pieces])
     return out.to(v.dtype)
+
+
+def last_queries(piece: tuple[Tensor, Tensor, Tensor]) -> Tensor | None:
+    """The causal mask [T, T'] of T queries that are the last of T' keys; None where there are no other keys."""
+    queries, keys = len(piece[0]), len(piece[1])
+    ones = piece[0].new_ones(queries, keys, dtype=torch.bool)
+    return ones.tril(keys - queries) if 1 < queries < keys else None
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

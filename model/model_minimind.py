@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
-from model.attention import flat_attention, has_varlen_kernel, padded_attention
+from model.attention import Spans, flat_attention, has_varlen_kernel, padded_attention
 from model.feed_forward import FeedForward, JoinedLinear, MOEFeedForward, can_join, load_balancing_loss, product_dtype
 from model.flat_batch import head_cross_entropy, pad_rows
 
@@ -322,6 +322,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         target_index: Tensor | None = None,
         targets: Tensor | None = None,
         host_cu_seqlens: np.ndarray | None = None,
+        seen_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
         reduction: str = "sum",
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
@@ -331,14 +332,17 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
         counts of the whole update; with `reduction` "none" the loss is [M], minus the log-probability of each target.
         Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]. `host_cu_seqlens` [S + 1]
-        are the `cu_seqlens` for the host to read; without them it may wait for the device.
+        are the `cu_seqlens` for the host to read; without them it may wait for the device. `seen_keys`: where samples
+        begin alike, `key_index` [R], and of these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see
+        `collate_shared` in dataset/lm_dataset.py.
         Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be added. The
         aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute it.
         """
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
-            is_there = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
-            spans = (cu_seqlens, max_seqlen, cu_seqlens if is_there else torch.from_numpy(host_cu_seqlens))
+            spans = self._spans(cu_seqlens, cast(int, max_seqlen), host_cu_seqlens)
+            if seen_keys is not None:
+                spans = spans._replace(keys=(seen_keys[0], self._spans(*seen_keys[1:])))
             return self._forward_flat(embeds, position_ids, spans, target_index, targets, reduction)
         cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
         if position_ids is None:
@@ -359,9 +363,16 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
+    @staticmethod
+    def _spans(cu_seqlens: Tensor, max_seqlen: int, host_cu_seqlens: np.ndarray | None) -> Spans:
+        is_there = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
+        return Spans(cu_seqlens, max_seqlen, cu_seqlens if is_there else torch.from_numpy(host_cu_seqlens))
+
     def _forward_flat(self, embeds, position_ids, spans, target_index, targets, reduction):
-        cu_seqlens, tokens, extra = spans[0], len(embeds), pad_rows(embeds)
+        cu_seqlens, tokens, extra = spans.cu_seqlens, len(embeds), pad_rows(embeds)
         embeds, position_ids = F.pad(embeds, (0, 0, 0, extra)), F.pad(position_ids, (0, extra))
+        if spans.keys is not None:  # padding rows see any
+            spans = spans._replace(keys=(F.pad(spans.keys[0], (0, extra)), spans.keys[1]))
         hidden, routings = self.model(embeds, position_ids, flat=spans)  # [N, C]
         if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat, collate_shared
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
 CHATS = [
@@ -95,7 +95,52 @@ def test_collate_equals_the_definition(rows):
             assert np.array_equal(sample["loss_mask"], old_sample["loss_mask"])  # nothing is changed in place
 
 
+def behind(prompt: list[int], each: dict) -> dict:
+    """The sample behind a prompt."""
+    ids = np.concatenate([np.array(prompt, dtype=np.uint16), each["input_ids"]])
+    return each | {"input_ids": ids, "loss_mask": np.concatenate([np.zeros(len(prompt), bool), each["loss_mask"]])}
+
+
+GROUP = st.builds(
+    lambda prompt, rest: [behind(prompt, each) for each in rest],
+    st.lists(st.integers(0, 9), max_size=9),
+    st.lists(SAMPLE, max_size=4),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(GROUP, max_size=4))
+def test_what_samples_share_is_there_once_and_seen_by_all(rows):
+    """The keys that each sample's last query sees are the tokens of the sample, at their positions."""
+    plain, batch = collate_flat(rows), collate_shared(rows)
+    same = ("targets", "sample_ids")
+    assert all(torch.equal(batch[name], plain[name]) for name in same)
+    assert batch["target_bytes"] == plain["target_bytes"]
+    samples = [sample for row in rows for sample in row]
+    if "key_index" not in batch:
+        assert batch["input_ids"].equal(plain["input_ids"]) and batch["cu_seqlens"].equal(plain["cu_seqlens"])
+        return
+    assert len(batch["input_ids"]) < len(plain["input_ids"])
+    cu_seqlens, keys = batch["cu_seqlens_k"], batch["key_index"]
+    assert cu_seqlens.dtype == torch.int32 and np.array_equal(batch["host_cu_seqlens_k"], cu_seqlens.numpy())
+    assert batch["max_seqlen_k"] == int(cu_seqlens.diff().max())
+    seen, own = keys.split(cu_seqlens.diff().tolist()), torch.arange(len(batch["input_ids"]))
+    queries = own.split(batch["cu_seqlens"].diff().tolist())
+    assert all(torch.equal(one[len(one) - len(other) :], other) for one, other in zip(seen, queries, strict=True))
+    assert all(batch["position_ids"][each].tolist() == list(range(len(each))) for each in seen)
+    texts, rest = [batch["input_ids"][each].tolist() for each in seen], iter(samples)
+    wanted = next(rest, None)
+    for text in texts:  # what is shared comes before the samples that continue it
+        if wanted is not None and text == wanted["input_ids"].tolist():
+            wanted = next(rest, None)
+    assert wanted is None
+    predicted = batch["input_ids"][batch["target_index"]]
+    assert predicted.equal(plain["input_ids"][plain["target_index"]])
+    assert len(batch["target_index"].unique()) == len(batch["target_index"])
+
+
 def test_an_empty_micro_batch():
+    assert_same_batch(collate_shared([]), naive_batch([]))
     for rows in ([], [[]]):
         batch = collate_flat(rows)
         assert_same_batch(batch, naive_batch([]))

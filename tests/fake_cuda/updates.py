@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.settings import StageArgs
-from dataset.lm_dataset import collate_flat
+from dataset.lm_dataset import collate_flat, collate_shared
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.components.device import mixed_precision
 from trainer.components.language_model import next_token_loss
@@ -40,6 +40,8 @@ MODES = {  # use_moe, dtype, capability of the GPU, and other settings
     "MoE, Ampere": (True, "bfloat16", AMPERE, {}),
     "MoE float16": (True, "float16", HOPPER, {}),
     "MoE float32": (True, "float32", HOPPER, {}),
+    "shared": (False, "bfloat16", HOPPER, {"shared": 4}),
+    "shared, old GPU": (True, "float16", TURING, {"shared": 4}),
     "empty": (False, "bfloat16", HOPPER, {"lengths": ()}),
     "MoE empty": (True, "bfloat16", HOPPER, {"lengths": ()}),
     "MoE empty float32": (True, "float32", AMPERE, {"lengths": ()}),
@@ -87,10 +89,12 @@ def pretend() -> None:
     FakeTensorMode.avoid_device_init = property(lambda _: True)
 
 
-def flat_batch(lengths: tuple[int, ...]) -> dict:
-    """A batch of samples of these lengths, on the host."""
+def flat_batch(lengths: tuple[int, ...], shared: int = 0) -> dict:
+    """A batch of samples of these lengths, on the host; the first so many tokens are there once."""
     ids = [np.arange(3, n + 3, dtype=np.uint16) for n in lengths]
-    return collate_flat([[{"input_ids": x, "loss_mask": x > 3, "sample_id": 0, "target_bytes": 1} for x in ids]])
+    masks = [x > 3 + shared for x in ids]
+    samples = [{"input_ids": x, "loss_mask": y, "sample_id": 0, "target_bytes": 1} for x, y in zip(ids, masks, strict=True)]
+    return (collate_shared if shared else collate_flat)([samples])
 
 
 def state_of(use_moe: bool, dtype: str, optimizer: str = "adamw", activation_checkpointing: int = 0) -> TrainState:
@@ -117,10 +121,12 @@ def state_of(use_moe: bool, dtype: str, optimizer: str = "adamw", activation_che
     )
 
 
-def update(use_moe: bool, dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), **settings) -> dict:
+def update(
+    use_moe: bool, dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), shared: int = 0, **settings
+) -> dict:
     """What there is to know of an update of two micro-batches."""
     torch.cuda.get_device_capability = lambda *_: capability
-    window, recorder, attention = [flat_batch(lengths)] * 2, Recorder(), functional.scaled_dot_product_attention
+    window, recorder, attention = [flat_batch(lengths, shared)] * 2, Recorder(), functional.scaled_dot_product_attention
 
     def noted(q, k, *rest, **options):
         recorder.operators.add(f"attention of {q.shape[1]} heads to {k.shape[1]}")

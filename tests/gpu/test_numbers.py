@@ -4,7 +4,7 @@ grouped products, float16, rollouts, the same bits each time, compilations."""
 import copy
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from model.attention import Spans, flat_attention
 from model.feed_forward import GROUP, grouped_linear, has_grouped_mm
 from model.generation import generate
-from model.model_minimind import MiniMindConfig, flat_attention
+from model.model_minimind import MiniMindConfig
 from model.sampling import Sampling
 from tests.gpu import parts
 from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, train
@@ -123,27 +124,39 @@ def test_grouped_products(device, record_property):
         )
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("head", [64, 96, 128])
-def test_attention(head, gpus, device, record_property):
-    """The variable-length kernel, forward and backward, against float32 on the CPU."""
+def test_attention(head, shared, gpus, device, record_property):
+    """The variable-length kernel, forward and backward, against float32 on the CPU; also where the last two samples
+    continue the first one."""
     if not gpus or not native_bfloat16(device):
         pytest.skip("the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample")
     lengths = torch.tensor([0, 200, 1, 64, 333]).cumsum(0).to(torch.int32)
     torch.manual_seed(head)
     inputs = {name: torch.randn(int(lengths[-1]), count, head) for name, count in {"q": 8, "k": 4, "v": 4}.items()}
     grad = torch.randn(int(lengths[-1]), 8, head)
-    right = attend({name: x.clone().requires_grad_() for name, x in inputs.items()}, lengths, grad)
+    before = [0, 0, 200, 200] if shared else []
+    right = attend({name: x.clone().requires_grad_() for name, x in inputs.items()}, lengths, grad, before)
     for dtype in ("bfloat16", "float16"):
         there = {n: x.to(device, getattr(torch, dtype)).requires_grad_() for n, x in inputs.items()}
-        distance = gap(attend(there, lengths.to(device), grad.to(device, getattr(torch, dtype))), right)
+        found = attend(there, lengths.to(device), grad.to(device, getattr(torch, dtype)), before)
+        distance = gap(found, right)
         record_property(dtype, distance)
         assert distance <= KERNELS[dtype], f"in {dtype} outputs or gradients are not those of a CPU"
 
 
-def attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor) -> list[Tensor]:
-    """The output, and the gradients of queries, keys and values."""
+def attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor, before: Sequence[int] = ()) -> list[Tensor]:
+    """The output, and the gradients of queries, keys and values; `before`: with so many of the first rows each sample
+    begins."""
     q, k, v = inputs.values()
-    out = flat_attention(q, k, v, (lengths, int(lengths.diff().max()), lengths.cpu()))
+    spans = Spans(lengths, int(lengths.diff().max()), lengths.cpu())
+    if before:
+        own = torch.arange(len(q)).split(spans.host_cu_seqlens.diff().tolist())
+        rows = [torch.cat((torch.arange(count), each)) for count, each in zip(before, own, strict=True)]
+        ends = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
+        keys = Spans(ends.to(q.device), max(map(len, rows)), ends)
+        spans = spans._replace(keys=(torch.cat(rows).to(q.device), keys))
+    out = flat_attention(q, k, v, spans)
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], grad)]
 
 

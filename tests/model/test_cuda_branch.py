@@ -5,18 +5,21 @@ from importlib import import_module
 from typing import cast
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dataset.lm_dataset import collate_flat, collate_shared
 from model import attention, feed_forward, model_minimind
 from model.attention import padded_attention, repeat_heads
 from model.feed_forward import MOEFeedForward, group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import SHAPES, VOCAB, build, flat_batch, gradients, ragged
 from trainer.components.adapters import TARGETS, add_adapters
+from trainer.components.language_model import target_log_probs
 from trainer.components.parallel import transformer_layers
 
 NORM_FORWARD, NORM_BACKWARD = model_minimind.NormInFewPasses.forward, model_minimind.NormInFewPasses.backward
@@ -77,6 +80,30 @@ def test_in_bfloat16_they_differ_as_rounding_does(shape, take_cuda_branch):
     print(f"{shape}: {branch:.2e} between the branches, {rounding:.2e} between bfloat16 and float32")
     assert abs(got["loss"] - want["loss"]) <= 2e-3 * want["loss"]
     assert 0 < branch <= max(0.03, 1.5 * rounding)
+
+
+def group(prompt: int, lengths: list[int]) -> list[dict]:
+    """Samples of so many targets behind one prompt."""
+    ids = [np.r_[np.arange(prompt) + 1, np.random.RandomState(n).randint(3, VOCAB, n)] for n in lengths]
+    return [{"input_ids": x, "loss_mask": np.arange(len(x)) >= prompt, "sample_id": 0, "target_bytes": 0} for x in ids]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("branch", ["cpu", "cuda"])
+def test_a_shared_prompt_is_computed_once_and_learned_from_by_all(shape, branch, take_cuda_branch):
+    """The losses of samples with a prompt of their own each, on the branch of a CPU, and their gradients."""
+    rows = [group(20, [5, 9, 1]), group(1, [3, 3]), group(33, [70, 2]), group(8, [4])]
+    model, found = build(shape).train(), []
+    for collate in (collate_flat, collate_shared):
+        batch = collate(rows)
+        if collate is collate_shared and branch == "cuda":
+            take_cuda_branch(False)
+        log_probs, _ = target_log_probs(model, batch)
+        (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+        found.append(gradients(model) | {"loss": log_probs.detach()})
+    assert len(batch["input_ids"]) < 0.8 * sum(len(sample["input_ids"]) for row in rows for sample in row)
+    for name, value in found[0].items():
+        assert (value - found[1][name]).abs().max() <= 1e-5 * max(1.0, value.abs().max().item()), name
 
 
 def test_an_empty_micro_batch_has_zero_gradients(take_cuda_branch):

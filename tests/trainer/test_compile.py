@@ -104,7 +104,7 @@ CASES = [(parallel, use_moe) for parallel in ("ddp", "fsdp") for use_moe in (Fal
 WIDE = 256  # then a layer is larger than DDP's first bucket, at whose border it would be cut
 
 
-def of_itself(q, k, v, spans) -> torch.Tensor:
+def of_itself(q, k, v, *_) -> torch.Tensor:
     """In place of the attention on a CPU, which reads the lengths, so that a graph breaks there."""
     k, v = (attention.repeat_heads(x, q.shape[1]) for x in (k, v))
     return (v + 0.1 * q * k).to(v.dtype)

@@ -14,6 +14,7 @@ from tests.conftest import ROOT, launch
 FOLDER = ROOT / "tests/fake_cuda"
 DENSE, OLD = ("dense", "dense float16", "Muon", "Muon float16"), ("dense float16, old GPU", "dense float32")
 GROUPED, BATCHED = ("MoE", "recomputed"), ("MoE, Ampere", "MoE float16", "MoE float32")
+SHARED = ("shared", "shared, old GPU")
 EMPTY = ("empty", "MoE empty", "MoE empty float32")
 IN_ONE_KERNEL = "torch_attn._varlen_attn_backward.default"
 
@@ -39,7 +40,7 @@ def found(library) -> dict[str, dict[str, list[str]]]:
     return json.loads(launch(FOLDER / "updates.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
 
 
-@pytest.mark.parametrize("mode", [*DENSE, *OLD, *GROUPED, *BATCHED, *EMPTY])
+@pytest.mark.parametrize("mode", [*DENSE, *OLD, *GROUPED, *BATCHED, *SHARED, *EMPTY])
 def test_the_host_waits_for_nothing(found, mode):
     assert found[mode]["waits"] == []
     assert "aten._fused_adamw_.default" in found[mode]["operators"]  # an update was made
@@ -53,7 +54,7 @@ def test_an_evaluation_reads_its_sums_once(found, batches):
 
 def test_each_gpu_and_dtype_has_its_kernels(found):
     operators = {mode: set(result["operators"]) for mode, result in found.items() if "evaluation" not in mode}
-    assert set(operators) == {*DENSE, *OLD, *GROUPED, *BATCHED, *EMPTY}
+    assert set(operators) == {*DENSE, *OLD, *GROUPED, *BATCHED, *SHARED, *EMPTY}
     assert all(IN_ONE_KERNEL in operators[mode] for mode in (*DENSE, *GROUPED, "MoE, Ampere", "MoE float16"))
     assert not any(IN_ONE_KERNEL in operators[mode] for mode in (*OLD, "MoE float32"))
     for mode in (*OLD, "MoE float32"):  # with fewer key heads than query heads torch computes it without a kernel
@@ -62,7 +63,8 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
     for mode in BATCHED:
         assert "aten._grouped_mm.default" not in operators[mode] and "aten.bmm.default" in operators[mode]
     slow = {"aten.index_put.default", "aten._index_put_impl_.default", "aten.nonzero.default"}  # they sort or wait
-    assert not any(slow & each for each in operators.values())
+    assert [mode for mode, each in operators.items() if slow & each] == list(SHARED)
+    assert all(slow & operators[mode] == {"aten.index_put.default"} for mode in SHARED)  # of keys: sorts, always alike
 
 
 def test_a_rollout_waits_once_for_eight_tokens(library):

@@ -55,16 +55,14 @@ EDITS = {
     "model/attention.py": [
         ("v: Tensor, spans: Spans)", "v: Tensor, spans: Spans, window: int = 0)"),
         ("window_size=(-1, 0)", "window_size=(window - 1, 0)"),
-        ("attention_by_sample(q, k, v, host_cu_seqlens)", "attention_by_sample(q, k, v, host_cu_seqlens, window)"),
-        ("cu_seqlens: Tensor) -> Tensor:", "cu_seqlens: Tensor, window: int = 0) -> Tensor:"),
+        ("seen.host_cu_seqlens)", "seen.host_cu_seqlens, window)"),
+        ("cu_seqlens_k: Tensor) -> Tensor:", "cu_seqlens_k: Tensor, window: int = 0) -> Tensor:"),
+        ("mask=last_queries(piece))", "mask=last_queries(piece, window))"),
+        ("piece: tuple[Tensor, Tensor, Tensor])", "piece: tuple[Tensor, Tensor, Tensor], window: int)"),
         (
-            "padded_attention(*(x[None] for x in piece), mask=None)[0]",
-            "padded_attention(*(x[None] for x in piece), mask=band(len(piece[0]), window))[0]",
-        ),
-        (
-            "def repeat_heads(",
-            "def band(length, window):\n    ones = torch.ones(length, length, dtype=torch.bool)\n"
-            "    return ones.tril().triu(1 - window)[None, None] if window else None\n\n\ndef repeat_heads(",
+            "    return ones.tril(keys - queries)",
+            "    if window:\n        return ones.tril(keys - queries).triu(keys - queries + 1 - window)\n"
+            "    return ones.tril(keys - queries)",
         ),
     ],
 }

@@ -29,12 +29,14 @@ GPUS = {  # by the makers' data sheets: dense products in bfloat16 or float16 wi
 FIRST_AGAIN = 60.0  # seconds until the rate is measured again, then at twice the age and so on: less than 1 % of them
 
 
-def training_flops(config: "MiniMindConfig", tokens: int, targets: int, cu_seqlens: Tensor) -> float:
+def training_flops(
+    config: "MiniMindConfig", tokens: int, targets: int, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None
+) -> float:
     """Floating-point operations of the forward and backward pass over a flat batch, without padding rows.
 
     Six per weight and token for the layers (two forward, four backward), six per weight and target for the head, and
     causal attention at half of the square. The embedding is a look-up and counts nothing. `cu_seqlens` [S + 1] on the
-    host.
+    host, and `cu_seqlens_k` if samples see more keys than their own.
     """
     c, d = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -42,7 +44,9 @@ def training_flops(config: "MiniMindConfig", tokens: int, targets: int, cu_seqle
     mlp = 3 * c * config.intermediate_size
     if config.use_moe:
         mlp = 3 * c * config.moe_intermediate_size * config.num_experts_per_tok + c * config.num_experts
-    squares = float(cu_seqlens.diff().double().square().sum())
+    own = cu_seqlens.diff().double()
+    seen = own if cu_seqlens_k is None else cu_seqlens_k.diff().double()
+    squares = float((seen.square() - (seen - own).square()).sum())
     products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
     return products + 6.0 * targets * c * config.vocab_size
 

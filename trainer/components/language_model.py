@@ -118,6 +118,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _inputs(batch: Batch) -> dict[str, Any]:
     inputs = {key: batch[key] for key in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
+    if "key_index" in batch:  # samples that begin alike: see `collate_shared` in dataset/lm_dataset.py
+        names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
+        inputs["seen_keys"] = tuple(batch.get(name) for name in names)
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
 
 
@@ -128,6 +131,6 @@ def held_out_loss(model: nn.Module, batch: Batch, args: Any = None) -> dict[str,
 
 def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a flat batch for a language model of this shape."""
-    targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["cu_seqlens"]) - 1
-    flops = training_flops(lm_config, tokens, targets, batch["cu_seqlens"])
+    targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
+    flops = training_flops(lm_config, tokens, targets, batch["cu_seqlens"], batch.get("cu_seqlens_k"))
     return Size(targets, tokens, batch["target_bytes"], flops, samples)

@@ -11,14 +11,14 @@ softmax(logits / temperature), which is also what is trained.
 import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dataset.lm_dataset import collate_flat
+from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
 from trainer.components.checkpoint import snapshot
 from trainer.components.distributed import gather, reduce_sum, this_rank, world_size
@@ -119,7 +119,7 @@ class Rollouts(Hooks):
     def state_dict(self) -> dict[str, Any]:
         """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
         collective."""
-        own = [{name: value for name, value in batch.items() if name != "host_cu_seqlens"} for batch in self.kept]
+        own = [{name: each for name, each in batch.items() if not name.startswith("host_")} for batch in self.kept]
         return {"totals": dict(self.totals), "kept": gather(snapshot(own)), "samples": self.samples}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -127,7 +127,10 @@ class Rollouts(Hooks):
         self.totals = defaultdict(float, saved["totals"])
         self.samples = [sample for sample in saved["samples"] if "answer" in sample]  # `completion` in early versions
         own = saved["kept"][this_rank()] if len(saved["kept"]) == world_size() else []
-        self.kept = [batch | {"host_cu_seqlens": batch["cu_seqlens"].numpy()} for batch in own]
+        on_host = ("cu_seqlens", "cu_seqlens_k")
+        self.kept = [
+            batch | {f"host_{name}": batch[name].numpy() for name in on_host if name in batch} for batch in own
+        ]
 
     # ---- a rollout
 
@@ -215,8 +218,9 @@ class Rollouts(Hooks):
         ]
 
     def _flat(self, written: list[Trajectory], counted: int) -> Batch:
-        """The flat batch with, for each target [M], the length of its completion (`lengths`) and zeros for the fields
-        `of_target`; and with this micro-batch's part of what the loss is divided by (`counted`)."""
+        """The flat batch, in which the trajectories to a prompt share it; with, for each target [M], the length of its
+        completion (`lengths`) and zeros for the fields `of_target`; and with this micro-batch's part of what the loss
+        is divided by (`counted`)."""
         samples = [
             {
                 "input_ids": np.array(each.tokens, dtype=np.int64),
@@ -226,7 +230,8 @@ class Rollouts(Hooks):
             }
             for each in written
         ]
-        batch: Batch = collate_flat([[sample] for sample in samples])
+        groups = groupby(samples, lambda sample: sample["sample_id"])
+        batch: Batch = collate_shared([list(group) for _, group in groups])
         sampled = torch.tensor([each.sampled for each in written], dtype=torch.int64)
         batch["lengths"] = sampled.repeat_interleave(sampled).float()
         batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.of_target}

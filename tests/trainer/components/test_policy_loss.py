@@ -140,9 +140,11 @@ def sampled_batch() -> dict:
 
 
 def log_probs_one_by_one(model: MiniMindForCausalLM, batch: dict, temperature: float) -> torch.Tensor:
-    """The log-probabilities [M] of the targets, from each sample's own logits."""
-    found = []
-    for sample in batch["input_ids"].split(torch.diff(batch["cu_seqlens"]).tolist()):
+    """The log-probabilities [M] of the targets, from each sample's own logits, behind prompts of 4 tokens."""
+    found, ends, tokens = [], batch["cu_seqlens"], batch["input_ids"]
+    if "key_index" in batch:  # samples continue what others share with them; that itself has no targets
+        ends, tokens = batch["cu_seqlens_k"], tokens[batch["key_index"]]
+    for sample in tokens.split(torch.diff(ends).tolist()):
         scores = torch.log_softmax(model(sample[None]).logits[0] / temperature, dim=-1)
         found.append(scores[3:-1].gather(1, sample[4:, None])[:, 0])
     return torch.cat(found)

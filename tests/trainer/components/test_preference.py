@@ -98,5 +98,6 @@ def test_a_pair_counts_once_and_its_answers_lie_side_by_side():
     batch = collate_pairs(rows)
     assert batch["target_counts"] == [3, 4, 5, 6] and batch["sample_ids"].tolist() == [0, 1, 2, 3]
     size = pair_size(batch, CONFIG)
-    assert (size.targets, size.tokens, size.text_bytes, size.samples) == (2, 38, 0, 4)
+    shared = 4 + 4  # of prompts of 5 tokens, the last of which predicts other tokens
+    assert (size.targets, size.tokens, size.text_bytes, size.samples) == (2, 38 - shared, 0, 4)
     assert batch["targets"].equal(collate_flat(rows)["targets"])
