@@ -93,7 +93,8 @@ def flat_batch(lengths: tuple[int, ...], shared: int = 0) -> dict:
     """A batch of samples of these lengths, on the host; the first so many tokens are there once."""
     ids = [np.arange(3, n + 3, dtype=np.uint16) for n in lengths]
     masks = [x > 3 + shared for x in ids]
-    samples = [{"input_ids": x, "loss_mask": y, "sample_id": 0, "target_bytes": 1} for x, y in zip(ids, masks, strict=True)]
+    both = zip(ids, masks, strict=True)
+    samples = [{"input_ids": x, "loss_mask": y, "sample_id": 0, "target_bytes": 1} for x, y in both]
     return (collate_shared if shared else collate_flat)([samples])
 
 
