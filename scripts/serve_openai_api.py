@@ -142,14 +142,14 @@ def main() -> None:
     if missing:
         raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
     from scripts.serve.api import create_app
-    from scripts.serve.models import Settings
+    from scripts.serve.models import Settings, in_own_thread
 
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     if not is_local(host) and not args.api_key:
         warn(f"everyone who reaches {host} may use this server; give it an --api_key")
     path = model_path(args)
-    model, tokenizer = load_model(args)
+    model, tokenizer = in_own_thread(load_model, args)
     if args.context > model.config.max_position_embeddings:
         longest = model.config.max_position_embeddings
         raise UserError(f"--context {args.context} is more than this model's {longest} positions; give a smaller one")

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from model.answers import CALL
 from scripts.serve.bodies import SMALL_BODY, Bodies
 from scripts.serve.curves import curves_router
-from scripts.serve.models import Models, ServedModel, Settings
+from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
 from scripts.serve.pending import PendingAnswers
 from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
@@ -100,7 +100,7 @@ async def _hung_up(request: Request) -> None:
 
 def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     """The application that serves a model: the API, and the page at `/`. Its thread ends with the application."""
-    models = Models(ServedModel(model, tokenizer, settings), settings)
+    models = Models(in_own_thread(ServedModel, model, tokenizer, settings), settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import reason, warn
 from common.settings import ROOT
@@ -17,6 +18,8 @@ from scripts.serve.prompt_writer import PromptWriter
 from scripts.serve.protocol import ApiError
 from scripts.serve.scheduler import Scheduler
 from trainer.components.run_files import shape_in_name
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,14 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     configured = model.config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
     return {token for token in [*tokens, tokenizer.eos_token_id] if token is not None}
+
+
+def in_own_thread(work: Callable[..., T], *args: Any) -> T:
+    """The result of work in a thread that ends with it. The threads among which torch divides an operator belong to the
+    thread that called it; while those of another thread live, libgomp counts more threads than cores and lets all of
+    them sleep between two operators: decoding took twice the time."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work, *args).result()
 
 
 def unknown(name: str) -> ApiError:
@@ -137,11 +148,11 @@ class Models:
             self._replaced()  # one that cannot be loaded now is not read
             try:
                 assert self.settings.load is not None
-                parts = await asyncio.to_thread(self.settings.load, path)
+                parts = await asyncio.to_thread(in_own_thread, self.settings.load, path)
                 if replaced := self._replaced():
                     del self.loaded[replaced.name]
                     await asyncio.to_thread(replaced.scheduler.close)
-                self.loaded[name] = await asyncio.to_thread(ServedModel, *parts, self.settings, name)
+                self.loaded[name] = await asyncio.to_thread(in_own_thread, ServedModel, *parts, self.settings, name)
             except ApiError:
                 raise
             except Exception as error:

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.serve.api import create_app
 from scripts.serve.models import Settings
+from tests.conftest import ROOT, launch
 from tests.scripts.serve.test_api import chat, serving, user, wait_for
 from trainer.components.model_files import save_weights
 from trainer.components.run_files import weight_path
@@ -145,3 +146,39 @@ def test_one_model_alone(folder):
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine"]
         body = {"model": "pretrain_32", "messages": user("hello")}
         assert client.post("/v1/chat/completions", json=body).status_code == 404
+
+
+THREADS = """
+import os, sys, threading
+sys.path.insert(0, {root!r})
+import torch
+torch.set_num_threads(3)
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.serve.api import create_app
+from scripts.serve.models import Settings, in_own_thread
+from trainer.trainer_utils import load_tokenizer
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def load():
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=256, num_hidden_layers=2)).float()
+    print("here", torch.rand(10**6).exp().sum() > 0, count())
+    return model
+
+begin = count()
+model = in_own_thread(load)
+app = create_app(model, load_tokenizer({root!r} + "/model"), Settings(slots=64, context=4096))
+print("left", count() - begin, threading.active_count() - 1)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the threads are counted in Linux's /proc")
+def test_no_threads_of_torch_are_left_beside_those_of_the_decoder(tmp_path):
+    """Two teams of them would sleep between operators; the load had some, as had the cache, which is filled."""
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS.format(root=str(ROOT)), encoding="utf-8")
+    here, left = launch(script).stdout.strip().splitlines()[-2:]
+    assert here.startswith("here tensor(True)") and int(here.split()[-1]) >= 4
+    assert left == "left 1 1"  # the decoder's, which has not begun to compute
