@@ -1,7 +1,6 @@
 """A run that is started, watched from outside and ended in one of several ways; used by verify_resume.py."""
 
 import importlib
-import json
 import re
 import signal
 import sys
@@ -17,6 +16,7 @@ import psutil
 from common.config_sources import parse_args as parse_stage_args
 from trainer.components.adapters import WEIGHTS as ADAPTER
 from trainer.components.checkpoint import UNREADABLE, places, read_state
+from trainer.components.metrics import complete_lines, log_record
 from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
 
 # A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
@@ -66,10 +66,8 @@ class Run:
 
     def last_update(self) -> int:
         """The update of the last record in the metrics file; 0 if there is none."""
-        with suppress(OSError, IndexError), open(self.metrics, "rb") as file:
-            file.seek(max(0, self.metrics.stat().st_size - 4096))
-            return json.loads(file.read().split(b"\n")[-2])["update"]
-        return 0
+        last = log_record(b"".join(complete_lines(self.metrics)[-1:]))
+        return last["update"] if last else 0
 
     def unfinished_caches(self) -> set[str]:
         """The names of token caches that are being built, or that a killed launch left behind."""

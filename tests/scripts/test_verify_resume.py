@@ -260,7 +260,8 @@ def test_the_reason_is_not_buried_under_what_torchrun_adds(run):
 def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     """It would reach the same bits in the end."""
     monkeypatch.setattr(run, "saved_update", lambda: 12)
-    script = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"update\": 13}\\n'); print(sys.argv[2])"
+    record = json.dumps({"update": 13, "samples": "long " * 2000})  # as those of rollouts are
+    script = f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({record!r} + '\\n'); print(sys.argv[2])"
     run.command = [sys.executable, "-c", script, str(run.metrics), "resuming full_sft at epoch 2, update 12 of 45"]
     train(run, [])
     assert run.last_update() == 13
