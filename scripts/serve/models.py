@@ -173,10 +173,10 @@ class Models:
         return oldest
 
     def health(self) -> dict[str, Any]:
-        """Whether their decoding threads live, and how many answers are being written and how many requests wait."""
+        """Whether they answer, and how many answers are being written and how many requests wait."""
         schedulers = [served.scheduler for served in self.loaded.values()]
         return {
-            "alive": all(scheduler.thread.is_alive() for scheduler in schedulers),
+            "alive": all(scheduler.alive for scheduler in schedulers),
             "writing": sum(len(scheduler.writing) for scheduler in schedulers),
             "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
             "slots": self.settings.slots,

@@ -1,4 +1,6 @@
 """One thread that decodes the answers of all requests together, each request joining and leaving between two steps.
+Without requests it ends, and with it the threads that torch started for it, so that they do not slow down those of
+another model (see `in_own_thread` in models.py).
 
 A request is a `Job`. Its texts go to `Job.notify`, which is called in this thread and must not wait. A step that fails
 is repeated job by job: those that fail alone end with an error, the others and the thread go on.
@@ -16,6 +18,8 @@ from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
 from scripts.serve.answer_stream import TextStream
 from trainer.components.failures import is_out_of_memory
+
+LINGER = 1.0  # seconds that the thread waits for another request
 
 
 class QueueFull(Exception):
@@ -66,9 +70,8 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.writing: dict[Answer, Writing] = {}
         self.changed = threading.Condition()
-        self.closing = False
-        self.thread = threading.Thread(target=self._run, name="decoder", daemon=True)
-        self.thread.start()
+        self.closing = self.running = False
+        self.thread = threading.Thread()  # of the last requests
 
     def submit(self, *jobs: Job) -> None:
         """Queue jobs, all or none; each may have as many answers as there are slots. Raises QueueFull if so many may
@@ -79,6 +82,10 @@ class Scheduler:
                 raise QueueFull
             self.waiting.extend(jobs)
             self.changed.notify()
+            if not self.running:
+                self.running = True
+                self.thread = threading.Thread(target=self._run, name="decoder", daemon=True)
+                self.thread.start()
 
     def cancel(self, *jobs: Job) -> None:
         """Stop writing the answers of jobs and free their places, at the next step."""
@@ -92,7 +99,14 @@ class Scheduler:
         with self.changed:
             self.closing = True
             self.changed.notify()
-        self.thread.join()
+        if self.running:
+            self.thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answers: its thread can be started, or has not died."""
+        with self.changed:
+            return not self.closing and (not self.running or self.thread.is_alive())
 
     @property
     def busy(self) -> bool:
@@ -102,17 +116,20 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while not self.closing:
+            while True:
                 try:
-                    self._admit()
+                    if not self._admit():
+                        break
                     self._advance(self.decoder.decode)
                     self._advance(self.decoder.prefill)
                 except Exception as error:  # of no job in particular: the thread must go on
                     self._fail(list(self.writing), error)
         except Exception as error:
             warn(f"no more requests are answered, since the decoder cannot be cleared: {reason(error)}")
-        with self.changed:  # whatever ended it, nobody waits for ever
             self.closing = True
+        with self.changed:
+            if not self.closing:  # there was nothing to do; by now another thread may have begun
+                return
             jobs = [(writing.job, writing.number) for writing in self.writing.values()]
             jobs += [(job, number) for job in self.waiting for number in range(len(job.samplings))]
             self.writing.clear()
@@ -120,8 +137,9 @@ class Scheduler:
         for job, number in jobs:
             self._notify(job, Progress(number, "", 0, "error"))
 
-    def _admit(self) -> None:
-        """Drop cancelled jobs and begin what there is room for, in order; waits while there is nothing to do."""
+    def _admit(self) -> bool:
+        """Drop cancelled jobs and begin what there is room for, in order; waits a while if there is nothing to do.
+        Whether there is something."""
         with self.changed:
             while not self.closing:
                 for answer in [answer for answer, writing in self.writing.items() if writing.job.cancelled]:
@@ -131,8 +149,11 @@ class Scheduler:
                 ):
                     self._begin(self.waiting.popleft())
                 if self.writing:
-                    return
-                self.changed.wait()
+                    return True
+                if not self.changed.wait(LINGER) and not self.waiting:
+                    self.running = False
+                    return False
+        return False
 
     def _advance(self, half: Callable[..., list[Answer]]) -> None:
         """Half a step of the decoder for all answers, and if it fails, for those of each job alone."""

@@ -1,6 +1,7 @@
 """What becomes of requests when the decoder fails, or is closed: each gets its end, whatever happens."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from model.generation import Decoder, KeyValueCache
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
+from scripts.serve import scheduler as scheduling
 from scripts.serve.scheduler import Job, Progress, QueueFull, Scheduler
 from tests.conftest import ROOT
 from tests.scripts.serve.scripted_decoder import SAYS, ScriptedDecoder
@@ -82,6 +84,24 @@ def test_closing_ends_every_request(scheduler, tokenizer):
     asked = requests(tokenizer, scheduler)
     scheduler.close()
     assert [one.finished() for one in asked] == [{"error"}] * 4 and not scheduler.busy
+
+
+@pytest.mark.parametrize("linger", [0.0, 0.002])
+def test_the_thread_ends_without_requests_and_another_one_answers_the_next(scheduler, tokenizer, monkeypatch, linger):
+    """Requests that come while it ends are answered, too."""
+    monkeypatch.setattr(scheduling, "LINGER", linger)
+    threads, prompt = set(), tokenizer.encode("long", add_special_tokens=False)
+    for number in range(300):
+        request = Request(prompt, 1 + number % 2, max_new_tokens=1)
+        scheduler.submit(request.job)
+        threads.add(scheduler.thread)
+        assert request.finished() == {"length"} and scheduler.alive
+        time.sleep(0.002 * (number % 3))
+    assert len(threads) > 30 and not scheduler.busy
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert scheduler.alive and not scheduler.closing
 
 
 def test_it_is_busy_also_while_a_request_begins(scheduler, tokenizer, monkeypatch):
