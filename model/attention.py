@@ -74,10 +74,11 @@ def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_
 
 
 def last_queries(piece: tuple[Tensor, Tensor, Tensor]) -> Tensor | None:
-    """The causal mask [T, T'] of T queries that are the last of T' keys; None where there are no other keys."""
+    """The causal mask [T, T'] of T queries that are the last of T' keys; None where none is needed."""
     queries, keys = len(piece[0]), len(piece[1])
-    ones = piece[0].new_ones(queries, keys, dtype=torch.bool)
-    return ones.tril(keys - queries) if 1 < queries < keys else None
+    if queries in (1, keys):
+        return None
+    return piece[0].new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

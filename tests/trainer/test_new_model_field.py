@@ -59,11 +59,8 @@ EDITS = {
         ("cu_seqlens_k: Tensor) -> Tensor:", "cu_seqlens_k: Tensor, window: int = 0) -> Tensor:"),
         ("mask=last_queries(piece))", "mask=last_queries(piece, window))"),
         ("piece: tuple[Tensor, Tensor, Tensor])", "piece: tuple[Tensor, Tensor, Tensor], window: int)"),
-        (
-            "    return ones.tril(keys - queries)",
-            "    if window:\n        return ones.tril(keys - queries).triu(keys - queries + 1 - window)\n"
-            "    return ones.tril(keys - queries)",
-        ),
+        ("if queries in (1, keys):", "if queries in (1, keys) and not window:"),
+        (".tril(keys - queries)", ".tril(keys - queries).triu(keys - queries + 1 - (window or keys))"),
     ],
 }
 STEPS = """
