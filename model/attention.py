@@ -51,9 +51,11 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     return attention_by_sample(q, k, v, spans.host_cu_seqlens, seen.host_cu_seqlens)
 
 
+@torch.compiler.disable
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows [R] of x [N, ...], some of them several times."""
-    # Their gradients are added in the same order each time: by index_select on a CPU only, by indexing on CUDA too.
+    # Their gradients are added in the same order each time: by index_select on a CPU only, by indexing on CUDA too, and
+    # not by kernels that the compiler writes, whose threads add as they come.
     return x.index_select(0, rows) if x.device.type == "cpu" else x[rows]
 
 
@@ -69,16 +71,19 @@ def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     pieces = zip(q.to(dtype).split(lengths), *(x.to(dtype).split(lengths_k) for x in (k, v)), strict=True)
     with torch.autocast(q.device.type, enabled=False):
-        out = torch.cat([padded_attention(*(x[None] for x in piece), mask=last_queries(piece))[0] for piece in pieces])
+        out = torch.cat([sample_attention(*piece) for piece in pieces])
     return out.to(v.dtype)
 
 
-def last_queries(piece: tuple[Tensor, Tensor, Tensor]) -> Tensor | None:
-    """The causal mask [T, T'] of T queries that are the last of T' keys; None where none is needed."""
-    queries, keys = len(piece[0]), len(piece[1])
-    if queries in (1, keys):
-        return None
-    return piece[0].new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+def sample_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sample, whose queries q [T, H, D] are the last of its keys [T', G, D] -> [T, H, D]."""
+    before, mask = len(k) - len(q), None
+    if 1 < len(q) <= before:
+        mask = q.new_ones(len(q), len(k), dtype=torch.bool).tril(before)
+    elif before and len(q) > 1:  # fewer zeros in front: the kernel skips the future of causal attention, not a mask's
+        q = F.pad(q, (0, 0, 0, 0, before, 0))
+        return padded_attention(q[None], k[None], v[None], mask=None)[0, before:]
+    return padded_attention(q[None], k[None], v[None], mask)[0]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,9 +1,10 @@
 """The models that a server offers: one that is loaded from the start, and the weights of a folder, loaded on demand."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,18 @@ def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     """The result of work in a thread that ends with it. The threads among which torch divides an operator belong to the
     thread that called it; while those of another thread live, libgomp counts more threads than cores and lets all of
     them sleep between two operators: decoding took twice the time."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work, *args).result()
+    found: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(work(*args))
+        except BaseException as error:
+            found.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True)  # Ctrl-C does not wait for it
+    thread.start()
+    thread.join()
+    return found.result()
 
 
 def unknown(name: str) -> ApiError:

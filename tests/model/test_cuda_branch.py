@@ -92,7 +92,7 @@ def group(prompt: int, lengths: list[int]) -> list[dict]:
 @pytest.mark.parametrize("branch", ["cpu", "cuda"])
 def test_a_shared_prompt_is_computed_once_and_learned_from_by_all(shape, branch, take_cuda_branch):
     """The losses of samples with a prompt of their own each, on the branch of a CPU, and their gradients."""
-    rows = [group(20, [5, 9, 1]), group(1, [3, 3]), group(33, [70, 2]), group(8, [4])]
+    rows = [group(20, [5, 9, 1, 60]), group(1, [3, 3]), group(33, [70, 2]), group(8, [4])]
     model, found = build(shape).train(), []
     for collate in (collate_flat, collate_shared):
         batch = collate(rows)
@@ -255,6 +255,31 @@ def test_compiled_layers_are_one_graph_for_all_shapes(shape, grouped, take_cuda_
         got, want = (results(part, batch, dtype)["loss"] for part in (model, plain))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("branch", ["cpu", "cuda"])
+def test_the_compiler_does_not_gather_shared_keys(branch, take_cuda_branch):
+    """It would add their gradients by several threads, in another order each time."""
+    torch.compiler.reset()
+    model, plain, traced = build("dense").train(), build("dense").train(), []
+
+    def noting(graph, _inputs):
+        traced.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    if branch == "cuda":
+        take_cuda_branch(False)
+    for layer in transformer_layers(model):
+        layer.compile(dynamic=True, backend=noting)
+    batch = collate_shared([group(20, [5, 9, 1]), group(33, [70, 2])])
+    found = []
+    for each in (model, plain):
+        log_probs, _ = target_log_probs(each, batch)
+        log_probs.sum().backward()
+        found.append(gradients(each))
+    assert len(traced) > 10 and not any("index_select" in name or "getitem" in name for name in traced)
+    assert all(torch.allclose(value, found[1][name], atol=1e-5) for name, value in found[0].items())
     torch.compiler.reset()
 
 

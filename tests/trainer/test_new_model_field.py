@@ -57,10 +57,10 @@ EDITS = {
         ("window_size=(-1, 0)", "window_size=(window - 1, 0)"),
         ("seen.host_cu_seqlens)", "seen.host_cu_seqlens, window)"),
         ("cu_seqlens_k: Tensor) -> Tensor:", "cu_seqlens_k: Tensor, window: int = 0) -> Tensor:"),
-        ("mask=last_queries(piece))", "mask=last_queries(piece, window))"),
-        ("piece: tuple[Tensor, Tensor, Tensor])", "piece: tuple[Tensor, Tensor, Tensor], window: int)"),
-        ("if queries in (1, keys):", "if queries in (1, keys) and not window:"),
-        (".tril(keys - queries)", ".tril(keys - queries).triu(keys - queries + 1 - (window or keys))"),
+        ("sample_attention(*piece)", "sample_attention(*piece, window)"),
+        ("def sample_attention(q: Tensor, k: Tensor, v: Tensor)", "def sample_attention(q, k, v, window)"),
+        ("if 1 < len(q) <= before:", "if window or 1 < len(q) <= before:"),
+        (".tril(before)", ".tril(before).triu(before + 1 - (window or len(k)))"),
     ],
 }
 STEPS = """

@@ -175,4 +175,5 @@ class ValuedRollouts(Rollouts):
         size = super().size(batch)
         if "prompts" in batch:
             return size
-        return size._replace(flops=size.flops + training_flops(self.lm_config, size.tokens, 0, batch["cu_seqlens"]))
+        ends = batch["cu_seqlens"], batch.get("cu_seqlens_k")
+        return size._replace(flops=size.flops + training_flops(self.lm_config, size.tokens, 0, *ends))

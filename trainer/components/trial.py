@@ -47,7 +47,8 @@ def describe_run(
     time_left: list[str] = []
     if window[0] is fetched[0] and tokens:
         data = loader.dataset
-        amount = data.num_tokens * passes if isinstance(data, TokenDataset) else tokens * left
+        is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]  # else prompts are counted once
+        amount = data.num_tokens * passes if is_exact else tokens * left
         parts[0] += f" of about {amount / left:,.0f} tokens"
         parts.append(f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all")
         with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
