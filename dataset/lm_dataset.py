@@ -57,7 +57,7 @@ def collate_shared(rows: list[list[dict]]) -> dict:
     own = np.split(np.arange(begin), ends[1:-1])
     cu_seqlens = np.concatenate([[0], np.cumsum(np.diff(ends) + counts)]).astype(np.int32)
     batch["position_ids"] += torch.from_numpy(np.repeat(counts, np.diff(ends)))
-    keys = np.concatenate([rows for both in zip(shared, own, strict=True) for rows in both])
+    keys = np.concatenate([index for both in zip(shared, own, strict=True) for index in both])
     batch |= {"key_index": torch.from_numpy(keys), "cu_seqlens_k": torch.from_numpy(cu_seqlens)}
     return batch | {"host_cu_seqlens_k": cu_seqlens, "max_seqlen_k": int(np.diff(cu_seqlens).max())}
 

@@ -54,8 +54,8 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
 @torch.compiler.disable
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows [R] of x [N, ...], some of them several times."""
-    # Their gradients are added in the same order each time: by index_select on a CPU only, by indexing on CUDA too, and
-    # not by kernels that the compiler writes, whose threads add as they come.
+    # The gradients of a row must be summed in the same order each time. On CUDA indexing does so, but not index_select,
+    # which uses atomic additions; nor do the compiler's kernels, so this stays outside its graphs.
     return x.index_select(0, rows) if x.device.type == "cpu" else x[rows]
 
 
@@ -80,7 +80,7 @@ def sample_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     before, mask = len(k) - len(q), None
     if 1 < len(q) <= before:
         mask = q.new_ones(len(q), len(k), dtype=torch.bool).tril(before)
-    elif before and len(q) > 1:  # fewer zeros in front: the kernel skips the future of causal attention, not a mask's
+    elif before and len(q) > 1:  # pad the queries: the causal kernel skips the future, with a mask it computes all
         q = F.pad(q, (0, 0, 0, 0, before, 0))
         return padded_attention(q[None], k[None], v[None], mask=None)[0, before:]
     return padded_attention(q[None], k[None], v[None], mask)[0]

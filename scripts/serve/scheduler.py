@@ -71,7 +71,7 @@ class Scheduler:
         self.writing: dict[Answer, Writing] = {}
         self.changed = threading.Condition()
         self.closing = self.running = False
-        self.thread = threading.Thread()  # of the last requests
+        self.thread = threading.Thread()  # the last one; started while there are requests
 
     def submit(self, *jobs: Job) -> None:
         """Queue jobs, all or none; each may have as many answers as there are slots. Raises QueueFull if so many may
