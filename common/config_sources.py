@@ -109,10 +109,10 @@ def parse_args(
         SystemExit: after `--help` and `--print_config`.
     """
     options, given = read_sources(args_class, settings_parser(args_class, description), argv, environ)
-    args = args_class(**defaults | {name: value for name, (value, _) in given.items()})
+    args = args_class(**defaults | {name: value for name, (value, _) in given.items()}, given=frozenset(given))
     if options.print_config:
         places = {name: where for name, (_, where) in given.items()}
-        print_once(described(settings_of(args_class), vars(args), places), environ)
+        print_once(described(settings_of(args_class), args.values(), places), environ)
     if wrong := args.contradictions():
         raise UserError("; ".join(wrong))
     return args

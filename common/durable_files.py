@@ -65,13 +65,19 @@ def remove(path: Path) -> None:
 
 
 def link(source: str | Path, name: str | Path) -> None:
-    """Give a file a second name (a hard link), or copy it where the file system has no links."""
-    try:
+    """Give a file a second name (a hard link), or copy it where the file system has no links. Nothing is left behind
+    where neither works."""
+    with suppress(OSError):
         os.link(source, name)
-    except OSError:
+        return
+    try:
         shutil.copyfile(source, name)
         with open(name, "rb") as copy:
             os.fsync(copy.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

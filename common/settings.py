@@ -141,7 +141,9 @@ class CheckpointConfig:
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
     from_weight: str = setting("none", "weights to start from: a name in --save_dir, or a path; none: random weights")
     from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
-    resume_from: str | None = setting(None, "checkpoint to continue from, instead of the newest one of --from_resume 1")
+    resume_from: str | None = setting(
+        None, "state with which a branch begins; once the branch has a newer state of its own, that one is continued"
+    )
     extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
     save_interval: int = setting(1000, "interval of checkpoints; each epoch ends with one", "micro-batches", ge=1)
     keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
@@ -183,6 +185,11 @@ class StageArgs(
     removed: ClassVar[dict[str, Any]] = {}  # flags of earlier versions -> the value that is now the only one
     compiling_pays: ClassVar[bool] = False  # whether --use_compile auto may compile: it was measured for this stage
     auto_rate: ClassVar[float] = 0.0  # --learning_rate auto, as a multiple of pretraining's; 0: nobody measured it
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # settings that the user gave
+
+    def values(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {name: getattr(self, name) for name in settings_of(type(self))}
 
     @property
     def lr_scales(self) -> dict[str, float]:
@@ -220,8 +227,6 @@ class StageArgs(
             wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
-        if self.resume_from and self.from_resume:
-            wrong.append("--resume_from names the checkpoint to continue from; leave --from_resume 1 out")
         experts, per_token = self.num_experts, self.num_experts_per_tok
         if not self.use_moe and (experts, per_token) != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
             wrong.append(
@@ -311,7 +316,8 @@ def settings_of(args_class: type) -> Mapping[str, Setting]:
     introduced: dict[str, type] = {}
     for base in reversed(args_class.__mro__):
         for name in vars(base).get("__annotations__", {}):
-            if name in getattr(args_class, "__dataclass_fields__", {}) and get_origin(_hints(base)[name]) != ClassVar:
+            is_field = name in getattr(args_class, "__dataclass_fields__", {}) and name != "given"
+            if is_field and get_origin(_hints(base)[name]) != ClassVar:
                 introduced.setdefault(name, base)
     rows = []
     for name, base in introduced.items():

@@ -9,7 +9,6 @@ file of this project, also from the checkpoint of a run, sharded or not.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,14 @@ from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
-from trainer.components.checkpoint import file_digest, write_file
+from trainer.components.checkpoint import file_digest
 from trainer.components.model_files import (
     Description,
     description_of,
     half_state_dict,
     keep_tokenizer,
     write_description,
+    write_tensors,
 )
 from trainer.components.run_files import run_name, shape_in_name
 from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path
@@ -64,7 +64,7 @@ def write_weights(path: Path, model: MiniMindForCausalLM, description: Descripti
         raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
     weights = half_state_dict(model)
     with open(path, "w+b") as file:
-        write_file(weights, file, json.dumps(description).encode())
+        write_tensors(file, weights, description)
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -76,7 +76,7 @@ def convert(
     the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
     fingerprint = TokenizerSpec.of(tokenizer).fingerprint()[:16]
-    description = description_of(model, {"data": {"tokenizer": fingerprint}})
+    description = description_of(model, {"tokenizer": fingerprint})
     with new_path(output) as path:
         if form == "hf":
             stored = write_folder(path, model, tokenizer, dtype)

@@ -46,8 +46,9 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         Interrupted: a signal asked for it; the state is saved, on all ranks at the same update.
         UserError: too many updates in a row with a non-finite loss or gradient, or a file cannot be written.
     """
+    state.wandb = wandb
     if state.record is not None:
-        finish_update(state, wandb)  # the run was stopped between saving an update and reporting it
+        finish_update(state)  # the run was stopped between saving an update and reporting it
     if state.finished:
         return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
@@ -63,7 +64,7 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
         if stop_requested:
             read_meter(state)
-            save_and_stop(state, wandb)
+            save_and_stop(state)
         if not meter.updates:
             Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
             gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
@@ -86,8 +87,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)
         if state.save_due and not state.bad_updates.in_a_row:  # keep the last good checkpoint while updates are skipped
-            save_checkpoint(state, wandb)
-        finish_update(state, wandb)  # log, after evaluating if that is due
+            save_checkpoint(state)
+        finish_update(state)  # log, after evaluating if that is due
         if log_due:
             state.peak.again()
             meter.restart()  # saving and evaluating are not training time
@@ -225,16 +226,16 @@ def read_meter(state: TrainState) -> dict[str, float]:
     } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
 
 
-def finish_update(state: TrainState, wandb=None) -> None:
+def finish_update(state: TrainState) -> None:
     """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first update."""
     if state.metrics is not None:
         state.metrics.tick(state.update)
-    record = report(state, wandb) if state.record is not None else None
+    record = report(state) if state.record is not None else None
     for hook in state.hooks:
         hook.batch_end(state, record)
 
 
-def report(state: TrainState, wandb=None) -> dict[str, Any]:
+def report(state: TrainState) -> dict[str, Any]:
     """Complete the pending record and return it: evaluate if due, keep the best weights, log. Raises Interrupted if a
     signal came during the evaluation. The checkpoint just written holds the record, and the resumed run evaluates
     again."""
@@ -260,10 +261,10 @@ def report(state: TrainState, wandb=None) -> dict[str, Any]:
     if state.metrics is not None:
         epoch = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]"
         state.metrics.write(record, f"{epoch}({record['step']}/{iters})")
-    if wandb is not None:
+    if state.wandb is not None:
         texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
         points = drawable(record, leave_out=("update", "seconds"))
-        wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
+        state.wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
     return record
 
 

@@ -89,6 +89,8 @@ def main() -> None:
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
     args, run = utils.identify_run(args, checkpoint, lm_config, train_set)
+    if utils.is_finished(args, run, checkpoint):
+        return
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)

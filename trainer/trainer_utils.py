@@ -16,7 +16,7 @@ from common.config_sources import parse_args
 from common.console import copy_console
 from common.errors import UserError
 from common.locks import lock_output
-from common.settings import ROOT, ModelConfig, StageArgs
+from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.components import resume
 from trainer.components.bad_updates import BadUpdates
@@ -48,6 +48,7 @@ from trainer.components.rules import apply_rules
 from trainer.components.run_files import is_path, run_name, start_path
 from trainer.components.run_hooks import hooks_of_settings
 from trainer.components.samples import sample_hooks
+from trainer.components.saving import is_finished  # noqa: F401
 from trainer.components.signals import StopRequest
 from trainer.components.state import TrainState
 from trainer.components.verdict import Verdict
@@ -80,34 +81,42 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
 
 
 def start_shape(args: A) -> A:
-    """The settings with the shape of the model in --from_weight, as far as these weights say it, and their tokenizer.
-    Raises UserError if there is no such model, or the shape that was given is another."""
+    """The settings with the shape and the tokenizer of the model in --from_weight. Raises UserError if there is no such
+    model, or another shape was asked for."""
     config = start_config(args)
     if config is None:
         return args
     path = start_path(args.save_dir, args.from_weight, args)
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
-        if getattr(args, name) not in (value, getattr(type(args), name)):
+        if getattr(args, name) != value and is_given(args, name):
             raise UserError(f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out")
-    given = args.tokenizer_path != ModelConfig.tokenizer_path
-    return replace(args, **shape, tokenizer_path=args.tokenizer_path if given else str(tokenizer_folder(path)))
+    if not is_given(args, "tokenizer_path"):
+        args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
+    return replace(args, **shape)
+
+
+def is_given(args: StageArgs, name: str) -> bool:
+    """Whether the user gave a setting, be it with the value of its default."""
+    return name in args.given or getattr(args, name) != getattr(type(args), name)
 
 
 def start_config(args: StageArgs) -> "MiniMindConfig | None":
-    """The config of the weights that a stage starts from; None if there are none, or if a name in --save_dir is that of
-    a file from elsewhere: then the flags say the shape. Raises UserError if there are no such weights, and no
-    checkpoint to resume from replaces them."""
+    """The config of the weights that a stage starts from: the one that they come with, or of a file from elsewhere what
+    its tensors show; None if there are none. Raises UserError if there are no such weights, and no checkpoint to resume
+    from replaces them."""
+    if args.from_weight == "none":
+        return None
     path = start_path(args.save_dir, args.from_weight, args)
-    config = described_config(path) if args.from_weight != "none" else None
-    if config is not None or args.from_weight == "none":
-        return config
-    if not is_path(args.from_weight):
-        if not (path.exists() or args.from_resume):
+    if not path.exists():
+        if is_path(args.from_weight):
+            raise UserError(f"--from_weight {path}: no such file or folder")
+        if not (args.from_resume or args.resume_from):
             raise missing_weights(path)
         return None
-    if not path.exists():
-        raise UserError(f"--from_weight {path}: no such file or folder")
+    config = described_config(path)
+    if config is not None:
+        return config
     return read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
 
 
@@ -218,6 +227,7 @@ def begin_run(
     args = state.args
     if eval_set is not None:
         state.eval_loader = held_out_loader(eval_set, args)
+    state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
     state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
@@ -227,7 +237,8 @@ def begin_run(
     state.hooks[:0] = hooks_of_settings(args)
     state.hooks += [Verdict(getattr(data, "train_dataset", data)), *sample_hooks(state)]
     if tokenizer := state.run.get("tokenizer"):
-        keep_tokenizer(args.tokenizer_path, args.save_dir, tokenizer)
+        for folder in (args.save_dir, args.checkpoint_dir):
+            keep_tokenizer(args.tokenizer_path, folder, tokenizer)
     if checkpoint is not None:
         state.restore(checkpoint)
         checkpoint.clear()  # whoever read it still refers to it: 12 bytes a parameter

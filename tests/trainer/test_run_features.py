@@ -50,8 +50,8 @@ def test_file_environment_and_command_line_in_a_stage_script(corpus, tmp_path):
     assert numbered - {best} >= set(range(4, last + 1, 4)[-2:]) - {best} and len(numbered) <= 3
     log = (tmp_path / "whole/run.log").read_text()
     assert "model: " in log and "Epoch:[1/9]" in log and "stopping: EarlyStopping" in log
-    again = [*argvs["killed"][:-2], "--resume_from", str(folder / f"pretrain_32_update_{max(numbered):08d}.pth")]
-    assert f"update {max(numbered)} of" in run("pretrain", again, Faults(script=env)).out
+    again = [*argvs["killed"][:-2], "--resume_from", str(folder / f"pretrain_32_update_{min(numbered):08d}.pth")]
+    assert f"update {min(numbered)} of" in run("pretrain", again, Faults(script=env)).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,16 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from common.errors import UserError
 from dataset.tokenizing import TokenizerSpec
+from llm.training.core.config import Config
+from llm.training.train import AVAILABLE_TASKS, find_task
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
-from trainer.components.model_files import tokenizer_folder
+from trainer.components.model_files import save_weights, tokenizer_folder
 from trainer.components.trained_weights import load_path
-from trainer.trainer_utils import init_model, load_tokenizer, start_model_config, start_shape
+from trainer.trainer_utils import init_model, load_tokenizer, read_settings, start_model_config, start_shape
 
 
 @pytest.fixture
@@ -76,7 +80,12 @@ def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
             assert TokenizerSpec.of(loaded).fingerprint() == TokenizerSpec.of(wanted).fingerprint()
     assert len(list((tmp_path / "out").glob("tokenizer_*"))) == 2
     resumed = flags(corpus, tmp_path, "sft", **settings, from_weight="base_tokens", save_weight="chat_tokens")
-    assert "done" in run("sft", [*resumed, "--from_resume", "1", "--tokenizer_path", str(tokenizers["tokens"])]).out
+    typed = [*resumed, "--tokenizer_path", str(tokenizers["tokens"])]
+    assert "nothing to do" in run("sft", [*typed, "--from_resume", "1"]).out
+    run("sft", resumed)  # a new run: the files of the one before are set aside, and still have their tokenizer
+    kept = [tmp_path / "out/earlier_1/chat_tokens_32.pth", tmp_path / "checkpoints/earlier_1/chat_tokens_32_resume.pth"]
+    for path in (*kept, tmp_path / "checkpoints/chat_tokens_32_resume.pth"):
+        assert TokenizerSpec.of(load_path(path)[1]).fingerprint() == TokenizerSpec.of(wanted).fingerprint()
     (tmp_path / "moved").mkdir()
     weights = shutil.copyfile(tmp_path / "out/chat_tokens_32.pth", tmp_path / "moved/chat_tokens_32.pth")
     with pytest.raises(UserError, match="has other tokens than that of the weights"):
@@ -117,5 +126,31 @@ def test_what_cannot_be_is_one_line(folder, tmp_path):
     args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"pretrain_512\.pth do not exist"):  # before the data are tokenised
         start_shape(args)
-    torch.save({}, tmp_path / "pretrain_512.pth")  # from elsewhere: the flags say the shape
-    assert start_shape(args) is args
+
+
+def test_the_shape_of_weights_from_elsewhere_is_that_of_their_tensors(tmp_path):
+    """A file of another program under the name of --from_weight; the JSON beside it is of the weights it replaced."""
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=512, num_hidden_layers=3))
+    torch.save(model.state_dict(), tmp_path / "pretrain_512.pth")
+    args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
+    assert start_shape(args).num_hidden_layers == 3
+    (tmp_path / "pretrain_512.json").write_text('{"model": {}}')
+    with pytest.raises(UserError, match=r"pretrain_512\.json describes other weights"):
+        start_shape(args)
+
+
+def test_a_flag_with_the_value_of_its_default_counts(tmp_path, monkeypatch):
+    """Of weights of another shape it is refused, whichever value it has."""
+    config = MiniMindConfig(hidden_size=64, num_hidden_layers=2)
+    path = save_weights(MiniMindForCausalLM(config), tmp_path / "w.pth")
+    data = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
+    line = ["--from_weight", str(path), "--data_path", str(data)]
+    monkeypatch.setattr(sys, "argv", ["train_full_sft.py", *line])
+    args = read_settings(train_full_sft.Args, "")
+    assert (args.hidden_size, args.num_hidden_layers) == (64, 2)
+    for flag in (["--hidden_size", "512"], ["--num_hidden_layers", "8"]):
+        monkeypatch.setattr(sys, "argv", ["train_full_sft.py", *line, *flag])
+        with pytest.raises(UserError, match=f"{flag[0]} {flag[1]}: --from_weight .* leave the flag out"):
+            read_settings(train_full_sft.Args, "")
+        with pytest.raises(UserError, match=f"{flag[0]} {flag[1]}: --from_weight .* leave the flag out"):
+            AVAILABLE_TASKS["full_sft"](Config.from_args_and_env(["--task", "full_sft", *line, *flag], {}, find_task))

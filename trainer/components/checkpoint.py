@@ -8,6 +8,7 @@ torch.load and zipfile pass over: the checksums inside a zip file cover its reco
 """
 
 import hashlib
+import json
 import os
 import pickle
 import struct
@@ -16,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -25,9 +27,9 @@ from torch import Tensor, nn
 from common.durable_files import atomic_write, remove
 from common.errors import UserError, reason, warn
 from common.settings import ROOT
-from trainer.components.distributed import is_main_process, world_size
+from trainer.components.distributed import Logger, is_main_process, world_size
 from trainer.components.parallel import host_copy, is_sharded, unwrap
-from trainer.components.run_files import resume_path
+from trainer.components.run_files import is_state, resume_path
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
 
@@ -61,6 +63,11 @@ def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
     file.write(last)  # reading it has ended at the end
     digest.update(last)
     return digest.hexdigest()
+
+
+def model_comment(config: dict[str, Any], tokenizer: str | None) -> bytes:
+    """The comment of a file with the tensors of a model. config: its fields. tokenizer: its hash."""
+    return json.dumps({"model": config, "tokenizer": tokenizer}).encode()
 
 
 def comment_of(path: Path) -> bytes:
@@ -106,6 +113,17 @@ def _load_file(path: Path, is_whole: bool) -> Any:
         if is_whole and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
             raise UserError(f"out of memory while {path} is read ({reason(error)}); the file is whole") from error
         raise
+
+
+def stored_digest(path: Path) -> str | None:
+    """The SHA-256 that a file of `write_file` says it has; None for others, and where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(DIGEST_MARK) - DIGEST_SIZE, os.SEEK_END)
+            mark, digest = file.read(len(DIGEST_MARK)), file.read()
+    except OSError:  # also of a file that is shorter
+        return None
+    return digest.decode("ascii", "replace") if mark == DIGEST_MARK else None
 
 
 def file_digest(path: Path, length: int | None = None) -> str:
@@ -213,22 +231,22 @@ def lm_checkpoint(
 ) -> dict[str, Any] | None:
     """Save the resume state when given a model, else return the saved one (None if there is none).
 
-    Saved: fp32 weights, the config of the model, optimizer, epoch, step (micro-batches of this epoch done), world size,
-    id of the tracker (`wandb`: its run, or its module), and whatever `kwargs` holds (of objects with a `state_dict`
-    that). With a `writer` the call only copies the state, which is then written in the background. Rank 0 writes; with
-    a sharded model all ranks must call. Loading falls back to the previous state, with a warning, when the newest is
-    damaged, and never runs code from a file (`weights_only=True`). `resume_from` is a path to load instead of the
-    newest state.
+    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, id of the tracker
+    (`wandb`: its run, or its module), and whatever `kwargs` holds (of objects with a `state_dict` that); the config of
+    the model stands in the file's comment. With a `writer` the call only copies the state, which is then written in
+    the background. Rank 0 writes; with a sharded model all ranks must call. Loading falls back to the previous state,
+    with a warning, when the newest is damaged, and never runs code from a file (`weights_only=True`). A state that is
+    returned says in `loaded_from` which file it was. `resume_from`: the state with which a branch begins; the newest
+    state is loaded if it continues that branch, else this one, with `is_new_branch` set.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return _load_newest(path) if resume_from is None else _load(Path(resume_from))
+        return _load_newest(path) if resume_from is None else _load_branch(path, Path(resume_from))
     if not (is_sharded(model) or is_main_process()):
         return None
     state = {
         FORMAT: 2,
         "model": unwrap(model).state_dict(keep_vars=True),  # tied weights stay recognisable
-        "config": cast(Any, lm_config).own_fields() if hasattr(lm_config, "to_dict") else None,
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "epoch": epoch,
         "step": step,
@@ -240,8 +258,12 @@ def lm_checkpoint(
     if not is_main_process():
         return None
 
+    comment = b""
+    if hasattr(lm_config, "own_fields"):  # a MiniMindConfig, not the settings of a user's own task
+        comment = model_comment(lm_config.own_fields(), kwargs.get("run", {}).get("tokenizer"))
+
     def write() -> None:
-        atomic_write(path, lambda file: write_file(copy, file), rotate=rotate)
+        atomic_write(path, lambda file: write_file(copy, file, comment), rotate=rotate)
 
     writer.submit(write) if writer is not None else write()
     return None
@@ -259,13 +281,14 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The state that --resume_from names."""
+def load_state(path: Path) -> dict[str, Any]:
+    """The state in a file. Raises UserError if it is missing, damaged or something else."""
     try:
-        return read_state(path)
+        state = read_state(path)
     except UNREADABLE as error:
         why = reason(error) if path.exists() else "there is no such file"
         raise UserError(f"--resume_from {path} is no checkpoint that can be read ({why}); give another") from error
+    return state | {"loaded_from": str(path)}
 
 
 def _load_newest(newest: Path) -> dict[str, Any] | None:
@@ -280,10 +303,40 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
             continue
         if damaged:
             warn(f"damaged checkpoint {damaged[0]}; going back to {path}")
-        return state
+        return state | {"loaded_from": str(path)}
     if damaged:
         raise UserError(f"--from_resume 1: no readable checkpoint, {damaged[0]}; delete it to start afresh")
     return None
+
+
+def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
+    """The state `start` as the beginning of a branch, or the newest state of this run if that is `start` itself, or
+    belongs to a branch that began with it: then the run was only interrupted."""
+    digest = stored_digest(start)
+    if digest is not None and digest == stored_digest(newest):
+        return load_state(start)
+    with suppress(UserError):  # a run without any readable state is set aside like others
+        own = _load_newest(newest)
+        if own is not None and _began_with(own, start, digest, newest):
+            Logger(f"--resume_from {start}: going on with the branch that began there")
+            return own
+    state = load_state(start)
+    branch_of = {"path": str(start.resolve()), "sha256": digest}
+    branch_of |= {key: state.get(key) for key in ("run_name", "run_id", "update")}
+    return state | {"branch_of": branch_of, "is_new_branch": True}
+
+
+def _began_with(own: dict[str, Any], start: Path, digest: str | None, newest: Path) -> bool:
+    """Whether the branch of the state `own`, which lies at `newest`, began with the state that was at `start`."""
+    branch_of = own.get("branch_of")
+    if branch_of is None:
+        return False
+    if digest is not None and digest == branch_of["sha256"]:
+        return True
+    # the branch has written over the file that it began with, such as its run's best state, or that is gone
+    is_own_file = start.parent.resolve() == newest.parent.resolve()
+    is_own_file = is_own_file and is_state(newest.stem.removesuffix("_resume"), start.name)
+    return branch_of["path"] == str(start.resolve()) and (is_own_file or not start.exists())
 
 
 # --- sharded models

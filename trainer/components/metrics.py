@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def complete_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
 
 
+def readable_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, oldest first, without damaged lines; none if there is no file."""
+    records = (log_record(line) for line in complete_lines(path))
+    return [record for record in records if record is not None]
+
+
 def log_record(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is damaged or something else."""
     try:
@@ -47,14 +54,19 @@ class MetricsLog:
     Args:
         path: the metrics file.
         total_updates: length of the whole run, for the bar.
-        last_update: a resumed run keeps the records up to this update and writes the later ones again; None starts
-            an empty file.
+        last_update: the last one that was reported before a resume.
+        kept: the records that the file begins with.
         shown: names of the metrics that stand on the console's line, beside the loss.
     """
 
-    def __init__(self, path: Path, total_updates: int, last_update: int | None = None, shown: tuple[str, ...] = ()):
-        before = map(log_record, complete_lines(path)) if last_update is not None else ()
-        kept = [record for record in before if record is not None and record["update"] <= (last_update or 0)]
+    def __init__(
+        self,
+        path: Path,
+        total_updates: int,
+        last_update: int | None = None,
+        kept: Sequence[dict[str, Any]] = (),
+        shown: tuple[str, ...] = (),
+    ):
         text = "".join(json.dumps(record) + "\n" for record in kept)
         self.path, self.shown = path, shown
         atomic_write(path, lambda file: file.write(text.encode()))

@@ -1,9 +1,10 @@
 """A model on the disk: its tensors, and its config, which travels with them.
 
-A weights file of `out/` holds a description of itself beside its tensors: the config of the model under Hugging Face's
-names, and where the weights come from. It stands in the zip comment, which `torch.load` passes over, so that a kill can
-never part the two; `<name>.json` beside it is a copy for people and other programs. A checkpoint holds the config as
-well, a Hugging Face folder has `config.json`. Only of a file from elsewhere (MiniMind's .pth) is the config inferred,
+A weights file of `out/` holds what belongs to the model alone: its tensors, its config under Hugging Face's names and a
+hash of its tokenizer, so that the same training gives the same bytes. Config and hash stand in the zip comment, which
+`torch.load` passes over: a kill can never part them from the tensors. Where the weights come from (stage, parent, data,
+code, versions) stands in `<name>.json` beside them. A checkpoint has such a comment as well, a Hugging Face folder has
+`config.json`. Only of a file from elsewhere (MiniMind's .pth) is the config inferred,
 from the names and shapes of its tensors and from the file's name. Nothing in a file is executed.
 """
 
@@ -13,7 +14,7 @@ import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindConfig
 
-Description = dict[str, Any]  # of a weights file: {"model": the config's fields, ...}
+Description = dict[str, Any]  # {"model": the config's fields, "tokenizer": its hash, and where the weights come from}
 FREE = ("dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id", "eos_token_id")
 FREE += ("rope_parameters", "inference_rope_scaling", "max_position_embeddings")  # changed for longer texts
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
@@ -89,12 +90,17 @@ def description_of(model: nn.Module, more: Description | None = None) -> Descrip
 
 
 def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
-    """Write a weights file, and its description once more as `<name>.json`."""
+    """Write a weights file, and its description as `<name>.json`."""
     sha256: list[str] = []
-    comment = json.dumps(description) if description else ""
-    atomic_write(path, lambda file: sha256.append(checkpoint.write_file(weights, file, comment.encode())))
+    atomic_write(path, lambda file: sha256.append(write_tensors(file, weights, description)))
     if description:
         write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
+
+
+def write_tensors(file: BinaryIO, weights: dict[str, Tensor], description: Description) -> str:
+    """Write tensors with that part of their description which belongs to the model; returns the SHA-256 of the file."""
+    comment = checkpoint.model_comment(description["model"], description.get("tokenizer")) if description else b""
+    return checkpoint.write_file(weights, file, comment)
 
 
 def write_description(path: Path, description: Description) -> None:
@@ -136,15 +142,17 @@ def tokenizer_folder(path: Path) -> Path:
     described = None
     with suppress(*checkpoint.UNREADABLE):  # the weights themselves are read later
         described = read_description(path) if path.is_file() else None
-    copy = folder / f"tokenizer_{((described or {}).get('data') or {}).get('tokenizer')}"
-    if copy.is_dir():
-        return copy
+    if described:
+        for place in (folder, folder.parent):  # the parent: of files that were set aside, in `earlier_<n>`
+            copy = place / f"tokenizer_{described.get('tokenizer')}"
+            if copy.is_dir():
+                return copy
     return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
 
 
 def read_description(path: Path) -> Description | None:
-    """What a weights file says of itself; None if it comes from elsewhere. Raises UserError if it comes from elsewhere,
-    but a description of other weights lies beside it, and one of UNREADABLE if it is damaged."""
+    """What a weights file or a checkpoint says of its model; None if it comes from elsewhere. Raises UserError if it
+    comes from elsewhere, but a description of other weights lies beside it, and one of UNREADABLE if it is damaged."""
     if comment := checkpoint.comment_of(path):
         return json.loads(comment)
     beside = path.with_suffix(".json")
@@ -208,7 +216,8 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
         content = checkpoint.read_state(path) if path.is_dir() else checkpoint.read_file(path)
         is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
         weights = content["model"] if is_state else content
-        fields = content.get("config") if is_state else (read_description(path) or {}).get("model")
+        described = content if path.is_dir() else read_description(path) or {}
+        fields = described.get("config" if path.is_dir() else "model")
         _shapes(weights)
     except checkpoint.UNREADABLE as error:
         raise unreadable(path, error) from error

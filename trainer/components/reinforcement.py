@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from common.plugins import source_files
-from common.settings import ROOT, StageArgs, setting
+from common.settings import StageArgs, setting
 from model.sampling import COLDEST
 from trainer.components.environments import Environment
 from trainer.components.language_model import frozen_model
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-
-CODE = tuple(
-    f"trainer/components/{name}.py"
-    for name in ("rollouts", "trajectories", "rewards", "environments", "policy_loss", "ppo")
-)
-CODE += ("model/generation.py", "model/sampling.py", "model/answers.py", "model/prompts.py")
 
 
 @dataclass(kw_only=True)
@@ -55,9 +49,9 @@ class RolloutArgs(StageArgs):
         return self.beta > 0
 
     def code_files(self) -> list[Path]:
-        """The code of rollouts, and the modules of the rewards and of the environment that the settings name."""
+        """The modules of the rewards and of the environment that the settings name."""
         names = [part.partition("=")[0] for part in reward_parts(self.reward)] + [getattr(self, "environment", "")]
-        return [ROOT / path for path in CODE] + [path for name in names if ":" in name for path in source_files(name)]
+        return [path for name in names if ":" in name for path in source_files(name)]
 
     def frozen_hashes(self) -> dict[str, str]:
         if self.reward_model is None:

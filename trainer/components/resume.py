@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -143,8 +145,13 @@ def batch_flags(batch_size: int, wanted: int) -> str:
     of_rank, rest = divmod(wanted, world_size())
     if rest:
         return f"{world_size()} processes do not divide it, start as many as do"
-    size = next(size for size in range(min(batch_size, of_rank), 0, -1) if of_rank % size == 0)
+    size = largest_divisor(of_rank, batch_size)
     return f"--batch_size {size} --accumulation_steps {of_rank // size}"
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is at most `limit`, which is at least 1."""
+    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
 
 
 def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> Fingerprint:
@@ -157,11 +164,12 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     from model.model_minimind import MiniMindConfig
 
     _check_ranks_agree(run, checkpoint)
+    if checkpoint is None or checkpoint.get("is_new_branch"):
+        check_not_overwritten(args)
     if checkpoint is None:
         if args.from_resume:
             where = f"{args.checkpoint_dir} holds no checkpoint of this run"
             Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
-        check_not_overwritten(args)
         return run
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):
@@ -225,21 +233,25 @@ def check_same_run(saved: Fingerprint, current: Fingerprint, extend_epochs: bool
 
 # --- the code of a run -----------------------------------------------------------------------------------------------
 
-SHARED_CODE = "trainer/loop.py trainer/trainer_utils.py trainer/components/language_model.py "
-SHARED_CODE += "trainer/components/optimizer.py model/model_minimind.py model/attention.py model/flat_batch.py "
-SHARED_CODE += "model/feed_forward.py dataset/formats.py dataset/tokenizing.py dataset/chat_labels.py "
-SHARED_CODE += "dataset/held_out.py"
-
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
-    """SHA-256 of the stage's own files, the loop, the model and what makes tokens of records, by file name, relative to
-    the repository if in it."""
-    paths = [Path(path).resolve() for path in stage_files] + [ROOT / path for path in SHARED_CODE.split()]
+    """SHA-256 of the stage's own files and of all files of the repository that this process has imported, by file name,
+    relative to the repository if in it."""
+    paths = [Path(path).resolve() for path in stage_files] + imported_files()
     contents: dict[str, bytes] = {}
     for path in dict.fromkeys(paths):
         name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
         contents[name] = contents.get(name, b"") + path.read_bytes()  # files of one name in several folders
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def imported_files() -> list[Path]:
+    """The Python files of the repository that this process has imported, sorted; installed packages, which may lie in
+    a virtual environment below it, left out."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    paths = {Path(file).resolve() for file in files if file and os.path.isabs(file)}  # torch has modules without files
+    own = (path for path in paths if path.is_relative_to(ROOT) and "site-packages" not in path.parts)
+    return sorted(path for path in own if path.suffix == ".py" and path.is_file())
 
 
 def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:

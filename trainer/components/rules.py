@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from common.settings import AUTO, StageArgs
 from trainer.components.distributed import Logger, world_size
+from trainer.components.resume import largest_divisor
 
 A = TypeVar("A", bound=StageArgs)
 OPTIMIZER = "muon"
@@ -68,8 +69,10 @@ def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
     if AUTO not in (args.learning_rate, args.batch_size):
         return args
     if checkpoint is not None:
-        run, of_ranks = checkpoint["run"], args.accumulation_steps * world_size()
-        args = replace(args, batch_size=args.batch_size or max(1, run["global_batch"] // of_ranks))
+        run = checkpoint["run"]
+        if args.batch_size == AUTO:  # `keep_global_batch` adapts the accumulation
+            of_rank = max(1, run["global_batch"] // world_size())
+            args = replace(args, batch_size=largest_divisor(of_rank, max(1, of_rank // args.accumulation_steps)))
         return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
     args = chosen(args, data, world_size())
     Logger(f"auto: --batch_size {args.batch_size} --learning_rate {args.learning_rate:g}")

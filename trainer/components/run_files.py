@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
-from common.settings import ModelConfig
+from common.settings import ModelConfig, StageArgs
 
 EXPERTS = (ModelConfig.num_experts, ModelConfig.num_experts_per_tok)  # MiniMind's, which its names do not mention
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")  # the settings in a file's name
@@ -103,6 +103,19 @@ def metrics_path(save_dir: str | Path, run: str) -> Path:
 def settings_path(metrics: Path) -> Path:
     """The file of the settings and the environment of a run, `<run_name>_run.json` beside its log records."""
     return metrics.with_name(metrics.name.removesuffix(".jsonl").removesuffix("_metrics") + "_run.json")
+
+
+def tensorboard_folder(args: StageArgs, lm_config: Any) -> Path:
+    """The folder of a run's TensorBoard curves."""
+    return Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard") / run_name(args.save_weight, lm_config)
+
+
+def metrics_of_branched_run(args: StageArgs, branch_of: dict[str, Any]) -> Path:
+    """The metrics file of the run that wrote the state `branch_of`: in the folder below --save_dir that the state's
+    folder is below --checkpoint_dir, such as `earlier_1`."""
+    folder, checkpoints = Path(branch_of["path"]).parent, Path(args.checkpoint_dir).resolve()
+    below = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else Path()
+    return metrics_path(Path(args.save_dir) / below, branch_of["run_name"])
 
 
 def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: Any) -> Path:

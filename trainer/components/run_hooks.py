@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.durable_files import link, remove, sync_folder
+from common.durable_files import link, remove, sync_folder, write_error
 from common.errors import UserError, reason, warn
 from common.settings import StageArgs
 from trainer.components.distributed import is_main_process
-from trainer.components.run_files import is_state, resume_path, run_name
+from trainer.components.run_files import is_state, run_name, tensorboard_folder
 from trainer.components.state import Hooks, TrainState, monitored
 from trainer.components.tracker import drawable
 
@@ -24,8 +24,7 @@ def hooks_of_settings(args: StageArgs) -> list[Hooks]:
     if args.patience:
         hooks.append(Patience(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
-        folder = Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard")
-        hooks.append(TensorBoardCurves(folder / run_name(args.save_weight, args)))
+        hooks.append(TensorBoardCurves(tensorboard_folder(args, args)))
     return hooks
 
 
@@ -63,6 +62,9 @@ class Patience(Hooks):
     def validation_end(self, state: TrainState, metrics: dict[str, Any], is_best: bool) -> None:
         if why := self.judge(metrics):
             state.finish(why)
+
+    def forget_evaluations(self, state: TrainState) -> None:
+        self.best, self.waited = None, 0
 
     def counts(self) -> dict[str, Any]:
         """What a checkpoint saves."""
@@ -103,7 +105,8 @@ class KeptStates(Hooks):
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
         if self.wants_checkpoint(state) and is_main_process():
             self._keep(state, f"update_{state.update:08d}")
-            state.writer.submit(self.prune)
+            update = state.update
+            state.writer.submit(lambda: self.prune(update))
 
     def validation_end(self, state: TrainState, metrics: dict[str, Any], is_best: bool) -> None:
         if is_best:
@@ -111,18 +114,24 @@ class KeptStates(Hooks):
             if is_main_process():
                 self._keep(state, "best_resume")
 
-    def _keep(self, state: TrainState, name: str) -> None:
-        source = resume_path(self.folder, state.args.save_weight, state.lm_config)
-        state.writer.submit(lambda: link_state(source, self.folder / f"{self.run}_{name}.pth"))
+    def forget_evaluations(self, state: TrainState) -> None:
+        self.best_update = None
 
-    def prune(self) -> None:
-        """Delete the numbered checkpoints, files or folders, except for the last K (at least one) and the best."""
+    def _keep(self, state: TrainState, name: str) -> None:
+        source = state.state_file
+        if source is not None:  # else nothing is saved yet
+            state.writer.submit(lambda: link_state(source, self.folder / f"{self.run}_{name}.pth"))
+
+    def prune(self, now: int) -> None:
+        """Delete the numbered checkpoints up to update `now`, except for the last K (at least one) and the best. Later
+        ones, of a run that went back to an older state, stay until it comes to them."""
         paths = self.folder.glob(f"{glob.escape(self.run)}_update_*")
         states = (path for path in paths if is_state(self.run, path.name))
-        numbered = dict(sorted((int(path.name.removesuffix(".pth").rpartition("_")[2]), path) for path in states))
-        kept = {*list(numbered)[-max(1, self.keep_last) :], self.best_update}
-        for update in numbered.keys() - kept:
-            remove(numbered[update])
+        numbered = {int(path.name.removesuffix(".pth").rpartition("_")[2]): path for path in states}
+        past = sorted(update for update in numbered if update <= now)
+        for update in past[: -max(1, self.keep_last)]:
+            if update != self.best_update:
+                remove(numbered[update])
 
     def state_dict(self) -> dict[str, Any]:
         return {"checkpoints": {"best_update": self.best_update}}
@@ -132,16 +141,20 @@ class KeptStates(Hooks):
 
 
 def link_state(source: Path, name: Path) -> None:
-    """Hard-link a checkpoint under another name, atomically; copy where links fail."""
-    if not source.is_file():  # nothing is saved yet, or in a folder of an early version
+    """Hard-link a checkpoint under another name, atomically; copy where links fail. Raises UserError if the disk is
+    full ..."""
+    if not source.is_file():  # in a folder of an early version
         return
     temp = name.with_name(f".{name.name}.tmp")
-    remove(temp)
-    link(source, temp)
-    os.replace(temp, name)
-    remove(temp)  # it is still there if both were links to the same file
-    remove(name.with_suffix(""))  # the folder of an early version
-    sync_folder(name.parent)
+    try:
+        remove(temp)
+        link(source, temp)
+        os.replace(temp, name)
+        remove(temp)  # it is still there if both were links to the same file
+        remove(name.with_suffix(""))  # the folder of an early version
+        sync_folder(name.parent)
+    except OSError as error:
+        raise write_error(name, error) from error
 
 
 class TensorBoardCurves(Hooks):

@@ -2,6 +2,7 @@
 
 import math
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -25,13 +26,14 @@ from trainer.components.meter import Meter, Size
 from trainer.components.metrics import MetricsLog
 from trainer.components.parallel import unwrap
 from trainer.components.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
+from trainer.components.run_files import run_name
 from trainer.components.signals import StopRequest
 
 LossFn = Callable[[nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]]
 EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]  # (model, path of its .pth, writer, description)
 Schedule = Callable[[int, int, StageArgs], float | None]
-SAVED = ("update", "tokens", "seconds", "best_eval", "eval_data", "record", "save_due")
+SAVED = ("run_id", "branch_of", "update", "tokens", "seconds", "best_eval", "eval_data", "record", "save_due")
 
 
 def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
@@ -84,6 +86,9 @@ class Hooks:
         """More values for a record that is complete, with the evaluation if there was one; called on all ranks."""
         return {}
 
+    def forget_evaluations(self, state: "TrainState") -> None:
+        """The run was resumed with other held-out data or another --monitor: drop what earlier evaluations gave."""
+
     def verdict(self, state: "TrainState") -> str:
         """A line for the end of the run, or an empty text."""
         return ""
@@ -127,14 +132,20 @@ class TrainState:
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
     resumed_update: int | None = None  # the last update reported before the resume; None in a new run
+    is_new_branch: bool = False  # this process begins a branch of the run whose state it has restored
+    state_file: Path | None = None  # the newest file with a state of this run, once there is one
+    wandb: Any = None  # the tracker
+    wandb_id: str | None = None  # of the tracker before the resume
     # ---- progress
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, or of this branch of it
+    branch_of: dict[str, Any] | None = None  # the state that this branch began with: where it was, and of which run
     epoch: int = 0
     step: int = 0
     update: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of the whole run: training, evaluating and saving
     best_eval: float = float("inf")  # of the monitored metric; negated where more is better
-    eval_data: str | None = None  # identifies the held-out data that it is of
+    eval_data: str | None = None  # identifies the held-out data of the evaluations so far
     record: dict[str, Any] | None = None  # of the last update, until it is reported
     save_due: bool = False  # a save postponed while updates are skipped
 
@@ -161,13 +172,26 @@ class TrainState:
             Logger(f"stopping: {reason}")
         self.finished = True
 
+    def check_held_out(self, monitor: tuple[str, str]) -> None:
+        """Forget all earlier evaluations if they were of other held-out data or of another metric, so that nothing is
+        compared with them. monitor: name and mode of the metric before the resume."""
+        held_out = held_out_fingerprint(self.eval_loader)
+        is_other = None not in (held_out, self.eval_data) and held_out != self.eval_data
+        if is_other or monitor != (self.args.monitor, self.args.mode):
+            text = "the held-out data or --monitor are not those of before"
+            warn(f"{text}: earlier evaluations do not count, for the best weights, early stopping and the verdict")
+            self.best_eval = math.inf
+            for hook in self.hooks:
+                hook.forget_evaluations(self)
+        self.eval_data = held_out or self.eval_data
+
     def is_best(self, metrics: dict[str, Any]) -> bool:
         """Whether the monitored metric is the best so far; then it becomes the one to beat. Raises UserError if there
         is no such metric."""
         value = monitored("--monitor", self.args.monitor, metrics)
         if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
             return False
-        self.best_eval, self.eval_data = value, held_out_fingerprint(self.eval_loader)
+        self.best_eval = value
         return True
 
     def progress(self) -> dict[str, Any]:
@@ -181,6 +205,8 @@ class TrainState:
         }
         parts |= {"expert_load": self.expert_load, "loss_sum": self.losses.tolist(), "computing": self.computing()}
         parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
+        parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
+        parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
         # samples of the epoch, over all ranks
         parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
         return {key: getattr(self, key) for key in SAVED} | parts
@@ -214,19 +240,22 @@ class TrainState:
         self.unclaimed = {key: value for key, value in saved["hooks"].items() if key not in claimed}
         if callbacks := self.unclaimed.get("callbacks"):
             warn(f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint")
+        new_run_id = self.run_id
         for key in SAVED:
             setattr(self, key, saved.get(key))
         self.resumed_update = self.update - (self.record is not None)
-        held_out = held_out_fingerprint(self.eval_loader)
-        is_other = None not in (held_out, self.eval_data) and held_out != self.eval_data
-        if is_other or tuple(saved["monitor"]) != (self.args.monitor, self.args.mode):
-            warn("the held-out data or --monitor are not those of before: the best weights are looked for anew")
-            self.best_eval = math.inf
+        self.state_file, self.is_new_branch = Path(saved["loaded_from"]), saved.get("is_new_branch", False)
+        self.wandb_id = saved["wandb_id"]
+        if self.is_new_branch:  # its best weights are those that it finds itself
+            self.run_id, self.wandb_id, self.best_eval = new_run_id, None, math.inf
+        self.check_held_out(tuple(saved["monitor"]))
         sums = saved["loss_sum"]
         self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)
         self.epoch = saved["epoch"]
         # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole epoch
         self.step = math.ceil(saved["samples_done"] / (self.args.batch_size * world_size()))
+        if self.is_new_branch:
+            Logger(f"a new branch of the run {saved['run_name']} begins, with the state in {self.state_file}")
         Logger(
             f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
         )

@@ -18,14 +18,16 @@ START_PATIENCE, END_PATIENCE = 30.0, 60.0  # seconds
 def start_tracker(
     args: StageArgs, run: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None
 ) -> "Tracker | None":
-    """SwanLab on rank 0 if asked for; a resumed run continues the curves of its first part. `run`: its fingerprint."""
+    """SwanLab on rank 0 if asked for; a resumed run continues the curves of its first part, a new branch begins curves
+    of its own. `run`: its fingerprint."""
     if not (args.use_wandb and is_main_process()):
         return None
     name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
     if checkpoint is None:
         return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run))
     last = checkpoint["update"] - (checkpoint["record"] is not None)  # a pending record has not been drawn yet
-    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), checkpoint["wandb_id"], last)
+    run_id = None if checkpoint.get("is_new_branch") else checkpoint["wandb_id"]
+    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), run_id, last)
 
 
 def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:

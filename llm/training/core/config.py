@@ -176,7 +176,9 @@ class Config:
         """All settings, flat; for a stage also its own flags."""
         values = self.values() | ({} if self.stage_args is None else self.extra)
         values |= {} if self.optimization.use_amp else {"dtype": "float32"}
-        return engine_args(self.stage_args)(**values)
+        defaults = ("default", f"task {self.training.task}")
+        given = frozenset(name for name, where in self.sources.items() if where not in defaults)
+        return engine_args(self.stage_args)(**values, given=given)
 
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""

@@ -22,7 +22,7 @@ from trainer import trainer_utils as utils
 from trainer.components.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.components.rules import apply_rules
 from trainer.components.run_files import run_name
-from trainer.components.saving import training_files
+from trainer.components.saving import is_finished, training_files
 from trainer.components.signals import StopRequest
 from trainer.components.state import Batch, Hooks, Schedule, TrainState
 from trainer.components.tracker import start_tracker
@@ -70,7 +70,8 @@ class TrainingEngine(Hooks):
             raise UserError(f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out")
         run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
         run = check_resume(args, run, checkpoint)
-        self.wandb = start_tracker(args, run, checkpoint)
+        self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
+        self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
         start = replace(task.config.checkpoint, from_weight=utils.start_weights(args, run, checkpoint))
         task.config = replace(task.config, checkpoint=start)
         model = task.build_model()
@@ -118,6 +119,8 @@ class TrainingEngine(Hooks):
         Raises:
             UserError, Interrupted: see `train_epoch`.
         """
+        if self.is_finished:
+            return
         try:
             if self.task.rehearsed:
                 rehearse(self.task, self.data, self.state)

@@ -14,7 +14,7 @@ from common.errors import say, warn
 from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.config import Config
-from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.checkpoint import lm_checkpoint, load_state
 from trainer.components.device import select_device
 from trainer.components.distributed import reduce_sum, world_size
 from trainer.components.parallel import unwrap
@@ -153,10 +153,12 @@ class CheckpointManager(KeptStates):
         save_checkpoint(cast(TrainState, state or self.state))
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
-        """The checkpoint to continue from: the one at `path` (by default --resume_from), a file or a folder, else with
-        --from_resume 1 the newest; None if there is none. Raises UserError if there is none at `path`, or it is damaged
-        or something else."""
-        args, named = self.args, str(path or self.args.resume_from or "") or None
-        if named is None and not args.from_resume:
+        """The checkpoint to continue from: the one at `path`, a file or a folder, else what --resume_from and
+        --from_resume ask for; None if there is none. Raises UserError if there is none at `path`, or it is damaged or
+        something else."""
+        args = self.args
+        if path is None and args.resume_from is None and not args.from_resume:
             return None
-        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=named)
+        if path is not None:
+            return load_state(Path(path))
+        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=args.resume_from)

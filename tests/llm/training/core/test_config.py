@@ -83,9 +83,9 @@ def test_the_fields_are_the_stage_scripts_flags_with_their_defaults(stage):
 def test_a_command_line_of_a_stage_script_means_the_same_here():
     line = "--data_path x --use_moe 1 --packing 0 --use_wandb --epochs 7 --dtype float32 --learning_rate 1e-3"
     line += " --from_weight none --swanlab_mode offline --from_resume true --eval_data_path none"
-    expected = vars(parse_args(train_full_sft.Args, "", line.split()))
+    expected = parse_args(train_full_sft.Args, "", line.split()).values()
     assert (expected["use_wandb"], expected["from_resume"], expected["eval_data_path"]) == (True, True, None)
-    args = vars(read("--task", "full_sft", *line.split(), task_defaults=FULL_SFT).to_args())
+    args = read("--task", "full_sft", *line.split(), task_defaults=FULL_SFT).to_args().values()
     assert {name: args[name] for name in expected} == expected
 
 
@@ -568,7 +568,7 @@ def test_what_print_config_shows_reads_back_as_the_same_settings(run_yaml, chose
 def test_to_args():
     config = read("--use_moe", "1", "--dtype", "bfloat16")
     args = config.to_args()
-    assert isinstance(args, EngineArgs) and isinstance(args, StageArgs) and set(vars(args)) == set(SETTINGS)
+    assert isinstance(args, EngineArgs) and isinstance(args, StageArgs) and args.values().keys() == SETTINGS.keys()
     assert args.use_moe is True and args.use_wandb is False and args.dtype == "bfloat16"
     assert read("--use_amp", "0", "--dtype", "bfloat16").to_args().dtype == "float32"
     assert args.top_k == 1 and args.data_path is None
