@@ -45,8 +45,8 @@ def test_no_room_for_the_checkpoint(corpus, tmp_path, ranks):
 
 
 def test_no_room_for_the_metrics(corpus, tmp_path):
-    argv = flags(corpus, tmp_path, "pretrain", save_interval=1000, eval_interval=1000, epochs=2, batch_size=2)
-    line = only_line(run("pretrain", argv, Faults(file_limit=12_000), status=2))
+    argv = flags(corpus, tmp_path, "pretrain", save_interval=1000, eval_interval=1000, epochs=2, batch_size=1)
+    line = only_line(run("pretrain", argv, Faults(file_limit=24_000), status=2))
     assert line.startswith(f"error: {tmp_path}/out/pretrain_32_metrics.jsonl cannot be written (File too large)")
     assert len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")) >= 5
 

@@ -69,9 +69,9 @@ def test_the_users_launch_lines_as_typed(clone):
     )
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-3000:]
     assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_32.pth").is_file()
-    argv = ["--epochs", "2", "--batch_size", "16", "--from_resume", "1"]
+    argv = ["--epochs", "3", "--extend_epochs", "1", "--batch_size", "16", "--from_resume", "1"]
     again = run(str(clone / "trainer/train_full_sft.py"), argv, ranks=2)
-    assert "resuming full_sft at epoch 2, update 4 of 4" in again.out and "done: 4 updates" in again.out
+    assert "resuming full_sft at epoch 2, update 4 of 6" in again.out and "done: 6 updates" in again.out
     assert "warning: trainer" not in again.err  # the code is the same
 
 
@@ -144,6 +144,7 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
     assert same == {name for name in fresh if name.startswith("model.layers.0.")}
     assert len(trained["optimizer"]["state"]) == len({id(p) for p in fresh.values()}) - len(same) - 1  # tied head
     edited(clone, "schedule = lambda", "schedule  = lambda")
+    (clone / "out/full_sft_32.pth").unlink()  # else there is nothing to do
     done = typed(clone, f"train_full_sft.py {small} --floor 0.009")
     assert done.err == (
         "warning: trainer/train_full_sft.py changed since the checkpoint was written; the resumed run uses the present "

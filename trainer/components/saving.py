@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from common.durable_files import atomic_write, link, sync_folder, write_error
-from common.errors import Interrupted
+from common.errors import Interrupted, warn
 from common.settings import StageArgs
 from trainer.components import run_files
 from trainer.components.checkpoint import lm_checkpoint
 from trainer.components.distributed import Logger, gather, is_main_process, meet, world_size
-from trainer.components.metrics import MetricsLog, readable_records
+from trainer.components.metrics import MetricsLog, complete_lines, readable_records
 from trainer.components.model_files import Description, save_weights
 from trainer.components.parallel import unwrap
 from trainer.components.resume import Fingerprint, total_updates
@@ -162,7 +162,10 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
         metrics = run_files.metrics_of_branched_run(state.args, state.branch_of)
         if read_settings_file(run_files.settings_path(metrics)).get("run_id") != state.branch_of["run_id"]:
             return []
-    return [record for record in readable_records(metrics) if record["update"] <= state.resumed_update]
+    records = readable_records(metrics)
+    if damaged := len(complete_lines(metrics)) - len(records):
+        warn(f"{metrics}: {damaged} lines are damaged; these records are lost")
+    return [record for record in records if record["update"] <= state.resumed_update]
 
 
 def save_and_stop(state: TrainState) -> None:

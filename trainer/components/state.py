@@ -185,6 +185,18 @@ class TrainState:
                 hook.forget_evaluations(self)
         self.eval_data = held_out or self.eval_data
 
+    def report_more_epochs(self, before: Fingerprint) -> None:
+        """Say what --extend_epochs does to the learning rate. before: the run that it extends."""
+        rates = [
+            self.schedule(self.update, total_updates(before), self.args),
+            self.schedule(self.update + 1, self.total_updates, self.args),
+        ]
+        jump = "" if None in rates else f"; the learning rate jumps from {rates[0]:.2e} to {rates[1]:.2e}"
+        Logger(
+            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule spans all of "
+            f"them, so the result is not that of a run of so many from the start{jump}"
+        )
+
     def is_best(self, metrics: dict[str, Any]) -> bool:
         """Whether the monitored metric is the best so far; then it becomes the one to beat. Raises UserError if there
         is no such metric."""
@@ -260,7 +272,4 @@ class TrainState:
             f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
         )
         if saved["run"]["epochs"] != self.run["epochs"]:
-            Logger(
-                f"--extend_epochs 1: {self.run['epochs']} epochs instead of {saved['run']['epochs']}, with a learning "
-                "rate schedule that spans all of them: the result is not that of a run of so many from the start"
-            )
+            self.report_more_epochs(saved["run"])

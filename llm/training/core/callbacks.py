@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from common.errors import UserError, reason, warn
 from trainer.components.run_hooks import Patience, TensorBoardCurves
-from trainer.components.state import monitored
+from trainer.components.state import TrainState, monitored
 
 Engine = Any  # the TrainingEngine of engine.py, which imports this file
 State = dict[str, Any]
@@ -60,6 +60,10 @@ class Callback:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
+
+    def forget_evaluations(self, state: TrainState) -> None:
+        """After `load_state_dict`, if the run has other held-out data or another --monitor than before: what is kept of
+        earlier evaluations does not count any more."""
 
 
 EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
@@ -225,6 +229,11 @@ class LRSchedulerCallback(Callback):
         if interval == engine.task.scheduler_interval and count > self.done:
             self.scheduler.step()
             self.done = count
+
+    def forget_evaluations(self, state: TrainState) -> None:
+        if self.saved is not None and "num_bad_epochs" in self.saved:  # of ReduceLROnPlateau
+            worst = -math.inf if self.saved["mode"] == "max" else math.inf
+            self.saved = self.saved | {"best": worst, "num_bad_epochs": 0}
 
     def state_dict(self) -> State:
         scheduler = self.saved if self.scheduler is None else self.scheduler.state_dict()

@@ -181,6 +181,10 @@ class TrainingEngine(Hooks):
     def validation_end(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> None:
         self.dispatch("on_validation_end", metrics)
 
+    def forget_evaluations(self, state: TrainState) -> None:
+        for callback in self.callbacks.callbacks.values():
+            callback.forget_evaluations(state)
+
     def state_dict(self) -> dict[str, Any]:
         return {"callbacks": self.callbacks.state_dict(), "epochs": self.callbacks.epochs}
 

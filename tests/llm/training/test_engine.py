@@ -109,8 +109,7 @@ def test_killed_and_resumed_is_the_same_run(tmp_path):
     done = run("engine", broken)
     assert "resuming regression at" in done.out and "stopping: EarlyStopping: eval_loss" in done.out
     assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    again = run("engine", broken)  # finished: it evaluates the last time once more, and stops again
-    assert "stopping: EarlyStopping" in again.out
+    assert "nothing to do" in run("engine", broken).out
     assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
     states = [saved_state(tmp_path / name, NAME)["hooks"] for name in ("whole", "broken")]
     assert states[0] == states[1] and states[0]["early_stopping"]["waited"] >= 0
@@ -332,7 +331,8 @@ def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     lines = run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143).error_lines
     assert lines[0].startswith("warning: the held-out data or --monitor are not those of before")
     after = saved_state(tmp_path)["hooks"]
-    assert after.pop("verdict") and after == before
+    assert after.pop("verdict") and after.pop("checkpoints") == {"best_update": None}  # of another metric
+    assert after == {key: value for key, value in before.items() if key != "checkpoints"}
     done = run("engine", typed)
     assert len(done.error_lines) == 1 and "--monitor are not those" in done.err and "resuming pretrain" in done.out
     assert saved_state(tmp_path)["hooks"]["early_stopping"]["waited"] == 0

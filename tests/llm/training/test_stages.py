@@ -93,7 +93,7 @@ def test_every_stage_is_a_task_with_the_flags_and_defaults_of_its_script():
     for name, task in STAGES.items():
         config = Config.from_args_and_env(["--task", name], {}, find_task)
         args, own = config.to_args(), task.script.Args()
-        assert {key: getattr(args, key) for key in vars(own)} == vars(own) and isinstance(args, task.script.Args)
+        assert args.values().items() >= own.values().items() and isinstance(args, task.script.Args)
 
 
 def test_a_flag_that_only_main_implements_is_refused(tmp_path, monkeypatch):

@@ -432,16 +432,38 @@ def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("warning: b.py changed since the checkpoint was written")
 
 
-def test_other_held_out_data_have_a_best_of_their_own(corpus, tmp_path):
-    settings = {"num_hidden_layers": 1, "epochs": 1, "learning_rate": 1e-9, "eval_interval": 2}
+def test_evaluations_of_other_held_out_data_do_not_count(corpus, tmp_path):
+    """Neither for the best weights nor for early stopping, which would end the run; of the same data they count."""
+    settings = {"num_hidden_layers": 1, "epochs": 1, "eval_interval": 2, "patience": 2, "keep_every": 2}
     run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(signals={5: signal.SIGTERM}), status=143)
     path, state = tmp_path / "checkpoints/pretrain_32_resume.pth", saved_state(tmp_path)
+    state["hooks"]["early_stopping"]["best"] = 0.1  # what no evaluation reaches
     torch.save({key: value for key, value in state.items() if key != FORMAT} | {"best_eval": 0.1}, path)
+    shutil.copytree(tmp_path, tmp_path / "same")
+    same = run("pretrain", flags(corpus, tmp_path / "same", "pretrain", **settings, from_resume=1))
+    assert "stopping: EarlyStopping: eval_loss got no better than 0.1" in same.out
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the river walks"}])
     resumed = [*flags(corpus, tmp_path, "pretrain", **settings, from_resume=1), "--eval_data_path", other]
-    assert "warning: the held-out data or --monitor are not those of before" in run("pretrain", resumed).err
+    process = run("pretrain", resumed)
+    assert "warning: the held-out data or --monitor are not those of before" in process.err
+    assert "done: 8 updates" in process.out and "stopping" not in process.out
     last = saved_state(tmp_path)
     assert last["eval_data"] != state["eval_data"] and 1 < last["best_eval"] < 20
+    assert last["hooks"]["early_stopping"]["best"] > 1
+
+
+def test_the_best_state_is_that_of_the_weights_which_were_evaluated(corpus, tmp_path):
+    """The newest file is damaged, the run goes back to the one before and evaluates there: that one is the best, not
+    what lies at the newest place."""
+    settings = {"num_hidden_layers": 1, "epochs": 1, "eval_interval": 2, "save_interval": 100}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(eval_signal=signal.SIGTERM), status=143)
+    folder = tmp_path / "checkpoints"
+    first = (folder / "pretrain_32_resume.pth").read_bytes()  # of update 2, which is still to be evaluated
+    (folder / "pretrain_32_resume_previous.pth").write_bytes(first)
+    (folder / "pretrain_32_resume.pth").write_bytes(first[:-100])
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={1: signal.SIGKILL}), status=-9)
+    assert (folder / "pretrain_32_best_resume.pth").read_bytes() == first
 
 
 def test_the_checkpoint_of_another_stage_is_one_line():
