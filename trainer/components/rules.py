@@ -70,9 +70,10 @@ def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
         return args
     if checkpoint is not None:
         run = checkpoint["run"]
-        if args.batch_size == AUTO:  # `keep_global_batch` adapts the accumulation
+        if args.batch_size == AUTO:  # at most as large as it was; `keep_global_batch` adapts the accumulation
+            before = run["global_batch"] // (args.accumulation_steps * checkpoint["world_size"])
             of_rank = max(1, run["global_batch"] // world_size())
-            args = replace(args, batch_size=largest_divisor(of_rank, max(1, of_rank // args.accumulation_steps)))
+            args = replace(args, batch_size=largest_divisor(of_rank, max(1, before)))
         return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
     args = chosen(args, data, world_size())
     Logger(f"auto: --batch_size {args.batch_size} --learning_rate {args.learning_rate:g}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.settings import AUTO
@@ -13,7 +13,7 @@ from dataset.lm_dataset import TokenDataset
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer import train_dpo, train_full_sft, train_pretrain
-from trainer.components import rules
+from trainer.components import resume, rules
 
 TOKENS, WIDTHS = st.floats(1e3, 1e12), st.integers(1, 128).map(lambda n: 16 * n)
 
@@ -84,9 +84,18 @@ def test_the_rules_hold_over_the_ranks():
     assert four.batch_size == round(one.batch_size / 4) and four.learning_rate == pytest.approx(one.learning_rate, 0.02)
 
 
-def test_a_checkpoint_decides_on_other_ranks(monkeypatch):
-    monkeypatch.setattr(rules, "world_size", lambda: 4)
-    args = train_pretrain.Args(batch_size=AUTO, learning_rate=AUTO, accumulation_steps=1)
-    run_before = {"global_batch": 24, "learning_rate": 0.125}
-    resumed = rules.apply_rules(args, {"run": run_before}, Data(num_tokens=10**9, items=10**6))
-    assert (resumed.batch_size, resumed.learning_rate) == (6, 0.125)
+@given(ranks=st.integers(1, 8), now=st.integers(1, 8), size=st.integers(1, 64), steps=st.integers(1, 8))
+@example(ranks=1, now=2, size=7, steps=2)  # 14 samples: 3 per rank and step do not divide them, 7 in one step do
+def test_a_checkpoint_decides_on_other_ranks(ranks, now, size, steps):
+    """Whatever the ranks, an update has as many samples as before, wherever the ranks divide them."""
+    run_before = {"global_batch": ranks * size * steps, "learning_rate": 0.125}
+    checkpoint = {"run": run_before, "world_size": ranks}
+    args = train_pretrain.Args(batch_size=AUTO, learning_rate=AUTO, accumulation_steps=steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "world_size", lambda: now)
+        patch.setattr(resume, "world_size", lambda: now)
+        resumed = rules.apply_rules(args, checkpoint, Data(num_tokens=10**9, items=10**6))
+        resumed = resume.keep_global_batch(resumed, checkpoint)
+    assert resumed.learning_rate == 0.125 and resumed.batch_size <= size
+    if run_before["global_batch"] % now == 0 and now != ranks:
+        assert resumed.batch_size * resumed.accumulation_steps * now == run_before["global_batch"]

@@ -1,5 +1,6 @@
 """Whatever SwanLab does, training goes on: a stub module takes its place and misbehaves."""
 
+import signal
 import sys
 import time
 import types
@@ -7,7 +8,7 @@ import types
 import pytest
 
 from tests.stage_process import Faults, run
-from tests.trainer.stage_flags import assert_same_run, flags
+from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.components.tracker import Tracker
 
 CALLS = ("init", "log", "finish")
@@ -138,6 +139,24 @@ def test_training_does_not_feel_it(corpus, tmp_path, untracked, kind):
     assert time.perf_counter() - begin < 60
     assert_same_run(untracked, tmp_path)
     assert len(process.error_lines) == 1 and process.error_lines[0].startswith("warning: SwanLab "), process.err
+
+
+def test_every_save_keeps_the_id_of_the_curves(corpus, tmp_path):
+    """Also that of a part without SwanLab, and that at the end, which was put off while updates were skipped. A branch
+    begins curves of its own."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
+    works = f"kind = 'works at all'\n{STUB}"
+    tracked = [*argv, "--use_wandb", "--swanlab_mode", "online"]
+    run("pretrain", tracked, Faults(script=works, signals={2: signal.SIGTERM}), status=143)
+    assert saved_state(tmp_path)["wandb_id"] == "run1"
+    run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143)
+    assert saved_state(tmp_path)["wandb_id"] == "run1"
+    run("pretrain", tracked, Faults(script=works, nan=(4,)))
+    last = saved_state(tmp_path)
+    assert last["update"] == 8 and last["wandb_id"] == "run1"
+    branch = [*tracked[:-4], "--resume_from", str(tmp_path / "checkpoints/pretrain_32_resume_previous.pth")]
+    run("pretrain", [*branch, "--save_weight", "other"])
+    assert saved_state(tmp_path, "other_32")["wandb_id"] is None
 
 
 def test_the_real_swanlab_without_a_login(corpus, tmp_path, untracked):
