@@ -149,8 +149,8 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
     (clone / "out/full_sft_32.pth").unlink()  # else there is nothing to do
     done = typed(clone, f"train_full_sft.py {small} --floor 0.009")
     assert done.err == (
-        "warning: dataset/lm_dataset.py, trainer/train_full_sft.py changed since the checkpoint was written; the resumed "
-        "run uses the present code\n"
+        "warning: dataset/lm_dataset.py, trainer/train_full_sft.py changed since the checkpoint was written; the "
+        "resumed run uses the present code\n"
     )
 
 
