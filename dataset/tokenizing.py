@@ -199,8 +199,15 @@ class DocumentTokenizer(BlockTokenizer):
 
     def split_key(self, record: dict) -> str:
         text = to_text(record)
+        if not any(token in text for token in self.added_tokens):
+            return text  # no template made it; do not load what renders one
         question = question_in(text, self.around_question)
         return text if question is None else question
+
+    @cached_property
+    def added_tokens(self) -> list[str]:
+        """The text of the special tokens and of other tokens that are not made of merges."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values()]
 
     @cached_property
     def around_question(self) -> tuple[str, str] | None:
