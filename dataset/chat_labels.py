@@ -46,6 +46,19 @@ class ChatTemplate:
             text, spans = self._render_by_prefixes(chat)
         return text, _without(chat, spans) if chat.masked else spans
 
+    def around_question(self) -> tuple[str, str] | None:
+        """What the template writes before and after each message of the user, to find one in a text that it
+        rendered; None if that is not clear."""
+        question = {"role": "user", "content": "\ue000"}  # a character for private use: the template has none
+        try:
+            text, _ = self._rendered([question, {"role": "assistant", "content": "yes"}, question], None)
+            first, between, last = text.split("\ue000")
+        except (BadRecord, ValueError):
+            return None
+        before = os.path.commonprefix([first[::-1], between[::-1]])[::-1]  # noqa: RUF071 (of characters)
+        after = os.path.commonprefix([between, last])  # noqa: RUF071
+        return (before, after) if before.strip() and after.strip() else None
+
     def _rendered(self, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 

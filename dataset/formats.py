@@ -3,30 +3,31 @@
 pretrain  {"text"}
 SFT       {"conversations" | "messages": [...]}, with messages in any spelling of dataset/messages.py;
           or a question and its answer: {"instruction", "output"} (Alpaca), {"prompt", "completion"} (TRL) and the
-          other pairs of FORMS, optional "input" or "context" (below the question) and "history": [[question,
+          other pairs of FORMATS, optional "input" or "context" (below the question) and "history": [[question,
           answer], ...]; beside either, optional "system" or "system_prompt", "tools" or "functions"
 DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin alike, which may stand beside their
           beginning or a repetition of the chosen one; or a conversation or a question of SFT's forms, and "chosen" and
           "rejected", each of them a text, a message or a list of messages
 
-Another form of conversations is one more entry of FORMS. Data of another stage or another kind of model (images) are
+Another form of conversations is one more entry of FORMATS. Data of another stage or another kind of model (images) are
 refused. What nothing reads is counted.
 """
 
 from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
-from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, switch_of, text_of
+from dataset.json_records import BadRecord, keys_of, kind_of, objects_of, short, switch_of, text_of
 from dataset.messages import FIELDS, REFUSED, Turn, parse_message, refuse
 
-BELOW = ("input", "context")
+INPUT_FIELDS = ("input", "context")  # what a question is about, written below it
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
 PAIR = ("chosen", "rejected")
 PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
-BESIDE = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])  # read beside any conversation
+# Read beside the conversation, whatever its format.
+COMPANION_FIELDS = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])
 
 
 class Chat(NamedTuple):
@@ -37,10 +38,10 @@ class Chat(NamedTuple):
     masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
 
 
-class Form(NamedTuple):
-    """How a record writes its conversation, below a field that marks the form.
+class RecordFormat(NamedTuple):
+    """How a record holds its conversation, under a key of FORMATS.
 
-    read: the turns, given the record and that field; of a form with answers those before the answer. answers: the
+    read: the turns, given the record and that key; of a format with answers those before the answer. answers: the
     fields of which one holds the answer. fields: the others that `read` reads.
     """
 
@@ -69,7 +70,7 @@ def _question(record: dict, key: str) -> list[Turn]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)):
             raise BadRecord(f"turn {number} of 'history' is not [question, answer], both of them text")
         turns += [text_turn("user", turn[0]), text_turn("assistant", turn[1])]
-    below = [text_of(record, name) for name in BELOW if record.get(name)]
+    below = [text_of(record, name) for name in INPUT_FIELDS if record.get(name)]
     if not isinstance(record[key], list):
         return [*turns, text_turn("user", "\n".join([text_of(record, key), *below]))]
     if turns or below:
@@ -83,32 +84,42 @@ def text_turn(role: str, text: str) -> Turn:
     return Turn({"role": role, "content": text}, [])
 
 
-FORMS: dict[str, Form] = {  # by the field that marks the form
-    "conversations": Form(_messages),
-    "messages": Form(_messages),
-    "instruction": Form(_question, ("output", "response"), (*BELOW, "history")),
-    "prompt": Form(_question, ("completion", "response"), (*BELOW, "history")),
-    "question": Form(_question, ("answer", "response"), (*BELOW, "history")),
-    "query": Form(_question, ("response", "answer"), (*BELOW, "history")),
+FORMATS: dict[str, RecordFormat] = {  # by the key that tells the format
+    "conversations": RecordFormat(_messages),
+    "messages": RecordFormat(_messages),
+    "instruction": RecordFormat(_question, ("output", "response"), (*INPUT_FIELDS, "history")),
+    "prompt": RecordFormat(_question, ("completion", "response"), (*INPUT_FIELDS, "history")),
+    "question": RecordFormat(_question, ("answer", "response"), (*INPUT_FIELDS, "history")),
+    "query": RecordFormat(_question, ("response", "answer"), (*INPUT_FIELDS, "history")),
 }
 
 
 def known_fields() -> frozenset[str]:
-    """All fields that anything reads."""
-    return BESIDE.union(["text"], FORMS, *(form.answers + form.fields for form in FORMS.values()))
+    """All fields that are read in a record of some format."""
+    fields = COMPANION_FIELDS.union(["text"], FORMATS)
+    return fields.union(*(each.answers + each.fields for each in FORMATS.values()))
 
 
 def list_fields() -> set[str]:
     """The fields that may hold a list, in a CSV file as JSON text."""
-    return {"history", *PREFERENCE, *(mark for mark, form in FORMS.items() if not form.answers)}
+    return {"history", *PREFERENCE, *(key for key, each in FORMATS.items() if not each.answers)}
 
 
-def unread_fields(record: dict, known: Set[str]) -> Iterator[str]:
-    """Names of the fields that nothing reads, of a record and, as `messages.name`, of its messages."""
+def conversation_fields(record: dict) -> frozenset[str]:
+    """The fields that are read in this record of a conversation or a preference."""
+    key, answer = _key_and_answer(record)
+    fields = COMPANION_FIELDS.union([key, answer], FORMATS[key].fields) if key else COMPANION_FIELDS
+    is_kto_label = str(record.get("label")).lower() in ("true", "false")  # not the number of a class
+    return fields if is_kto_label else fields - {"label"}
+
+
+def unread_fields(record: dict, fields: Set[str]) -> Iterator[str]:
+    """Names of the fields of a record that are not among those that are read, and, as `messages.name`, of its
+    messages."""
     for key, value in record.items():
-        if key not in known and value is not None:
+        if key not in fields and value is not None:
             yield key
-        for item in value if isinstance(value, list) and key in known and key not in TOOLS else ():
+        for item in value if isinstance(value, list) and key in fields and key not in TOOLS else ():
             names = item if isinstance(item, dict) else {}
             yield from (f"{key}.{name}" for name in names if name not in FIELDS and names[name] is not None)
 
@@ -117,7 +128,7 @@ def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
     if "text" not in record:
         _refuse_preferences(record)
-        is_chat = any(record.get(mark) is not None for mark in FORMS)
+        is_chat = any(record.get(key) is not None for key in FORMATS)
         hint = "is this SFT data? " if is_chat else ""
         raise BadRecord(f"no 'text' in this record (its keys: {keys_of(record)}); {hint}write {{\"text\": ...}}")
     return text_of(record, "text")
@@ -127,19 +138,16 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     """The conversation of an SFT record in any form. `answered`: the assistant must speak. Raises BadRecord."""
     _refuse_preferences(record)
     refuse(record, "beside the conversation")
-    for key in LABELS if answered else ():
-        if str(record.get(key)).lower() == "false":
-            raise BadRecord(
-                f"'{key}' is false: a bad answer (KTO), which SFT must not train; remove or skip such records"
-            )
-    mark, answer = _form_of(record)
-    if not mark:
+    if answered:
+        _refuse_bad_answers(record)
+    key, answer = _key_and_answer(record)
+    if not key:
         hint = "is this pretraining data? " if "text" in record else ""
         raise BadRecord(
             f"no 'conversations', 'messages' or 'instruction' in this record (its keys: {keys_of(record)}); "
             f'{hint}write {{"conversations": [{{"role": ..., "content": ...}}, ...]}}'
         )
-    turns = FORMS[mark].read(record, mark)
+    turns = FORMATS[key].read(record, key)
     turns = _with_system(record, turns + _answer(record, answer) if answer else turns)
     messages = [turn.message for turn in turns]
     _check_order(messages, answered)
@@ -152,20 +160,20 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
 def to_pair(record: dict) -> tuple[Chat, Chat]:
     """The two conversations of a preference record, with the chosen and with the rejected answer; of both only what
     follows their common beginning is trained. Raises BadRecord."""
-    for key in PAIR:
-        if not record.get(key):
+    for side in PAIR:
+        if not record.get(side):
             raise BadRecord(
-                f"no '{key}' in this record (its keys: {keys_of(record)}); write "
+                f"no '{side}' in this record (its keys: {keys_of(record)}); write "
                 '{"conversations": [...], "chosen": ..., "rejected": ...}'
             )
     refuse(record, "beside the conversation")
-    mark, _ = _form_of(record)
-    question = FORMS[mark].read(record, mark) if mark else []
-    answers = [_answer(record, key) for key in PAIR]
+    key, _ = _key_and_answer(record)
+    question = FORMATS[key].read(record, key) if key else []
+    answers = [_answer(record, side) for side in PAIR]
     if all(answer[0].message["role"] != "assistant" for answer in answers):  # two whole conversations
         asked, *whole = ([turn.message for turn in turns] for turns in (question, *answers))
         if asked != whole[0] and not all(message in messages for message in asked for messages in whole):
-            raise BadRecord(f"'chosen' and 'rejected' do not begin with '{mark}'; keep the answers in them alone")
+            raise BadRecord(f"'chosen' and 'rejected' do not begin with '{key}'; keep the answers in them alone")
         question = []
     elif not question:
         raise BadRecord("answers without a question; write it as 'prompt', 'conversations' or 'instruction'")
@@ -173,28 +181,32 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
     shared = min(len(each) for each in turns) - 1  # the last message is always an answer
     shared = next((i for i in range(shared) if turns[0][i].message != turns[1][i].message), shared)
     chats = []
-    for key, each in zip(PAIR, turns, strict=True):
+    for side, each in zip(PAIR, turns, strict=True):
         messages = [turn.message for turn in each]
         _check_order(messages)
         if messages[-1]["role"] != "assistant":
-            raise BadRecord(f"'{key}' does not end with a message of the assistant; remove what follows it")
+            raise BadRecord(f"'{side}' does not end with a message of the assistant; remove what follows it")
         masked = tuple(i for i, turn in enumerate(each) if turn.message["role"] == "assistant" and i < shared)
         chats.append(Chat(messages, _tools(record, each), masked))
     return chats[0], chats[1]
 
 
-def _form_of(record: dict) -> tuple[str, str]:
-    """The field that marks the form of a record's conversation and the one that holds the answer, each "" if there is
-    none. A question without an answer is only taken where nothing else is there."""
-    forms = {}
-    for mark, form in FORMS.items():
-        if record.get(mark) is not None:
-            forms[mark] = next((key for key in form.answers if record.get(key) is not None), None)
-    whole = [mark for mark, answer in forms.items() if answer or not FORMS[mark].answers]
-    if len(whole) > 1:
-        raise BadRecord(f"both '{whole[0]}' and '{whole[1]}' in one record; keep one of them")
-    mark = next(iter(whole or forms), None)
-    return (mark, forms[mark] or next(iter(FORMS[mark].answers), "")) if mark else ("", "")
+def _key_and_answer(record: dict) -> tuple[str, str]:
+    """The key of FORMATS that holds a record's conversation and the field of its answer, each "" if there is none. A
+    question without an answer is only taken where nothing else is there."""
+    answers = {}
+    for key, each in FORMATS.items():
+        if record.get(key) is not None:
+            answers[key] = next((field for field in each.answers if record.get(field) is not None), "")
+    complete = [key for key, answer in answers.items() if answer or not FORMATS[key].answers]
+    if len(complete) > 1:
+        raise BadRecord(f"both '{complete[0]}' and '{complete[1]}' in one record; keep one of them")
+    if complete:
+        return complete[0], answers[complete[0]]
+    if answers:
+        key = next(iter(answers))
+        return key, FORMATS[key].answers[0]
+    return "", ""
 
 
 def _answer(record: dict, key: str) -> list[Turn]:
@@ -205,6 +217,18 @@ def _answer(record: dict, key: str) -> list[Turn]:
     if isinstance(value, list):
         return _messages(record, key, f"{key}'s ")
     return [text_turn("assistant", text_of(record, key))]
+
+
+def _refuse_bad_answers(record: dict) -> None:
+    """Raise BadRecord for an answer that KTO calls a bad one."""
+    for key in LABELS:
+        if str(record.get(key)).lower() == "false":
+            raise BadRecord(
+                f"'{key}' is false: a bad answer (KTO), which SFT must not train; remove or skip such records"
+            )
+    tag = record.get("kto_tag")
+    if tag not in (None, "") and str(tag).lower() != "true":
+        raise BadRecord(f"'kto_tag' is {short(tag)}; write true (a good answer) or false (a bad one)")
 
 
 def _refuse_preferences(record: dict) -> None:

@@ -1,17 +1,23 @@
-"""Held-out data split off by a hash of what a record says: the same records for any order of records and files, and for
-any form that a record is written in. Equal records are all held out, or none of them; a larger share holds out the
-records of a smaller one, and more.
+"""Held-out data split off by a hash of what a record asks or says: the same records for any order of records
+and files, and for any form that a record is written in. A larger share holds out the records of a smaller one,
+and more.
 
-A long document of plain text, such as a book, has no records to choose from. Its passages are chosen instead: whole
-lines of about 2,000 characters in all. Passages that follow one another stay together.
+A conversation is chosen by its first question (`first_question`), whatever stands before and after it. So samples
+of the same tokens are never on both sides, however their records spell tools, calls and reasoning, and wherever
+they are cut. And a question is held out of all stages: of SFT, of pairs (DPO), of prompts (GRPO, PPO, agents),
+and of pretraining on texts that the chat template made of conversations (`question_in`). Any other text is chosen
+by all of itself.
+
+A long document of plain text, such as a book, has no records to choose from. Its passages are chosen instead:
+whole lines of about 2,000 characters in all. Passages that follow one another stay together.
 """
 
 import hashlib
 import itertools
-import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.errors import UserError
 from dataset.json_records import BadRecord
@@ -21,32 +27,38 @@ from dataset.text_files import DocumentPart
 PASSAGE = re.compile(r".{1,2000}\Z|.{0,1999}\n|.{0,1999}\s|.{1,2000}", re.DOTALL)
 
 
-class Part(NamedTuple):
+class Split(NamedTuple):
     """The records to read: all of them (share 0), those that are held out, or the others, to train on."""
 
     share: float = 0.0  # of the records, that is held out
     held_out: bool = False
 
-    def takes(self, record: dict | BadRecord, content: Callable[[dict], Any]) -> bool:
-        """Whether the part has a record; `content`: what a record says (`has`). A bad record is training data."""
+    def includes_record(self, record: dict | BadRecord, key_of: Callable[[dict], str]) -> bool:
+        """Whether a record belongs to this split; `key_of` gives the text that it is chosen by. A bad record is
+        training data."""
+        if not self.share:
+            return True
         try:
             if isinstance(record, BadRecord):
                 raise record
-            return not self.share or self.has(content(record))
+            return self.includes(key_of(record))
         except (BadRecord, RecursionError):
             return not self.held_out
 
-    def has(self, content: Any) -> bool:
-        """Whether the part has what says this: a JSON value, the same in whatever form it was written."""
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
-        return (int.from_bytes(digest[:8]) < self.share * 2**64) == self.held_out
+    def includes(self, key: str) -> bool:
+        """Whether what is chosen by this text belongs to this split. Differences of white space, case and Unicode
+        form do not count, since a chat template or a tokenizer may remove them."""
+        normal = " ".join(unicodedata.normalize("NFKC", key).casefold().split())
+        digest = hashlib.sha256(normal.encode()).digest()
+        is_held_out = int.from_bytes(digest[:8]) < self.share * 2**64
+        return is_held_out == self.held_out
 
     def fingerprint(self) -> dict[str, float]:
         """The share, where there is one, for the run fingerprint."""
         return {"eval_share": self.share} if self.share else {}
 
-    def is_empty(self, where: str) -> UserError:
-        """The error for a part that has no record of `where`."""
+    def no_records_error(self, where: str) -> UserError:
+        """The error for a split that has no record of `where`."""
         amount, other = ("none", "larger") if self.held_out else ("all", "smaller")
         return UserError(
             f"--eval_share {self.share:g} holds out {amount} of the records of {where}; give a {other} share, or "
@@ -54,17 +66,39 @@ class Part(NamedTuple):
         )
 
     def passages(self, document: DocumentPart) -> Iterator[tuple[DocumentPart, int]]:
-        """The stretches of a document (or a part of one) that the part has, and the number of passages of each. They do
-        not bring what stands before them, which may be of the other part."""
+        """The stretches of a document (or a part of one) in this split, and the number of passages of each. They
+        do not bring what stands before them, which may belong to the other split."""
         passages, position = PASSAGE.findall(document["text"]), 0
-        for is_mine, group in itertools.groupby(passages, self.has):
+        for is_included, group in itertools.groupby(passages, self.includes):
             count = len(list(group))
             begins, ends = position == 0 and document.begins, position + count == len(passages) and document.ends
             stretch = DocumentPart(begins=begins, ends=ends)
             stretch["text"] = "".join(passages[position : position + count])
             position += count
-            if is_mine:
+            if is_included:
                 yield stretch, count
 
 
-ALL = Part()
+ALL = Split()
+
+
+def first_question(messages: list[dict]) -> str:
+    """What a conversation is chosen by: its first message of the user, or without any the text of all messages."""
+    for message in messages:
+        if message["role"] == "user":
+            return message["content"]
+    return "\n".join(message["content"] for message in messages)
+
+
+def question_in(text: str, around_question: tuple[str, str] | None) -> str | None:
+    """The first question of a text that a chat template made of a conversation, else None. `around_question`: what
+    the template writes before and after a user's message (`ChatTemplate.around_question`)."""
+    if around_question is None:
+        return None
+    before, after = around_question
+    begin = text.find(before)
+    if begin < 0:
+        return None
+    begin += len(before)
+    end = text.find(after, begin)
+    return text[begin:] if end < 0 else text[begin:end]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dataset.held_out import Part
+from dataset.held_out import Split
 from dataset.token_cache import STAGE_LENGTH, TokenCache, build_token_cache
 from dataset.tokenizing import SPECIAL_TEXTS
 
@@ -129,6 +129,11 @@ class TokenDataset(Dataset):
         return int(self.cache.offsets[-1])
 
     @property
+    def num_targets(self) -> int:
+        """Targets of all samples."""
+        return self.cache.report["targets"]
+
+    @property
     def mean_tokens(self) -> float:
         """Tokens of an item, on average."""
         return self.num_tokens / len(self)
@@ -185,9 +190,9 @@ class StageDataset(TokenDataset):
     def fingerprint(self) -> dict[str, Any]:
         """Identifies the tokenised data."""
         meta, special = self.cache.meta, SPECIAL_TEXTS * bool(self.cache.report.get("special_texts"))
-        content = json.dumps([meta[key] for key in ("format", "kind", "data", "part") if key in meta])
+        content = json.dumps([meta[key] for key in ("format", "kind", "data", "split") if key in meta])
         data = hashlib.sha256(content.encode()).hexdigest()[:16] + special
-        return {"data": data, "tokenizer": meta["tokenizer"][:16]} | Part(*meta.get("part", ())).fingerprint()
+        return {"data": data, "tokenizer": meta["tokenizer"][:16]} | Split(*meta.get("split", ())).fingerprint()
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a sample."""

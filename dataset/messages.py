@@ -4,8 +4,9 @@ OpenAI     {"role": "system" | "user" | "assistant" | "tool", "content"}, option
            "tools", "name", "tool_call_id"; also role "developer" (system), "function" (tool), and "function_call"
 ShareGPT   {"from": "human" | "gpt" | "function_call" | "observation" | ..., "value"}, and the same beside it
 
-The content is text, or a list of parts, each of them text or {"type": "text", "text" or "value": ...}.
-A switch (`SWITCHES`) says whether a turn of the assistant is trained.
+The content is text, or a list of parts, each of them text or {"type", "text" or "value"} with one of the types in
+`PARTS`.
+One of `TRAIN_FLAGS` says whether a turn of the assistant is trained.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +24,17 @@ OTHER_ROLES = {
     "function": "tool",
 }
 # LLaMA-Factory, OpenAI, ms-swift and Axolotl, in this order.
-SWITCHES = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
+TRAIN_FLAGS = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
 EXTRAS = ("name", "tool_call_id")
+# The type of a part of the content -> the field of the message that it belongs to, in the order in which chat templates
+# write these fields.
+PARTS = {
+    "reasoning": "reasoning_content",
+    "thinking": "reasoning_content",
+    "text": "content",
+    "tool_call": "tool_calls",
+}
+FIELD_ORDER = ("reasoning_content", "content", "tool_calls")
 PLAIN = frozenset({"role", "content", "from", "value"})
 NO_MEDIA = "the model reads text only; leave the record out, or this field where the text stands on its own"
 NO_INPUTS = "only the assistant's turns are trained; remove this field"
@@ -33,7 +43,7 @@ REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"
     "train_on_inputs": NO_INPUTS,
     "train_on_prompt": NO_INPUTS,
 }
-FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, SWITCHES, REFUSED)
+FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAIN_FLAGS, REFUSED)
 
 
 class Turn(NamedTuple):
@@ -60,20 +70,17 @@ def parse_message(item: object, where: str) -> Turn:
     if isinstance(content, str) and PLAIN.issuperset(item) and typed != "function_call":
         return Turn({"role": role, "content": content}, [])  # most messages
     message: dict[str, Any] = {"role": role, "content": ""}
-    calls: list[dict] = []
+    beside = _beside_content(item, where)
     if typed == "function_call":
-        calls = objects_of(content, f"'{key}' of {where}", "name")
-        if not calls:
-            raise BadRecord(f'\'{key}\' of {where} holds no call; write {{"name": ..., "arguments": {{...}}}}')
-    for field in ("tool_calls", "function_call"):
-        calls = calls or objects_of(item.get(field), f"'{field}' of {where}", "name")
-    if typed != "function_call" and (content is not None or not calls):
-        message["content"] = _text(item, key, where)
-    if calls:
-        message["tool_calls"] = calls
-    for field in ("reasoning_content", *EXTRAS):
-        if item.get(field) is not None:
-            message[field] = text_of(item, field, f" of {where}")
+        message["tool_calls"] = _calls(content, f"'{key}' of {where}")
+    elif isinstance(content, list):
+        message |= _joined(content, f"'{key}' of {where}")
+    elif content is not None or "tool_calls" not in beside:
+        message["content"] = text_of(item, key, f" of {where}")
+    for field in beside:
+        if field in message:
+            raise BadRecord(f"{where} gives its '{field}' in '{key}' and beside it; keep one of them")
+    message |= beside
     for field, does in (("tool_calls", "calls tools"), ("reasoning_content", "reasons")):
         if message.get(field) and role != "assistant":
             raise BadRecord(f"{where} has '{field}' but the role {role}; only the assistant {does}")
@@ -81,23 +88,55 @@ def parse_message(item: object, where: str) -> Turn:
     return Turn(message, objects_of(item.get("tools"), f"'tools' of {where}"), _is_masked(item, role, where))
 
 
-def _text(item: dict, key: str, where: str) -> str:
-    """The content of a message: text, or parts, which are joined as they are."""
-    parts = item.get(key)
-    if not isinstance(parts, list):
-        return text_of(item, key, f" of {where}")
+def _beside_content(item: dict, where: str) -> dict[str, Any]:
+    """The fields of a message that stand beside its content."""
+    fields: dict[str, Any] = {}
+    for field in ("tool_calls", "function_call"):
+        calls = objects_of(item.get(field), f"'{field}' of {where}", "name")
+        if calls:
+            fields.setdefault("tool_calls", calls)
+    for field in ("reasoning_content", *EXTRAS):
+        if item.get(field) is not None:
+            fields[field] = text_of(item, field, f" of {where}")
+    return fields
+
+
+def _calls(value: object, where: str) -> list[dict]:
+    """Tool calls where there must be one."""
+    calls = objects_of(value, where, "name")
+    if not calls:
+        raise BadRecord(f'{where} holds no call; write {{"name": ..., "arguments": {{...}}}}')
+    return calls
+
+
+def _joined(parts: list, where: str) -> dict[str, Any]:
+    """The fields of a message whose content is a list of parts: texts are joined as they are, calls in one list."""
     if not parts:
-        raise BadRecord(f"'{key}' of {where} is an empty list; write the text")
-    texts = []
+        raise BadRecord(f"{where} is an empty list; write the text")
+    fields: dict[str, Any] = {}
+    latest = FIELD_ORDER[0]
     for number, part in enumerate(parts, 1):
-        place = f"part {number} of '{key}' of {where}"
-        part = {"text": part} if isinstance(part, str) else part
-        if not isinstance(part, dict):
-            raise BadRecord(f"{place} is {kind_of(part)} instead of an object with 'type' and 'text'")
-        if part.get("type") not in (None, "text"):
-            raise BadRecord(f"{place} is of type {short(part['type'])}: the model reads text only; leave it out")
-        texts.append(text_of(part, "text" if part.get("value") is None else "value", f" of {place}"))
-    return "".join(texts)
+        place = f"part {number} of {where}"
+        field, value = _field_of_part(part, place)
+        if FIELD_ORDER.index(field) < FIELD_ORDER.index(latest):
+            raise BadRecord(f"{place} comes too late; write reasoning, then text, then tool calls")
+        latest = field
+        fields[field] = fields[field] + value if field in fields else value
+    return fields
+
+
+def _field_of_part(part: object, place: str) -> tuple[str, Any]:
+    """The field of the message that a part belongs to, and its value."""
+    part = {"text": part} if isinstance(part, str) else part
+    if not isinstance(part, dict):
+        raise BadRecord(f"{place} is {kind_of(part)} instead of an object with 'type' and 'text'")
+    kind = "text" if part.get("type") is None else part["type"]
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise BadRecord(f"{place} is of type {short(kind)}: the model reads text only; leave it out")
+    key = next((key for key in (kind, "value") if part.get(key) is not None), "text")
+    if kind == "tool_call":
+        return PARTS[kind], _calls(part.get(key), f"'{key}' of {place}")
+    return PARTS[kind], text_of(part, key, f" of {place}")
 
 
 def refuse(record: dict, where: str) -> None:
@@ -109,7 +148,7 @@ def refuse(record: dict, where: str) -> None:
 
 def _is_masked(item: dict, role: str, where: str) -> bool:
     """Whether the switches of a message turn the training of the assistant's turn off."""
-    asked = {key: switch_of(item, key, f" of {where}") for key in sorted(SWITCHES) if item.get(key) is not None}
+    asked = {key: switch_of(item, key, f" of {where}") for key in sorted(TRAIN_FLAGS) if item.get(key) is not None}
     if len(set(asked.values())) > 1:
         raise BadRecord(f"{where} is to be trained and not to be trained ({', '.join(asked)}); keep one of them")
     if role != "assistant" and True in asked.values():

@@ -1,6 +1,7 @@
-"""Several sources of data mixed by weight: each has its share of the tokens of every epoch, which has as many tokens as
-all sources together. A source with a large share is passed more than once in it, one with a small share only in part;
-the part goes on where that of the epoch before ended, so that all its items are trained equally often, or once more.
+"""Several sources of data mixed by weight: each has its share of the tokens of every epoch, which has as many tokens
+as all sources together. A source with a large share is passed more than once in it, one with a small share only in
+part; the part goes on where that of the epoch before ended, so that all its items are trained equally often, or once
+more. All tokens count, also those of prompts, which are not trained: the shares of the targets are reported.
 """
 
 import hashlib
@@ -85,11 +86,13 @@ class MixedDataset(StageDataset):
 
     def report(self, epochs: int) -> None:
         """Print a line for each source, and warn of those that are passed many times."""
-        for name, source, count in zip(self.names, self.sources, self.counts, strict=True):
-            passes = count / len(source)
-            share = passes * source.num_tokens / self.num_tokens
+        passes_of = [count / len(source) for source, count in zip(self.sources, self.counts, strict=True)]
+        tokens = [passes * source.num_tokens for passes, source in zip(passes_of, self.sources, strict=True)]
+        targets = [passes * source.num_targets for passes, source in zip(passes_of, self.sources, strict=True)]
+        for i, (name, source, passes) in enumerate(zip(self.names, self.sources, passes_of, strict=True)):
             say(
-                f"{name}: {len(source.cache):,} samples, {source.num_tokens:,} tokens; {share:.1%} of each epoch, "
+                f"{name}: {len(source.cache):,} samples, {source.num_tokens:,} tokens; "
+                f"{tokens[i] / sum(tokens):.1%} of the tokens and {targets[i] / sum(targets):.1%} of the targets; "
                 f"{passes:.2f} passes an epoch, {passes * epochs:.2f} in all"
             )
             if passes * epochs > MANY_PASSES:

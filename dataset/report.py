@@ -36,7 +36,7 @@ def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_lengt
         **{name: int(counts[name]) for name in (*TOTALS, *COUNTS)},
         "length_mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
         "length_percentiles": dict(zip(map(str, PERCENTILES), map(int, percentiles), strict=False)),
-        "real_share_if_padded": round(counts["tokens"] / (max(1, len(lengths)) * max_length), 4),
+        "padding_efficiency": round(counts["tokens"] / (max(1, len(lengths)) * max_length), 4),
         "unused_fields": dict(sorted(unused.items(), key=lambda item: (-item[1], item[0]))[:MOST_FIELDS]),
     }
 
@@ -61,7 +61,7 @@ def format_report(report: dict) -> str:
         f"  {describe_records(r)}",
         f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})",
         f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",
-        f"  a batch padded to {r['max_length']} would be {r['real_share_if_padded']:.1%} real tokens",
+        f"  a batch padded to {r['max_length']} would be {r['padding_efficiency']:.1%} real tokens",
     ]
     fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in r["unused_fields"].items()]
     lines += [f"  unused fields: {', '.join(fields)}"] if fields else []

@@ -21,7 +21,7 @@ from common.launcher import launch
 from dataset.blocks import place
 from dataset.data_files import expand_paths, iter_blocks, parse_block
 from dataset.formats import Chat, to_chat
-from dataset.held_out import ALL, Part
+from dataset.held_out import ALL, Split, first_question
 from dataset.json_records import BadRecord
 from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import file_hash
@@ -60,7 +60,7 @@ class PromptDataset(Dataset):
         max_length: prompts of more tokens are left out and counted.
         cache_dir: where the hashes of the files are remembered.
         on_bad_data, max_bad_share: as of every stage.
-        part: the records to read, chosen by their prompts.
+        split: the records to read.
         tools: JSON schemas of the tools of an environment; those of a record go before.
         **template: variables of the chat template, such as `open_thinking`.
 
@@ -78,31 +78,31 @@ class PromptDataset(Dataset):
         cache_dir: str,
         on_bad_data: str = "stop",
         max_bad_share: float = 0.1,
-        part: Part = ALL,
+        split: Split = ALL,
         tools: list[dict] | None = None,
         **template: Any,
     ):
         self.tokenizer, self.max_length, self.tools, self.template = tokenizer, max_length, tools, template
-        self.part = part
+        self.split = split
         self.paths = expand_paths(data_path, plain_text=False)
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
             raise UserError("--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it")
         hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
-        described = json.dumps([hashes, tools, template, *[part] * bool(part.share)], sort_keys=True)
+        described = json.dumps([hashes, tools, template, *([split] if split.share else [])], sort_keys=True)
         data = hashlib.sha256(described.encode()).hexdigest()[:16]
         self.prompts: list[RolloutPrompt] = []
         self.too_long = self.special_texts = 0
         self._read(on_bad_data, max_bad_share)
         data += SPECIAL_TEXTS * bool(self.special_texts)
-        self.fingerprint = {"data": data, "tokenizer": spec.fingerprint()[:16]} | part.fingerprint()
+        self.fingerprint = {"data": data, "tokenizer": spec.fingerprint()[:16]} | split.fingerprint()
 
     def _read(self, on_bad_data: str, max_bad_share: float) -> None:
         bad: list[str] = []
         self.records = 0  # bad ones too
         for block in iter_blocks(self.paths):
             for line, record in parse_block(block):
-                if not self.part.takes(record, lambda record: to_prompt(record)[0][:2]):
+                if not self.split.includes_record(record, _split_key):
                     continue
                 self.records += 1
                 try:
@@ -115,7 +115,7 @@ class PromptDataset(Dataset):
         if bad:
             judge_bad_records(bad[0], len(bad), self.records, f"the first: {bad[0]}", max_bad_share)
         if not self.records:
-            raise self.part.is_empty(self.paths[0])
+            raise self.split.no_records_error(self.paths[0])
         if not self.prompts:
             raise UserError(
                 f"{self.paths[0]}: none of the {self.records} records gives a prompt of at most {self.max_length} "
@@ -154,6 +154,12 @@ class PromptDataset(Dataset):
 
     def __getitem__(self, index: int) -> RolloutPrompt:
         return self.prompts[index]
+
+
+def _split_key(record: dict) -> str:
+    """The text that decides whether a record is held out. Raises BadRecord."""
+    chat, _ = to_prompt(record)
+    return first_question(chat.messages)
 
 
 def to_prompt(record: dict) -> tuple[Chat, Any]:

@@ -14,7 +14,7 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, say
 from common.settings import StageArgs, add_flags, settings_of
 from dataset.data_files import describe_files, split_weights
-from dataset.held_out import Part
+from dataset.held_out import Split
 from dataset.lm_dataset import TokenDataset
 from dataset.report import format_report
 from dataset.token_cache import STAGE_LENGTH, build_token_cache, load_tokenizer
@@ -70,11 +70,11 @@ def main() -> None:
     options = {name: getattr(args, name) for name in ("num_proc", *OPTIONS)}
     length = args.max_seq_len or STAGE_LENGTH[args.kind]
     paths, _ = split_weights(args.data_path)
-    parts = [(path, Part(args.eval_share)) for path in paths]
-    parts += [(",".join(paths), Part(args.eval_share, held_out=True))] * bool(args.eval_share)
-    for path, part in parts:
-        cache = build_token_cache(args.kind, path, tokenizer, length, **options, part=part)
-        show(TokenDataset(cache, packing=bool(args.packing) and not part.held_out), tokenizer, args.samples)
+    splits = [(path, Split(args.eval_share)) for path in paths]
+    splits += [(",".join(paths), Split(args.eval_share, held_out=True))] * bool(args.eval_share)
+    for path, split in splits:
+        cache = build_token_cache(args.kind, path, tokenizer, length, **options, split=split)
+        show(TokenDataset(cache, packing=bool(args.packing) and not split.held_out), tokenizer, args.samples)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def _rows(file: DataFile, kind: str, batches: Iterator) -> Iterator[tuple[int, A
     row = 1
     try:
         for batch in batches:
+            _check_names(file, batch.schema.names)
             for record in batch.to_pylist():
                 yield row, _with_lists(_without_nulls(record))
                 row += 1
@@ -57,6 +58,13 @@ def _rows(file: DataFile, kind: str, batches: Iterator) -> Iterator[tuple[int, A
             raise  # of the file, not of what is in it
         what = f"unreadable {kind} from this row on ({reason(error)}); write it again"
         raise UserError(f"{file.path}:{row}: {what}") from error
+
+
+def _check_names(file: DataFile, names: list[str]) -> None:
+    """Raise UserError if two columns that could be read have one name."""
+    twice = [name for name in names if names.count(name) > 1 and name in known_fields()]
+    if twice:
+        raise UserError(f"{file.path}:1: two columns are named {short(twice[0])}; rename or remove one of them")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -98,6 +106,7 @@ def read_csv(file: DataFile, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
             return
         if line == 1:
             header = [name.strip() for name in cells]
+            _check_names(file, header)
             if known_fields().isdisjoint(header):
                 names = ", ".join(map(short, header[:8]))
                 wanted = "text, conversations, messages, instruction"

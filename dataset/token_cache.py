@@ -38,7 +38,7 @@ from common.settings import DataConfig
 from dataset import blocks
 from dataset.blocks import Block, place
 from dataset.data_files import describe_files, expand_paths, how_read, iter_blocks
-from dataset.held_out import ALL, Part
+from dataset.held_out import ALL, Split
 from dataset.packing import pack
 from dataset.report import (
     describe_records,
@@ -54,11 +54,11 @@ from dataset.worker_pool import in_processes
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 3  # raise it when the same data give other tokens or labels; checkpoints record it
+FORMAT_VERSION = 4  # raise it when the same data give other tokens or labels; checkpoints record it
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 CODE = ("formats.py", "messages.py", "json_records.py", "text_files.py", "held_out.py", "tokenizing.py")
 CODE += ("chat_labels.py", "packing.py", "token_cache.py")  # what makes samples: another cache after a change
-LARGE = 1 << 28  # bytes; pages of larger caches are unmapped after use
+RELEASE_PAGES_ABOVE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 ARRAYS = {  # what a block's samples are appended to, each in a file; for their meaning see TokenCache
     "tokens": "",  # the smallest type that holds every id
     "offsets": "int64",
@@ -68,7 +68,7 @@ ARRAYS = {  # what a block's samples are appended to, each in a file; for their 
     "sources": "int64",
 }
 PROGRESS = {"delay": 10, "mininterval": 10, "leave": False}  # seconds: nothing is shown of a short build
-SMALL = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
+PARALLEL_ABOVE = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
 
 
 class TokenCache:
@@ -101,7 +101,7 @@ class TokenCache:
         """Unmap the pages of a large cache read so far; otherwise all of it would in the end count as this process's
         memory. They stay in the page cache: mapping them again costs about a microsecond each."""
         arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
-        if sum(array.nbytes for array in arrays) > LARGE:
+        if sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE:
             for array in arrays:
                 array._mmap.madvise(mmap.MADV_DONTNEED)  # pyrefly: ignore[missing-attribute]
 
@@ -134,7 +134,7 @@ def build_token_cache(
     *,
     max_bad_share: float = DataConfig.max_bad_share,
     text_separator: str | None = None,
-    part: Part = ALL,
+    split: Split = ALL,
 ) -> TokenCache:
     """Open the token cache of these data, tokenizer and settings, building it first if necessary.
 
@@ -142,7 +142,7 @@ def build_token_cache(
     tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository. num_proc:
     processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip" and list each.
     max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the line between
-    documents of .txt files. part: the records to read. Raises UserError.
+    documents of .txt files. split: the records to read. Raises UserError.
     """
     if max_length < 2:
         raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
@@ -154,15 +154,20 @@ def build_token_cache(
         stamps = [_stamp(path) for path in paths]
         hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
         settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
-        settings |= {"part": part} if part.share else {}
+        settings |= {"split": split} if split.share else {}
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)
         settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
-            options = (num_proc or available_cores(), on_bad_data, text_separator or "", part)
+            options = (num_proc or available_cores(), on_bad_data, text_separator or "", split)
             _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, settings, options)
         cache = TokenCache(folder, paths)
+    except MemoryError as error:
+        raise UserError(
+            "out of memory while the token cache is built; build it ahead of time with fewer processes (--num_proc of "
+            "python -m dataset.show_samples), or split records that are very long"
+        ) from error
     except OSError as error:
         raise UserError(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
@@ -225,13 +230,13 @@ def _build_arrays(
     num_proc: int,
     on_bad_data: str,
     text_separator: str,
-    part: Part,
+    split: Split,
 ) -> tuple[dict, dict[str, str]]:
     """Tokenise the files into `folder`: an array in NAME.bin for each array of TokenCache, and bad_records.txt. Returns
     the report, and the type of each array. Several processes tokenise blocks, which are written in order, so the result
     does not depend on their number, nor the memory on the size of the corpus."""
     total = sum(os.path.getsize(path) for path in paths)
-    tokenizer = TOKENIZERS[kind](spec, max_length, part)  # also validates the tokenizer
+    tokenizer = TOKENIZERS[kind](spec, max_length, split)  # also validates the tokenizer
     num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
     unread = iter_blocks(paths, text_separator)
     counts, unused = Counter(), Counter()
@@ -243,8 +248,8 @@ def _build_arrays(
         text = {"encoding": "utf-8", "errors": "backslashreplace"}
         listed = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
         progress = stack.enter_context(tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS))
-        if num_proc > 1 and total > SMALL:
-            results = in_processes(unread, (spec, kind, max_length, part), num_proc)
+        if num_proc > 1 and total > PARALLEL_ABOVE:
+            results = in_processes(unread, (spec, kind, max_length, split), num_proc)
         else:
             results = ((block, tokenizer(block)) for block in unread)
         for block, samples in stack.enter_context(closing(results)):
@@ -260,13 +265,13 @@ def _build_arrays(
             progress.update(block.size)
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(np.min_scalar_type(max_length))
     report = {"kind": kind, "max_length": max_length, "files": len(paths), "first_bad_record": first_bad}
-    report["held_out"] = part.held_out
+    report["held_out"] = split.held_out
     report |= make_report(counts, unused, lengths, max_length)
     first = first_bad_record(report, paths) if first_bad else ""
     if not counts["samples"]:
         where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
         if not counts["records"]:
-            raise part.is_empty(where)
+            raise split.no_records_error(where)
         raise UserError(
             f"{where}: none of the {counts['records']} records gives a sample with something to train on "
             f"({describe_records(report)}{first and f'; the first bad one: {first}'}); raise --max_seq_len or check "

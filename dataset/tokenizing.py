@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -36,8 +36,8 @@ from common.errors import UserError
 from dataset.blocks import Block, place
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
-from dataset.formats import Chat, known_fields, to_chat, to_pair, to_text, unread_fields
-from dataset.held_out import ALL, Part
+from dataset.formats import Chat, conversation_fields, to_chat, to_pair, to_text, unread_fields
+from dataset.held_out import ALL, Split, first_question, question_in
 from dataset.json_records import TOO_DEEP, BadRecord
 from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
@@ -96,10 +96,10 @@ class Samples:
 
 
 class BlockTokenizer(ABC):
-    """Turns blocks into samples for one kind of training, tokenizer, length and part of the records."""
+    """Turns blocks into samples for one kind of training, tokenizer, length and split of the records."""
 
-    def __init__(self, spec: TokenizerSpec, max_length: int, part: Part = ALL):
-        self.spec, self.max_length, self.part = spec, max_length, part
+    def __init__(self, spec: TokenizerSpec, max_length: int, split: Split = ALL):
+        self.spec, self.max_length, self.split = spec, max_length, split
         self.backend = Tokenizer.from_str(spec.backend)
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         size = 1 + max(vocabulary.values(), default=0)
@@ -109,12 +109,12 @@ class BlockTokenizer(ABC):
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
 
     @abstractmethod
-    def content(self, record: dict) -> Any:
-        """What a record says, whatever its form: a JSON value. Raises BadRecord."""
+    def split_key(self, record: dict) -> str:
+        """The text that decides whether a record is held out. Raises BadRecord."""
 
     def chosen(self, record: dict | BadRecord) -> Iterable[tuple[dict | BadRecord, int]]:
-        """What of a record is of the part that is read, and how many records that is."""
-        return [(record, 1)] if self.part.takes(record, self.content) else []
+        """What of a record belongs to the split that is read, and how many records that is."""
+        return [(record, 1)] if self.split.includes_record(record, self.split_key) else []
 
     @abstractmethod
     def add(self, record: dict, line: int) -> None:
@@ -137,13 +137,13 @@ class BlockTokenizer(ABC):
                 bad.append((line, str(error) if isinstance(error, BadRecord) else TOO_DEEP))
             except UserError as error:
                 raise UserError(f"{place(block.path, line)}: {error}") from None
-        tokens, masks, spelled, lines = zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
+        tokens, masks, bytes_per_token, lines = zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
             lengths=np.array([len(each) for each in tokens], dtype=np.int64),
             loss_mask=np.concatenate([np.empty(0, dtype=bool), *masks]),
             num_targets=np.array([mask.sum() for mask in masks], dtype=np.int64),
-            target_bytes=np.array(spelled, dtype=np.int64),
+            target_bytes=np.array(bytes_per_token, dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=self.counts,
             unused_fields=self.unused,
@@ -165,7 +165,7 @@ class BlockTokenizer(ABC):
             begin += len(text)
         return np.array(token_ids, dtype=np.int64), np.concatenate(offsets)
 
-    def bytes_reached(self, text: str, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    def byte_ends(self, text: str, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """int64 [T]: UTF-8 bytes of the text up to the end of each token.
 
         The entries of a byte-level vocabulary say how many bytes they spell; if the sum is that of the text, no
@@ -185,11 +185,11 @@ class BlockTokenizer(ABC):
             reached[-1] = edges[-1]
         return reached
 
-    def add_sample(self, tokens: np.ndarray, mask: np.ndarray, spelled: np.ndarray, line: int) -> None:
-        """Add a sample, unless it has no target. tokens: [T]. mask: bool [T]. spelled: bytes of each token [T]."""
+    def add_sample(self, tokens: np.ndarray, mask: np.ndarray, bytes_per_token: np.ndarray, line: int) -> None:
+        """Add a sample, unless it has no target. tokens, bytes_per_token: integers [T]. mask: bool [T]."""
         mask[:1] = False  # the first token has no context to be predicted from
         if mask.any():
-            self.samples.append((tokens.astype(self.dtype), mask, int(spelled[mask].sum()), line))
+            self.samples.append((tokens.astype(self.dtype), mask, int(bytes_per_token[mask].sum()), line))
         else:
             self.counts["dropped_without_label"] += 1
 
@@ -197,12 +197,28 @@ class BlockTokenizer(ABC):
 class DocumentTokenizer(BlockTokenizer):
     """Documents of pretraining."""
 
-    def content(self, record: dict) -> str:
-        return to_text(record)
+    def split_key(self, record: dict) -> str:
+        text = to_text(record)
+        if not any(token in text for token in self.added_tokens):
+            return text  # no template made it; do not load what renders one
+        question = question_in(text, self.around_question)
+        return text if question is None else question
+
+    @cached_property
+    def added_tokens(self) -> list[str]:
+        """The text of the special tokens and of other tokens that are not made of merges."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values()]
+
+    @cached_property
+    def around_question(self) -> tuple[str, str] | None:
+        """What the chat template, if there is one, writes before and after a user's message."""
+        if not isinstance(self.spec.chat_template, str):
+            return None
+        return ChatTemplate(self.spec.chat_template, self.spec.special_tokens).around_question()
 
     def chosen(self, record: dict | BadRecord) -> Iterable[tuple[dict | BadRecord, int]]:
-        if self.part.share and isinstance(record, DocumentPart):
-            return self.part.passages(record)
+        if self.split.share and isinstance(record, DocumentPart):
+            return self.split.passages(record)
         return super().chosen(record)
 
     def add(self, record: dict, line: int) -> None:
@@ -218,12 +234,12 @@ class DocumentTokenizer(BlockTokenizer):
             if not part.begins:
                 before = self.backend.encode(part.context, add_special_tokens=False).ids[-1:]
             after = after if part.ends else []
-            spelled = np.diff(self.bytes_reached(text, token_ids, offsets), prepend=0)
-            spelled = np.concatenate([[0] * len(before), spelled, [0] * len(after)]).astype(np.int64)
+            bytes_per_token = np.diff(self.byte_ends(text, token_ids, offsets), prepend=0)
+            bytes_per_token = np.concatenate([[0] * len(before), bytes_per_token, [0] * len(after)]).astype(np.int64)
             token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
             self.counts["documents_split"] += part.begins and (len(token_ids) > self.max_length or not part.ends)
             for first in range(0, max(1, len(token_ids) - 1), self.max_length - 1):
-                tokens, of_tokens = (each[first : first + self.max_length] for each in (token_ids, spelled))
+                tokens, of_tokens = (each[first : first + self.max_length] for each in (token_ids, bytes_per_token))
                 self.add_sample(tokens, np.ones(len(tokens), dtype=bool), of_tokens, line)
         else:
             self.counts["empty_documents"] += 1
@@ -234,15 +250,15 @@ class Labelled(NamedTuple):
 
     tokens: np.ndarray  # int64 [T]
     loss_mask: np.ndarray  # bool [T]
-    spelled: np.ndarray  # int64 [T]: UTF-8 bytes of the text that each target spells
+    bytes_per_token: np.ndarray  # int64 [T]: UTF-8 bytes of the text that each target spells
     turns: list[tuple[int, int]]  # [first, last) tokens of each turn of the assistant
 
 
 class ChatTokenizer(BlockTokenizer):
     """Conversations of SFT."""
 
-    def __init__(self, spec: TokenizerSpec, max_length: int, part: Part = ALL):
-        super().__init__(spec, max_length, part)
+    def __init__(self, spec: TokenizerSpec, max_length: int, split: Split = ALL):
+        super().__init__(spec, max_length, split)
         if not isinstance(spec.chat_template, str):
             has = "several chat templates; keep the one" if spec.chat_template else "no chat template; add one"
             raise UserError(f"--tokenizer_path: this tokenizer has {has} for SFT")
@@ -251,14 +267,14 @@ class ChatTokenizer(BlockTokenizer):
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = [token_id for token_id, token in added.items() if token.special]
 
-    def content(self, record: dict) -> Any:
-        return to_chat(record)[:2]
+    def split_key(self, record: dict) -> str:
+        return first_question(to_chat(record).messages)
 
     def add(self, record: dict, line: int) -> None:
         """Add a conversation, cut at a turn if it is too long."""
         chat = to_chat(record)
-        self.unused.update(unread_fields(record, known_fields()))
-        tokens, loss_mask, spelled, turns = self.labelled(chat)
+        self.unused.update(unread_fields(record, conversation_fields(record)))
+        tokens, loss_mask, bytes_per_token, turns = self.labelled(chat)
         self.counts["conversations"] += 1
         self.counts["masked_turns"] += len(chat.masked)
         kept = len(tokens)
@@ -266,7 +282,7 @@ class ChatTokenizer(BlockTokenizer):
             boundary = cut_at_turn(turns, self.max_length)
             kept = boundary or self.max_length
             self.counts["cut_at_turn" if boundary else "cut_inside_turn"] += bool(loss_mask[1:kept].any())
-        self.add_sample(tokens[:kept], loss_mask[:kept], spelled[:kept], line)
+        self.add_sample(tokens[:kept], loss_mask[:kept], bytes_per_token[:kept], line)
 
     def labelled(self, chat: Chat) -> Labelled:
         """The tokens of a conversation with their labels."""
@@ -278,27 +294,28 @@ class ChatTokenizer(BlockTokenizer):
         token_ids, offsets = self.encode(pieces)
         starts, ends = (np.maximum.accumulate(offsets[:, column]) for column in (0, 1))
         turns = token_ranges(starts, ends, spans)
-        reached = self.bytes_reached(text, token_ids, offsets)
+        reached = self.byte_ends(text, token_ids, offsets)
         loss_mask = np.zeros(len(token_ids), dtype=bool)
-        spelled = np.zeros(len(token_ids), dtype=np.int64)
+        bytes_per_token = np.zeros(len(token_ids), dtype=np.int64)
         for (start, end), (first, last) in zip(spans, turns, strict=True):
             begin, limit = (len(text[:place].encode()) for place in (start, end))
             loss_mask[first:last] = True
-            spelled[first:last] = np.diff(np.clip(reached[first:last], begin, limit), prepend=begin)
-        spelled[np.isin(token_ids, self.special_ids)] = 0
-        return Labelled(token_ids, loss_mask, spelled, turns)
+            bytes_per_token[first:last] = np.diff(np.clip(reached[first:last], begin, limit), prepend=begin)
+        bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
+        return Labelled(token_ids, loss_mask, bytes_per_token, turns)
 
 
 class PairTokenizer(ChatTokenizer):
     """Preferences of DPO: a chosen and a rejected answer."""
 
-    def content(self, record: dict) -> Any:
-        return [chat[:2] for chat in to_pair(record)]
+    def split_key(self, record: dict) -> str:
+        chosen, _ = to_pair(record)
+        return first_question(chosen.messages)
 
     def add(self, record: dict, line: int) -> None:
         """Add both conversations, the chosen one first, or neither."""
         whole = [self.labelled(chat) for chat in to_pair(record)]
-        self.unused.update(unread_fields(record, known_fields()))
+        self.unused.update(unread_fields(record, conversation_fields(record)))
         self.counts["pairs"] += 1
         cut = [[part[: self.max_length] for part in each[:3]] for each in whole]
         if not all(loss_mask[1:].any() for _, loss_mask, _ in cut):
@@ -307,8 +324,8 @@ class PairTokenizer(ChatTokenizer):
             self.counts["dropped_alike"] += 1
         else:
             self.counts["pairs_cut"] += any(len(each.tokens) > self.max_length for each in whole)
-            for tokens, loss_mask, spelled in cut:
-                self.add_sample(tokens, loss_mask, spelled, line)
+            for tokens, loss_mask, bytes_per_token in cut:
+                self.add_sample(tokens, loss_mask, bytes_per_token, line)
 
 
 TOKENIZERS: dict[str, type[BlockTokenizer]] = {

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 from common.errors import UserError
 from dataset.blocks import Block
-from dataset.held_out import Part
+from dataset.held_out import Split
 from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
 
 # A new Python, not a fork: this process may have torch's threads or a CUDA context.
@@ -28,11 +28,11 @@ START = f"import sys; sys.path.insert(0, {ROOT!r}); from dataset.worker_pool imp
 
 
 def in_processes(
-    blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int, Part], num_proc: int
+    blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int, Split], num_proc: int
 ) -> Generator[tuple[Block, Samples], None, None]:
     """Yield each block with its samples, in order.
 
-    settings: what each of `num_proc` workers makes its tokenizer of: spec, kind, length and part.
+    settings: what each of `num_proc` workers makes its tokenizer of: spec, kind, length and split.
     Raises what a worker raises, or UserError if one dies.
     """
     idle: SimpleQueue[Connection] = SimpleQueue()
@@ -90,8 +90,8 @@ def _start_worker(stack: ExitStack) -> Connection:
 def work(descriptor: str) -> None:
     """Tokenise the blocks that come through a pipe until it is closed; the `main` of a worker."""
     with suppress(EOFError, OSError), Connection(int(descriptor)) as connection:
-        spec, kind, max_length, part = connection.recv()
-        tokenizer = TOKENIZERS[kind](spec, max_length, part)
+        spec, kind, max_length, split = connection.recv()
+        tokenizer = TOKENIZERS[kind](spec, max_length, split)
         while True:
             block = connection.recv()
             try:

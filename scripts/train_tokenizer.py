@@ -4,10 +4,10 @@ A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scri
     python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
 
 The shipped vocabulary, from the files that model/README.md names:
-    python -m scripts.train_tokenizer --data_path pretrain_zh_en.jsonl sft_zh_en*.jsonl --output_dir model
+    python -m scripts.train_tokenizer --zh_share 0.45 --output_dir model --data_path pretrain_zh_en.jsonl ...
 
-Input: every kind of file and record that training takes, read as training does, three times and never held in memory;
-ten million characters are plenty for a small vocabulary.
+Input: every kind of file and record that training takes, read as training does, several times and never held in
+memory; ten million characters are plenty for a small vocabulary.
 Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
 Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
 """
@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
@@ -114,19 +114,27 @@ def language_of(text: str) -> str:
     return "en" if share < 0.05 else "mixed"
 
 
-def balanced(texts: Callable[[], Iterable[str]], zh_share: float) -> Iterator[str]:
-    """Repeat texts, which are read twice, so that Chinese ones make up `zh_share` of all characters."""
+def repeats_for(texts: Iterable[str], zh_share: float) -> dict[bool, float]:
+    """How often to repeat Chinese (True) and other (False) texts so that Chinese ones make up `zh_share` of all
+    characters. Raises UserError if one of them is lacking."""
     lengths = Counter()
-    for text in texts():
+    for text in texts:
         lengths[language_of(text) == "zh"] += len(text)
     zh, rest = lengths[True], lengths[False]
-    weight = zh_share / (1 - zh_share) * rest / zh if zh and rest else 1.0  # of Chinese relative to other texts
-    times = {True: max(1.0, weight), False: max(1.0, 1 / weight)}
+    if not (zh and rest):
+        lacking = "other" if zh else "Chinese"
+        raise UserError(f"--zh_share {zh_share}: there is no {lacking} text to repeat; leave the flag out")
+    weight = zh_share / (1 - zh_share) * rest / zh  # of Chinese relative to other texts
+    return {True: max(1.0, weight), False: max(1.0, 1 / weight)}
+
+
+def repeated(texts: Iterable[str], repeats: dict[bool, float]) -> Iterator[str]:
+    """Chinese (True) and other (False) texts, each repeated so often."""
     due = {True: 0.0, False: 0.0}  # copies, with the fraction carried over to the next text
-    for text in texts():
-        chinese = language_of(text) == "zh"
-        due[chinese] += times[chinese]
-        copies, due[chinese] = int(due[chinese]), due[chinese] % 1
+    for text in texts:
+        is_chinese = language_of(text) == "zh"
+        due[is_chinese] += repeats[is_chinese]
+        copies, due[is_chinese] = int(due[is_chinese]), due[is_chinese] % 1
         yield from [text] * copies
 
 
@@ -213,7 +221,7 @@ def parse_args() -> argparse.Namespace:
     flag("--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given repeatedly")
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
     flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
-    flag("--zh_share", type=float, default=0.45, help="share of Chinese among the characters to learn from")
+    flag("--zh_share", type=float, help="repeat texts until Chinese ones have this share of the characters")
     flag("--characters", type=int, choices=(0, 1), default=0, help="1: characters as tokens, bytes of rare ones")
     add_flags(parser, [settings_of(StageArgs)["text_separator"]])
     return parser.parse_args()
@@ -222,7 +230,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Read the files, train, save, evaluate."""
     args = parse_args()
-    if not 0 < args.zh_share < 1:
+    if args.zh_share is not None and not 0 < args.zh_share < 1:
         raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
 
     def texts(held_out: bool) -> Iterator[str]:
@@ -235,7 +243,13 @@ def main() -> None:
         raise UserError(f"{args.data_path[0]} holds no text; give --data_path a file with at least one record")
 
     # 1. Train on all records but some, which are held out, and save
-    tokenizer = train(balanced(lambda: texts(held_out=False), args.zh_share), args.vocab_size, bool(args.characters))
+    learned = texts(held_out=False)
+    if args.zh_share is not None:
+        repeats = repeats_for(texts(held_out=False), args.zh_share)
+        times = f"Chinese texts {repeats[True]:,.1f} times, others {repeats[False]:,.1f} times"
+        print(f"--zh_share {args.zh_share:g}: {times}")
+        learned = repeated(learned, repeats)
+    tokenizer = train(learned, args.vocab_size, bool(args.characters))
     save(tokenizer, args.output_dir)
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import blocks, formats, token_cache
 from dataset.data_files import iter_blocks, parse_block
-from dataset.formats import Chat, known_fields, to_chat, to_text, unread_fields
+from dataset.formats import Chat, conversation_fields, known_fields, to_chat, to_text, unread_fields
 from dataset.json_records import BadRecord
 from dataset.messages import FIELDS
 from dataset.token_cache import build_token_cache
@@ -119,19 +119,26 @@ def test_turns_that_are_not_trained():
 @pytest.mark.parametrize("record", [chat_of(USER, BOT), {"prompt": "q", "completion": "a"}])
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
 def test_the_labels_of_kto(record, key):
-    for good in (True, "True", None, "", 3):
+    for good in (True, "True", None, ""):
         assert to_chat({**record, key: good}) == Chat([USER, BOT], None)
     for bad in (False, "false"):
         with pytest.raises(BadRecord, match=f"'{key}' is false: a bad answer"):
             to_chat({**record, key: bad})
+    with pytest.raises(BadRecord, match="'kto_tag' is 3; write true"):
+        to_chat({**record, "kto_tag": 3})
 
 
 def test_fields_that_nothing_reads():
     def unread(record):
-        return sorted(unread_fields(record, known_fields()))
+        return sorted(unread_fields(record, conversation_fields(record)))
 
-    record = chat_of({**USER, "date": "today", "loss": False, "x": None}, BOT, id=7, meta=None, output="again")
+    record = chat_of({**USER, "date": "today", "loss": False, "x": None}, BOT, id=7, meta=None)
     assert unread(record) == ["conversations.date", "id"]
+    others = {"context": "c", "history": [["q", "a"]], "input": "i", "output": "o", "prompt": "p", "text": "t"}
+    assert unread(chat_of(USER, BOT, **others)) == list(others)  # read in records of other forms only
+    assert unread({"prompt": "q", "completion": "a", "response": "b"}) == ["response"]
+    for label, is_unread in ((True, False), ("false", False), (3, True), ("angry", True)):
+        assert unread(chat_of(USER, BOT, label=label)) == ["label"] * is_unread
     assert unread(chat_of(USER, {**BOT, "loss": True, "tool_calls": [CALL]}, label=False, tools=[TOOL])) == []
     pair = {"prompt": [{**USER, "x": 1}], "completion": [{**BOT, "x": 1}], "score": 1}
     assert unread(pair) == ["completion.x", "prompt.x", "score"]
@@ -319,7 +326,7 @@ def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_toke
 
 
 def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
-    monkeypatch.setattr(token_cache, "SMALL", 0)
+    monkeypatch.setattr(token_cache, "PARALLEL_ABOVE", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
     records = [chat_of(USER, {**BOT, "x": 1}, **{f"k{n % 5}": 1}) for n in range(200)]
     path = write("data.jsonl", records)
@@ -407,8 +414,8 @@ def recipe(word):
 
 def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, monkeypatch):
     """As the manual shows it; in JSON Lines, Parquet and CSV, with the fields that nothing reads."""
-    monkeypatch.setattr(formats, "FORMS", dict(formats.FORMS))
-    exec(recipe("FORMS["), vars(formats))
+    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
+    exec(recipe("FORMATS["), vars(formats))
     records = [{"dialogue": ["q", "a", "q", "b"], "id": 1}, {"dialogue": ["q"], "id": 2}]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
     table = write("x.csv", b'dialogue,id\n"[""q"", ""a"", ""q"", ""b""]",1\n"[""q""]",2\n')
@@ -422,7 +429,7 @@ def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, 
 
 
 def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch):
-    monkeypatch.setitem(formats.FORMS, "dialogue", formats.Form(lambda record, key: []))
+    monkeypatch.setitem(formats.FORMATS, "dialogue", formats.RecordFormat(lambda record, key: []))
     with pytest.raises(BadRecord, match="both 'messages' and 'dialogue' in one record; keep one of them"):
         to_chat({"messages": [USER, BOT], "dialogue": ["q"]})
 
@@ -452,7 +459,6 @@ def test_any_json_is_a_record_or_a_bad_record(record):
                 assert str(error) and "\n" not in str(error)
             else:
                 json.dumps(result, ensure_ascii=False).encode("utf-8")
-                assert not isinstance(result, Chat) or all(isinstance(name, str) for name in result.unused)
 
 
 @settings(max_examples=200, deadline=None)

@@ -24,7 +24,8 @@ class FakeSource:
 
     def __init__(self, lengths: list[int]):
         self.item_tokens, self.num_tokens, self.cache = np.array(lengths), sum(lengths), lengths
-        self.packing, self.kind, self.collate = False, "pretrain", collate_flat
+        self.packing, self.kind, self.collate = False, "sft", collate_flat
+        self.num_targets = len(lengths)  # an answer of one token each
 
     def __len__(self) -> int:
         return len(self.item_tokens)
@@ -114,6 +115,7 @@ def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer,
     train = MixedDataset(sources, [0.5, 0.5])
     for number, (file, source) in enumerate(sources):
         assert source.item_tokens.sum() == source.num_tokens and len(source.item_tokens) == len(source)
+        assert source.num_targets == len(collate_flat([source[item] for item in range(len(source))])["targets"])
         for item in range(len(source)):
             row = train[int(train.first_items[number]) + item]
             assert [sample["input_ids"].tolist() for sample in row] == [s["input_ids"].tolist() for s in source[item]]
@@ -135,12 +137,13 @@ def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer,
 
 
 def test_the_report_names_each_source(capsys):
-    train = mixed([[10] * 90, [10] * 10], [0.5, 0.5])
+    """With its share of the targets: here the samples of the second source have longer prompts."""
+    train = mixed([[10] * 90, [50] * 2], [0.5, 0.5])
     train.report(epochs=2)
     done = capsys.readouterr()
     assert done.out.splitlines() == [
-        "s0: 90 samples, 900 tokens; 50.0% of each epoch, 0.56 passes an epoch, 1.11 in all",
-        "s1: 10 samples, 100 tokens; 50.0% of each epoch, 5.00 passes an epoch, 10.00 in all",
+        "s0: 90 samples, 900 tokens; 50.0% of the tokens and 83.3% of the targets; 0.56 passes an epoch, 1.11 in all",
+        "s1: 2 samples, 100 tokens; 50.0% of the tokens and 16.7% of the targets; 5.00 passes an epoch, 10.00 in all",
     ]
     assert done.err.startswith("warning: s1 is passed 10.0 times; more than 4 passes teach little")
     assert done.err.count("warning") == 1

@@ -99,7 +99,7 @@ def test_what_a_cache_holds(write, tokenizer, cache_dir):
     assert report["targets"] == report["tokens"] - report["samples"]
     lengths = np.diff(cache.offsets)
     assert report["length_percentiles"]["100"] == lengths.max() and report["length_mean"] == round(lengths.mean(), 1)
-    assert report["real_share_if_padded"] == round(len(cache.tokens) / (64 * len(cache)), 4)
+    assert report["padding_efficiency"] == round(len(cache.tokens) / (64 * len(cache)), 4)
     assert cache.source(len(cache) - 1) == f"{path}:400"
     assert pickle.loads(pickle.dumps(cache)).path == cache.path
 
@@ -151,7 +151,7 @@ def test_the_number_of_processes_changes_no_bit(kind, write, tokenizer, tmp_path
     records = [*records[:300], {"neither": 1}, *records[300:]]
     path = write("a.jsonl", records)
     alone = build_token_cache(kind, path, tokenizer, 32, tmp_path / "one", 1, "skip")
-    monkeypatch.setattr(token_cache, "SMALL", 0)
+    monkeypatch.setattr(token_cache, "PARALLEL_ABOVE", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1500)
     several = build_token_cache(kind, path, tokenizer, 32, tmp_path / "two", 2, "skip")
     assert contents(alone) == contents(several) and alone.report == several.report
@@ -159,7 +159,7 @@ def test_the_number_of_processes_changes_no_bit(kind, write, tokenizer, tmp_path
 
 
 def test_worker_processes_report_the_first_bad_record(write, tokenizer, cache_dir, monkeypatch):
-    monkeypatch.setattr(token_cache, "SMALL", 0)
+    monkeypatch.setattr(token_cache, "PARALLEL_ABOVE", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
     path = write("a.jsonl", [{"text": None} if i % 100 == 50 else record for i, record in enumerate(TEXTS)])
     with pytest.raises(UserError, match=r"a\.jsonl:51: 'text' is null instead of text"):
@@ -175,7 +175,7 @@ def test_worker_processes_need_neither_torch_nor_the_started_script():
 def test_a_script_without_a_main_guard_can_build_with_several_processes(write, cache_dir, tmp_path):
     script, path = tmp_path / "script.py", write("a.jsonl", TEXTS)
     build = f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, 2)\n"
-    small = "token_cache.SMALL, blocks.BLOCK_BYTES = 0, 5000\n"
+    small = "token_cache.PARALLEL_ABOVE, blocks.BLOCK_BYTES = 0, 5000\n"
     script.write_text("print('script runs')\n" + PRELUDE + small + build)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
@@ -217,7 +217,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir,
     exec(PRELUDE, here := {})
     tokenizer, path = here["tokenizer"], write("a.jsonl", TEXTS)
     code = (
-        "token_cache.SMALL, blocks.BLOCK_BYTES = 0, 500\n"
+        "token_cache.PARALLEL_ABOVE, blocks.BLOCK_BYTES = 0, 500\n"
         f"{slowed(0.1)}"  # some 100 blocks: slow enough to be killed
         f"build_token_cache('pretrain', {path!r}, tokenizer, 64, {str(cache_dir)!r}, {processes})\n"
     )
@@ -242,7 +242,7 @@ def long_file(tmp_path_factory):
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(20_000)]
     records = [json.dumps({"text": " ".join(rng.choices(words, k=900))}) for _ in range(500)]
     path.write_text("".join(f"{record}\n" for record in records) * 8, encoding="utf-8")
-    assert path.stat().st_size > 2 * token_cache.SMALL
+    assert path.stat().st_size > 2 * token_cache.PARALLEL_ABOVE
     return path
 
 

@@ -89,11 +89,11 @@ def test_a_sample_cut_inside_a_character_counts_the_bytes_that_it_spells(
 
 
 @pytest.mark.parametrize(("is_byte_level", "reached"), [(True, [1, 3, 4, 5]), (False, [1, 4, 4, 5])])
-def test_bytes_reached(tokenizer, is_byte_level, reached):
+def test_byte_ends(tokenizer, is_byte_level, reached):
     make = DocumentTokenizer(TokenizerSpec.of(tokenizer), 64)
     make.is_byte_level, make.entry_lengths = is_byte_level, np.array([1, 2])
     offsets = np.array([[0, 1], [1, 2], [1, 2], [2, 3]])
-    assert make.bytes_reached("a河b", np.array([0, 1, 0, 0]), offsets).tolist() == reached
+    assert make.byte_ends("a河b", np.array([0, 1, 0, 0]), offsets).tolist() == reached
 
 
 @pytest.mark.parametrize("normalizer", [None, "NFC", "prefix"])

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import UserError
-from scripts.train_tokenizer import balanced, language_of, read_records
+from scripts.train_tokenizer import language_of, read_records, repeated, repeats_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -147,12 +147,24 @@ def test_language_of(text, language):
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_balance(share):
+def test_texts_are_repeated_for_a_share_of_chinese(share):
     texts = ["一二三四五六七八九十"] * 300 + ["0123456789"] * 500
-    mix = list(balanced(lambda: texts, share))
+    mix = list(repeated(texts, repeats_for(texts, share)))
     assert abs(sum(language_of(text) == "zh" for text in mix) / len(mix) - share) < 0.01
     assert mix.count(texts[0]) >= 300 and mix.count(texts[-1]) >= 500  # repeated, never thinned out
+    with pytest.raises(UserError, match="there is no Chinese text to repeat; leave the flag out"):
+        repeats_for(["a", "b"], share)
 
 
-def test_balance_of_one_language():
-    assert list(balanced(lambda: ["a", "b"], 0.5)) == ["a", "b"]
+def test_nothing_is_repeated_unless_asked_for(tmp_path):
+    """One Chinese sentence among English ones is learned once, not thousands of times."""
+    sentence = "面包师卖面包和蜂蜜"
+    english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(400)]
+    path = write_lines(tmp_path / "a.jsonl", [{"text": sentence}, *english])
+    counts = []
+    for flags in ([], ["--zh_share", 0.45]):
+        done = train("--data_path", path, "--vocab_size", 400, "--output_dir", tmp_path / "out", *flags)
+        assert done.returncode == 0, done.stderr
+        assert ("times" in done.stdout) == bool(flags)
+        counts.append(len(AutoTokenizer.from_pretrained(tmp_path / "out").tokenize(sentence)))
+    assert counts[0] > 3 * counts[1]

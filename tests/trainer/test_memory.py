@@ -71,7 +71,7 @@ def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeyp
 
     items = data.__getitems__(list(range(len(data))))
     assert resident() > 0
-    monkeypatch.setattr(token_cache, "LARGE", 0)
+    monkeypatch.setattr(token_cache, "RELEASE_PAGES_ABOVE", 0)
     again = data.__getitems__(list(range(len(data))))
     assert resident() == 0
     for one, other in zip(sum(items, []), sum(again, []), strict=True):

@@ -11,7 +11,7 @@ from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.data_files import expand_paths, split_weights
-from dataset.held_out import ALL, Part
+from dataset.held_out import ALL, Split
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import MixedDataset
 from dataset.rollout_prompts import PromptDataset
@@ -38,11 +38,11 @@ def check_data_paths(args: StageArgs) -> None:
         expand_paths(data_path)
 
 
-def open_held_out(args: StageArgs, train: D, open_part: Callable[[str, Part], D]) -> D | None:
-    """The held-out data, if the settings name some. `open_part`: opens a part of the records of a data path."""
+def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split], D]) -> D | None:
+    """The held-out data, if the settings name some. `open_split` opens a split of the records of a data path."""
     if not args.eval_share:
-        return open_part(args.eval_data_path, ALL) if args.eval_data_path else None
-    held_out = open_part(",".join(split_weights(cast(str, args.data_path))[0]), Part(args.eval_share, held_out=True))
+        return open_split(args.eval_data_path, ALL) if args.eval_data_path else None
+    held_out = open_split(",".join(split_weights(cast(str, args.data_path))[0]), Split(args.eval_share, held_out=True))
     if launch().rank == 0:
         records = f"{held_out.records:,} of {held_out.records + train.records:,} records"
         tokens = f"{held_out.num_tokens:,} of {held_out.num_tokens + train.num_tokens:,} tokens"
@@ -60,11 +60,11 @@ def open_datasets(
     check_data_paths(args)
     options = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")}
 
-    def open_part(data_path: str, part: Part, packing: bool = False) -> StageDataset:
-        return dataset_class(data_path, tokenizer, args.max_seq_len, packing, part=part, **options)
+    def open_split(data_path: str, split: Split, packing: bool = False) -> StageDataset:
+        return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
 
     paths, weights = split_weights(cast(str, args.data_path))
-    sources = [open_part(path, Part(args.eval_share), args.packing) for path in paths]
+    sources = [open_split(path, Split(args.eval_share), args.packing) for path in paths]
     train = MixedDataset(list(zip(paths, sources, strict=True)), weights) if weights else sources[0]
     ranks = launch().world_size
     if ranks > len(train):
@@ -74,7 +74,7 @@ def open_datasets(
             say(source.describe())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
-    return train, open_held_out(args, train, open_part)
+    return train, open_held_out(args, train, open_split)
 
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
@@ -126,8 +126,8 @@ def open_prompts(
     options: dict[str, Any] = {name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")}
     options |= {"tools": tools, "enable_thinking": args.open_thinking}
 
-    def open_part(data_path: str, part: Part) -> PromptDataset:
-        return PromptDataset(data_path, tokenizer, args.max_seq_len, part=part, **options)
+    def open_split(data_path: str, split: Split) -> PromptDataset:
+        return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
-    train = open_part(args.data_path, Part(args.eval_share))
-    return train, open_held_out(args, train, open_part)
+    train = open_split(args.data_path, Split(args.eval_share))
+    return train, open_held_out(args, train, open_split)
