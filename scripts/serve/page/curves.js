@@ -15,7 +15,7 @@ const FIRST = 3; // runs shown at the first visit
 const LEARNING = ["reward", "kl", "entropy", "completion_length"]; // from rewards
 const MAIN = ["loss", ...LEARNING, "learning_rate", "grad_norm", "tokens_per_second", "expert_load"];
 const HELD_OUT = { loss: "eval_loss", reward: "eval_reward" }; // drawn dashed in the same picture
-const FIGURES = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward", "update", "tokens", "seconds"];
+const RESULTS = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"]; // of the table of runs
 const LOSSES = ["mean_loss", "loss"]; // the first of them that a run has is its loss
 const SMOOTHED = ["loss", "reward", "kl", "entropy", "completion_length", "grad_norm", "tokens_per_second"];
 const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|eval_loss|eval_reward|skipped|not_finite)$|_(low|high)$/;
@@ -223,25 +223,31 @@ function choose(name, on) {
 }
 
 /**
- * The runs, the best first: what they came to, then the settings that are not the same in all of them. Columns that are
- * the same for all, and those with paths, which are long, stand behind the others.
+ * The columns of the table of runs: {title, cells}. First what the runs came to, then the settings that are not the same
+ * in all of them. Figures that are the same for all, and paths, which are long, stand behind the others.
  */
+function columnsOf(list) {
+  const about = list.map((run) => known.get(run.name));
+  const hasFigure = (name) => about.some((each) => name in each.figures);
+  const ofFigure = (name) => ({ title: title(name), cells: list.map((run) => figure(run, name)) });
+  const settings = about.map((each) => new Map(Object.entries(each.settings)));
+  const stored = settings.filter((each) => each.size);
+  const names = [...new Set(stored.flatMap((each) => [...each.keys()]))];
+  const differs = (name) => new Set(stored.map((each) => each.get(name))).size > 1;
+  const ofSetting = (name) => ({ title: name, cells: settings.map((each) => each.get(name) ?? "–") });
+  const results = RESULTS.filter(hasFigure).map(ofFigure);
+  const others = [...AXES.filter(hasFigure).map(ofFigure), ...names.filter(differs).map(ofSetting)];
+  const isLast = ({ cells }) => new Set(cells).size === 1 || cells.some((cell) => /[/\\]/.test(cell));
+  return [...results, ...others.filter((column) => !isLast(column)), ...others.filter(isLast)];
+}
+
+/** The runs, the best first. */
 function drawTable(lines) {
   const place = byId("latest-values");
   const about = (run) => known.get(run.name);
   const best = (run) => about(run).figures.best_eval_loss ?? Infinity;
   const sorted = [...lines].sort((a, b) => best(a) - best(b) || 0); // NaN: both have none
-  const withSettings = lines.map((run) => new Map(Object.entries(about(run).settings))).filter((map) => map.size);
-  const names = [...new Set(withSettings.flatMap((map) => [...map.keys()]))];
-  const settings = names.filter((name) => new Set(withSettings.map((map) => map.get(name))).size > 1);
-  const figures = FIGURES.filter((name) => lines.some((run) => name in about(run).figures));
-  const setting = (run, name) => new Map(Object.entries(about(run).settings)).get(name) ?? "–";
-  const columns = [
-    ...figures.map((name) => ({ title: title(name), cells: sorted.map((run) => figure(run, name)) })),
-    ...settings.map((name) => ({ title: name, cells: sorted.map((run) => setting(run, name)) })),
-  ];
-  const isLast = ({ cells }) => new Set(cells).size === 1 || cells.some((cell) => /[/\\]/.test(cell));
-  columns.sort((a, b) => isLast(a) - isLast(b));
+  const columns = columnsOf(sorted);
   const head = [t("run"), ...columns.map((column) => column.title)].map((text) => h("th", { scope: "col" }, text));
   const rows = sorted.map((run, i) => {
     const name = paint(h("td", {}, h("span", { class: "swatch" }), run.name), colorOf(run.name));

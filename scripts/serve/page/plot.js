@@ -4,7 +4,7 @@ import { duration, logTicks, nearest, short, ticks, timeUnit } from "./series.js
 import { t } from "./text.js";
 
 const HEIGHT = 216;
-const PAD = { left: 50, right: 12, top: 10, bottom: 26 };
+const PAD = { left: 56, right: 12, top: 10, bottom: 26 };
 const FEW = 40; // a curve of fewer points shows them
 
 const tenths = (value) => Math.round(10 * value) / 10;

@@ -823,8 +823,8 @@ def test_many_runs_are_shown_with_fewer_points_and_without_bands(page, tmp_path)
         page.reload()
         page.click("#tab-training")
         page.wait(lambda: len(curve(page, "Loss")) == 17)
-        colors = "return [...document.querySelectorAll('#plots .line')].slice(0, 17).map((e) => getComputedStyle(e).stroke)"
-        assert len({*page.run(colors)}) == 17
+        lines = "[...document.querySelector('#plots .plot').querySelectorAll('.line')]"
+        assert len({*page.run(f"return {lines}.map((line) => getComputedStyle(line).stroke)")}) == 17
         assert {len(points(path)) for path in curve(page, "Loss")} == {120} and not page.all(".band")
         page.click(f'[data-run="{names[0]}"]')
         page.wait(lambda: {len(points(path)) for path in curve(page, "Loss")} == {300})
