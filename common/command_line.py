@@ -2,9 +2,11 @@
 
 import argparse
 import errno
+import io
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import textwrap
@@ -56,11 +58,17 @@ def one_line_errors() -> Iterator[None]:
 
     Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then terminates
     the others before they repeat it. Each rank leaves its message where torchrun's closing report finds it.
+
+    Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any more, as
+    behind `| head -1`, the command ends silently.
     """
     _replace_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     _raise_file_limit()
     try:
-        yield
+        with _end_with_reader():
+            yield
     except (UserError, OSError, RuntimeError) as error:
         line = _about_open_files(error) or (str(error) if isinstance(error, UserError) else "")
         if not line:
@@ -70,6 +78,21 @@ def one_line_errors() -> Iterator[None]:
         _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)  # the ranks stop together
     except KeyboardInterrupt:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
+
+
+@contextmanager
+def _end_with_reader() -> Iterator[None]:
+    """End the process silently when a write to stdout shows that the other end of its pipe was closed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        poll = select.poll()  # other pipes can break, too
+        poll.register(1, 0)
+        if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _about_open_files(error: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""Chat with a trained model in the terminal; answers are streamed. On a pipe: a message per line in, answers out.
+"""Chat with a trained model in the terminal; answers are streamed. On a pipe: each line is a message, answers out.
 
 python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
 from model.answers import THINK, answer_message
-from model.generation import Decoder
 from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
 from scripts.serve.answer_stream import IncrementalDecoder
-from scripts.terminal import Screen, Stop, line_editing
+from scripts.serve.finite import FiniteDecoder
+from scripts.terminal import Screen, Stop, line_editing, utf8_text
 from scripts.toolbox import ROUNDS, Toolbox
 from trainer.components.environments import SHIPPED
 from trainer.components.trained_weights import add_trained_model_flags, load_model
@@ -72,6 +72,8 @@ def parse_args() -> argparse.Namespace:
     }
     if wrong := [text for text, is_met in limits.items() if not is_met]:
         raise UserError("; ".join(wrong))
+    args.system = utf8_text(args.system, "--system")
+    args.prompt = None if args.prompt is None else utf8_text(args.prompt, "--prompt")
     return args
 
 
@@ -145,7 +147,7 @@ class Chat:
         """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
         args, self.stop, self.count = self.args, Stop(), self.count + 1
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))
-        decoder = Decoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
+        decoder = FiniteDecoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
         (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
         text, thinks = IncrementalDecoder(self.tokenizer), bool(args.open_thinking)
         self.screen.begin(thinks, self.toolbox.owners)
@@ -163,7 +165,7 @@ class Chat:
         return answer_message(THINK * thinks + written) if written or not self.stop.asked else {}
 
     def take(self, line: str) -> None:
-        """Obey a line that is a command, else answer it, or continue its text; a blank one is skipped.
+        """Obey a typed line that is a command, else answer it, or continue its text; a blank one is skipped.
 
         Raises:
             UserError: it cannot be done.
@@ -205,7 +207,7 @@ def on_terminal(chat: Chat) -> None:
     line_editing()
     while True:
         try:
-            chat.take(input("> "))
+            chat.take(utf8_text(input("> "), "the line"))
         except UserError as error:
             chat.screen.note(str(error))
         except UnicodeDecodeError:
@@ -218,11 +220,17 @@ def on_terminal(chat: Chat) -> None:
 
 
 def on_pipe(chat: Chat) -> None:
-    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped. Raises UserError
-    if a line is not UTF-8, or cannot be answered."""
+    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped. Commands are for
+    who types: a line of a file is a message, whatever it says. Raises UserError if a line is not UTF-8, or cannot be
+    answered."""
+    is_typed = sys.stdin.isatty()
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            chat.take(line.decode("utf-8").rstrip("\r\n"))
+            text = line.decode("utf-8").rstrip("\r\n")
+            if is_typed:
+                chat.take(text)
+            elif text.strip():
+                chat.say(text)
         except UnicodeDecodeError:
             raise UserError(f"line {number} of stdin is not UTF-8; convert the input") from None
         except UserError as error:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 from common.errors import UserError, printable, say, warn
-from scripts.runs.run import AXES, ENDING, FIGURES, Run, differing, read_run, shown
+from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
 from trainer.components.run_files import settings_path
 
 PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm", "tokens_per_second")
@@ -93,13 +93,23 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
 
 
 def run_rows(runs: dict[str, Run]) -> list[list[str]]:
-    """The table of runs: a head, and a row for each with its settings that differ and its figures."""
-    settings = differing([run.settings for run in runs.values()])
-    figures = [name for name in FIGURES if any(name in run.figures for run in runs.values())]
-    rows = [["run", *settings, *figures]]
-    for name, run in runs.items():
-        values = [run.settings.get(each, "-") for each in settings]
-        rows.append([name, *values, *(shown(run.figures, each) for each in figures)])
+    """The table of runs: a head, and a row for each. Behind the name stands what the run came to, then the settings
+    that differ. Figures that are the same for all, and paths, which are long, are the last columns."""
+
+    def figure_columns(names: Sequence[str]) -> list[list[str]]:
+        there = [name for name in names if any(name in run.figures for run in runs.values())]
+        return [[name, *(shown(run.figures, name) for run in runs.values())] for name in there]
+
+    others = figure_columns(AXES)
+    for name in differing([run.settings for run in runs.values()]):
+        others.append([name, *(run.settings.get(name, "-") for run in runs.values())])
+
+    def comes_last(column: list[str]) -> bool:
+        cells = column[1:]
+        return len(set(cells)) == 1 or any("/" in cell or "\\" in cell for cell in cells)
+
+    others.sort(key=comes_last)  # stable
+    rows = zip(["run", *runs], *figure_columns(RESULTS), *others, strict=True)
     return [[" ".join(printable(cell).split()) for cell in row] for row in rows]
 
 
@@ -154,14 +164,14 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     across = min(3, len(panels))
     rows = math.ceil(len(panels) / across)
     figure = Figure(layout="constrained", figsize=(4 * across, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4)))
-    handles = {}
+    handles, colors = {}, run_colors(len(runs))
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, across, place)
         for number, (name, columns) in enumerate(curves.items()):
             for field in filter(columns.__contains__, (panel, f"eval_{panel}")):
                 held_out, pairs = field.startswith("eval_"), [*zip(columns[x], columns[field], strict=True)]
                 pairs = [(at, math.nan if y is None else y) for at, y in pairs if not held_out or y is not None]
-                style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "--" if held_out else "-"}
+                style: dict[str, Any] = {"color": colors[number], "linestyle": "--" if held_out else "-"}
                 count = sum(not math.isnan(y) for _, y in pairs)
                 style["marker"] = "." if held_out or count < max(40, len(pairs) / 2) else None
                 style["linewidth"] = max(0.8, 2.4 - 0.4 * number)  # a run over another one hides it only in part
@@ -179,6 +189,15 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     return figure
 
 
+def run_colors(count: int) -> list[Any]:
+    """A colour for each run, none twice."""
+    from matplotlib.colors import hsv_to_rgb
+
+    if count <= 10:
+        return [f"C{number}" for number in range(count)]  # matplotlib's own
+    return [tuple(hsv_to_rgb((number / count, 1, 0.85 if number % 2 else 0.55))) for number in range(count)]
+
+
 def html_page(rows: list[list[str]], figure: Any, runs: list[Run]) -> str:
     """The page that runs/page.html describes: the table with its head, the curves, and each run of the table."""
     from jinja2 import Template
@@ -191,7 +210,7 @@ def html_page(rows: list[list[str]], figure: Any, runs: list[Run]) -> str:
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = Markup(file.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
     template = Template(PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    colors = [to_hex(f"C{number % 10}") for number in range(len(runs))]
+    colors = [to_hex(color) for color in run_colors(len(runs))]
     return template.render(head=rows[0], runs=[*zip(runs, rows[1:], colors, strict=True)], svg=svg, dumps=json.dumps)
 
 

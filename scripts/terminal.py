@@ -4,14 +4,26 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from common.errors import printable
+from common.errors import UserError, printable
 from model.answers import THINK
 from scripts.serve.answer_stream import AnswerParser
 
 DIM, NORMAL = "\033[2m", "\033[0m"
+
+
+def utf8_text(text: str, where: str) -> str:
+    """A text of the command line or the keyboard. Bytes that the locale's encoding does not know arrive as surrogates;
+    they are read as UTF-8. Raises UserError if they are none."""
+    with suppress(UnicodeEncodeError):
+        text.encode("utf-8")
+        return text
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        raise UserError(f"{where} is not UTF-8; convert it, or set a UTF-8 locale, such as LC_ALL=C.UTF-8") from None
 
 
 class Screen:

@@ -25,7 +25,9 @@ class Toolbox:
             except Exception as error:  # a user's environment can raise anything
                 raise UserError(f"--tools {name}: it cannot be made without a record ({reason(error)})") from error
             self.tools += environment.tools
-            self.owners |= {tool["function"]["name"]: environment for tool in environment.tools}
+            answers = getattr(environment, "answers", ())  # other names of its tools, too
+            names_of_tools = [tool["function"]["name"] for tool in environment.tools]
+            self.owners |= dict.fromkeys([*answers, *names_of_tools], environment)
 
     def reply(self, calls: Sequence[Call]) -> list[dict]:
         """A message of role `tool` for each call, in their order; an error message for one that cannot be answered."""

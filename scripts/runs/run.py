@@ -16,7 +16,8 @@ from trainer.components.run_files import settings_path
 ENDING = "_metrics.jsonl"
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
 LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
-FIGURES = (*LATEST[:5], "best_eval_loss", "best_update", *LATEST[5:])
+RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
+FIGURES = (*RESULTS, *AXES)
 PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "from_resume", "resume_from", "log_file", "log_dir"}
 PLACES |= {"tensorboard_dir"}  # settings that say where a run lies, not what it does
 PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text

@@ -13,14 +13,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.errors import printable, warn
 from model.answers import CALL
 from scripts.serve.bodies import SMALL_BODY, Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
-from scripts.serve.pending import PendingAnswers
-from scripts.serve.protocol import MAX_ANSWERS, ApiError, Body, ChatRequest, CompletionRequest, parse
+from scripts.serve.pending import PendingAnswers, check_size
+from scripts.serve.prompt_writer import turns_of
+from scripts.serve.protocol import MAX_NAMED, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.scheduler import Progress
 from scripts.serve.tools import tools_router
@@ -95,6 +97,18 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
+class HeadAsGet:
+    """A HEAD request is answered as a GET; uvicorn, which knows what it was, leaves the body out."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
+
+
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +124,7 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
         await asyncio.to_thread(models.close)
 
     app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
     if settings.origins:
         app.add_middleware(
@@ -148,6 +163,14 @@ def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
 def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
     """The routes of OpenAI's API under /v1."""
     routes = APIRouter(prefix="/v1")
+    named: set[str] = set()
+
+    def name_once(fields: list[str]) -> None:
+        """Say in the log which fields of requests are ignored."""
+        new = [field for field in fields if field not in named][: MAX_NAMED - len(named)]
+        named.update(new)
+        for field in new:
+            warn(f"the field '{printable(field[:100])}' of a request is unknown here and ignored")
 
     @routes.get("/models")
     async def models() -> dict[str, Any]:
@@ -168,17 +191,21 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                 async with bodies.large:
                     return await asyncio.to_thread(work, *args)
 
-            yield await off_loop(parse, kind, body), off_loop
+            asked = await off_loop(parse, kind, body)
+            name_once(asked.unknown_fields)
+            yield asked, off_loop
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
         async with AsyncExitStack() as stack:
             async with asked_for(ChatRequest, request) as (asked, off_loop):
-                served = await stack.enter_async_context(offered.use(asked.model))
+                turns = await off_loop(turns_of, asked.messages)
+                check_size(asked, 1, offered.settings)
                 opening = opening_of(asked)
-                thinking = False if opening else asked.chat_template_kwargs.enable_thinking
+                thinking = False if opening else asked.thinks
                 tools = asked.tools if asked.tool_names else []
-                prompt = await off_loop(served.prompts.chat, asked.messages, tools, thinking, opening)
+                served = await stack.enter_async_context(offered.use(asked.model))  # may take long: behind refusals
+                prompt = await off_loop(served.prompts.chat, turns, tools, thinking, opening)
             asked.messages = []
             reply = ChatReply(served, asked, len(prompt), bool(thinking), opening)
             return await respond(request, PendingAnswers(served, [prompt], asked), reply, asked)
@@ -187,9 +214,7 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
     async def complete(request: Request) -> Response:
         async with AsyncExitStack() as stack:
             async with asked_for(CompletionRequest, request) as (asked, off_loop):
-                if len(asked.prompts) * asked.n > MAX_ANSWERS:
-                    message = f"More than {MAX_ANSWERS} answers in one request."
-                    raise ApiError(message, param="prompt", code="invalid_value")
+                check_size(asked, len(asked.prompts), offered.settings)
                 served = await stack.enter_async_context(offered.use(asked.model))
                 text, tokens = served.prompts.text, served.prompts.tokens
                 prompts = [await off_loop(text if isinstance(one, str) else tokens, one) for one in asked.prompts]

@@ -1,5 +1,6 @@
-"""Log-probabilities of tokens in the form of OpenAI's chats."""
+"""Log-probabilities of tokens in the forms of OpenAI's chats and of its completions."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,3 +44,27 @@ class TokenTexts:
         if all(character in self.characters for character in entry):
             return bytes(self.characters[character] for character in entry)
         return self.tokenizer.decode([token]).encode()
+
+
+class TextLogprobs:
+    """`logprobs` of a choice of a completion, which grows. whole: all that was taken."""
+
+    def __init__(self, texts: TokenTexts):
+        self.texts, self.decoder, self.characters = texts, codecs.getincrementaldecoder("utf-8")("replace"), 0
+        self.whole: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+        }  # fmt: skip
+
+    def take(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Add the next tokens; returns what they add."""
+        new: dict[str, list[Any]] = {name: [] for name in self.whole}
+        for entry in self.texts.content(entries):
+            likely = {other["token"]: other["logprob"] for other in entry["top_logprobs"]}
+            new["tokens"].append(entry["token"])
+            new["token_logprobs"].append(entry["logprob"])
+            new["top_logprobs"].append({entry["token"]: entry["logprob"]} | likely)
+            new["text_offset"].append(self.characters)
+            self.characters += len(self.decoder.decode(bytes(entry["bytes"])))
+        for name, values in new.items():
+            self.whole[name] += values
+        return new

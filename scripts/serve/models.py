@@ -1,8 +1,10 @@
 """The models that a server offers: one that is loaded from the start, and the weights of a folder, loaded on demand."""
 
 import asyncio
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -12,8 +14,8 @@ from typing import Any, TypeVar
 
 from common.errors import reason, warn
 from common.settings import ROOT
-from model.generation import Decoder
 from model.sampling import default_sampling
+from scripts.serve.finite import FiniteDecoder
 from scripts.serve.logprobs import TokenTexts
 from scripts.serve.prompt_writer import PromptWriter
 from scripts.serve.protocol import ApiError
@@ -21,6 +23,9 @@ from scripts.serve.scheduler import Scheduler
 from trainer.components.run_files import shape_in_name
 
 T = TypeVar("T")
+
+# What MiniMind's clients and its README call the model: whatever the server has, unless a file has this name.
+ANY_MODEL = re.compile(r"(.*/)?minimind[\w.-]*(:latest)?|model-identifier", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class ServedModel:
         self.sampling = default_sampling(model)
         self.users = 0  # requests not yet queued
         self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
-        self.decoder = Decoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
+        self.decoder = FiniteDecoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
 
     @property
@@ -97,6 +102,7 @@ class Models:
         self.first, self.settings = first, settings
         self.loaded = {first.name: first}  # least recently used first
         self.loading = asyncio.Lock()
+        self.coming: Counter[str] = Counter()  # requests that wait for a model to be loaded
 
     def files(self) -> dict[str, Path]:
         """Name -> weights file of what --save_dir offers besides the first model, newest first; never outside the
@@ -109,7 +115,7 @@ class Models:
             try:
                 if shape_in_name(path) and path.stem.isprintable() and path.resolve().parent == root and path.is_file():
                     ages[path] = path.stat().st_mtime
-            except OSError:  # removed this moment
+            except (OSError, RuntimeError):  # removed this moment; a link that leads to itself
                 continue
         paths = sorted(ages, key=lambda path: (-ages[path], path.name))
         return {path.stem: path for path in paths if path != first and path.stem != self.first.name}
@@ -137,9 +143,9 @@ class Models:
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """The model of this name (None: the first), loaded if need be; it stays loaded meanwhile, and as long as
-        answers of it are written. Raises ApiError if there is no such model, it cannot be loaded, or all others are
-        busy."""
+        """The model of this name (None or ANY_MODEL: the first), loaded if need be; it stays loaded meanwhile, and as
+        long as answers of it are written. Raises ApiError if there is no such model, it cannot be loaded, or all others
+        are busy."""
         name = self.first.name if name is None else name
         served = self.loaded.get(name) or await self._load(name)
         self.loaded[served.name] = self.loaded.pop(served.name)  # the last one used stands last
@@ -151,37 +157,50 @@ class Models:
 
     async def _load(self, name: str) -> ServedModel:
         path = (await asyncio.to_thread(self.files)).get(name)
+        if path is None and ANY_MODEL.fullmatch(name):
+            return self.first
         if path is None:
             raise unknown(name)
-        async with self.loading:  # one at a time
-            if name in self.loaded:
+        before = {other for other in self.coming if other != name}
+        self._replaced(len(before))  # one that will find no room does not wait for those
+        self.coming[name] += 1
+        try:
+            async with self.loading:  # one at a time
+                if name not in self.loaded:
+                    await self._read(name, path)
                 return self.loaded[name]
-            self._replaced()  # one that cannot be loaded now is not read
-            try:
-                assert self.settings.load is not None
-                parts = await asyncio.to_thread(in_own_thread, self.settings.load, path)
-                if replaced := self._replaced():
-                    del self.loaded[replaced.name]
-                    await asyncio.to_thread(replaced.scheduler.close)
-                self.loaded[name] = await asyncio.to_thread(in_own_thread, ServedModel, *parts, self.settings, name)
-            except ApiError:
-                raise
-            except Exception as error:
-                warn(f"the model {name} cannot be loaded: {reason(error)}")
-                message = f"The model '{name}' cannot be loaded; the server's log says why."
-                raise ApiError(message, 500, "server_error", "model", "model_not_loadable") from error
-            return self.loaded[name]
+        finally:
+            self.coming[name] -= 1
+            self.coming = +self.coming  # without those that nobody waits for
 
-    def _replaced(self) -> ServedModel | None:
-        """The model that makes room for another one, None if there is room. Raises ApiError if all are busy."""
-        if len(self.loaded) < self.settings.max_models:
+    async def _read(self, name: str, path: Path) -> None:
+        """Load a model in the place of another one, if need be. Raises ApiError."""
+        self._replaced()  # one that cannot be loaded now is not read
+        try:
+            assert self.settings.load is not None
+            parts = await asyncio.to_thread(in_own_thread, self.settings.load, path)
+            if replaced := self._replaced():
+                del self.loaded[replaced.name]
+                await asyncio.to_thread(replaced.scheduler.close)
+            self.loaded[name] = await asyncio.to_thread(in_own_thread, ServedModel, *parts, self.settings, name)
+        except ApiError:
+            raise
+        except Exception as error:
+            warn(f"the model {name} cannot be loaded: {reason(error)}")
+            message = f"The model '{name}' cannot be loaded; the server's log says why."
+            raise ApiError(message, 500, "server_error", "model", "model_not_loadable") from error
+
+    def _replaced(self, before: int = 0) -> ServedModel | None:
+        """The model that makes room for another one when so many were loaded before it, None if there is room. Raises
+        ApiError if all are busy."""
+        needed = len(self.loaded) + before + 1 - self.settings.max_models
+        if needed <= 0:
             return None
-        idle = (served for served in self.loaded.values() if served is not self.first and not served.busy)
-        oldest = next(idle, None)
-        if oldest is None:
-            message = f"{len(self.loaded)} models are loaded and all of them are busy; try again later."
+        idle = [served for served in self.loaded.values() if served is not self.first and not served.busy]
+        if len(idle) < needed:
+            message = f"{self.settings.max_models} models are loaded and all of them are busy; try again later."
             raise ApiError(message, 503, "server_error", "model", "models_busy")
-        return oldest
+        return idle[0]
 
     def health(self) -> dict[str, Any]:
         """Whether they answer, and how many answers are being written and how many requests wait."""

@@ -7,11 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from model.sampling import Sampling
-from scripts.serve.models import ServedModel
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from scripts.serve.models import ServedModel, Settings
+from scripts.serve.protocol import MAX_ANSWERS, ApiError, ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Job, Progress, QueueFull
 
 MAX_LOGPROBS = 1 << 15  # of one request, the likeliest tokens included
+FAILURES = {  # how an answer ended -> status and message
+    "memory": (503, "The server has too little memory for this answer; try again later."),
+    "not_finite": (500, "The model's outputs are not finite numbers: its training diverged, or the file is damaged."),
+    "error": (500, "The server failed to answer; try again."),
+}
 
 
 def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> list[Sampling]:
@@ -24,20 +29,30 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
     return [replace(default, **given, seed=seed) for seed in seeds]
 
 
+def longest_answer(asked: ChatRequest | CompletionRequest, settings: Settings) -> int:
+    """Tokens that an answer may have, apart from what the context leaves."""
+    return min(asked.limit or settings.max_new_tokens, settings.max_new_tokens)
+
+
+def check_size(asked: ChatRequest | CompletionRequest, prompts: int, settings: Settings) -> None:
+    """Raise ApiError for more answers, or more log-probabilities, than one may ask for."""
+    answers, slots = prompts * asked.n, settings.slots
+    if answers > MAX_ANSWERS:
+        raise ApiError(f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value")
+    if asked.n > slots:
+        raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
+    if asked.top is not None and longest_answer(asked, settings) * answers * (1 + asked.top) > MAX_LOGPROBS:
+        message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
+        raise ApiError(message, param="logprobs", code="invalid_value")
+
+
 class PendingAnswers:
-    """The answers to one HTTP request: one job for each of its prompts. Raises ApiError for more answers to a prompt,
-    or more log-probabilities, than one may ask for."""
+    """The answers to one HTTP request, whose size was checked: one job for each of its prompts."""
 
     def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
-        slots, most = served.settings.slots, served.settings.max_new_tokens
-        if asked.n > slots:
-            raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
         self.scheduler, self.queue = served.scheduler, asyncio.Queue[Progress]()
         self.open = len(prompts) * asked.n
-        longest = min(asked.limit or most, most)
-        if asked.top is not None and longest * self.open * (1 + asked.top) > MAX_LOGPROBS:
-            message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
-            raise ApiError(message, param="logprobs", code="invalid_value")
+        longest = longest_answer(asked, served.settings)
         self.jobs = [
             Job(
                 prompt,
@@ -77,11 +92,8 @@ class PendingAnswers:
         """News of the answers until all are finished. Raises ApiError if a step that was to write one failed."""
         while self.open:
             progress = await self.queue.get()
-            if progress.finish == "memory":
-                raise ApiError(
-                    "The server has too little memory for this answer; try again later.", 503, "server_error"
-                )
-            if progress.finish == "error":
-                raise ApiError("The server failed to answer; try again.", status=500, kind="server_error")
+            if progress.finish in FAILURES:
+                status, message = FAILURES[progress.finish]
+                raise ApiError(message, status, "server_error")
             self.open -= progress.finish is not None
             yield progress

@@ -24,6 +24,14 @@ def characters(value: Any) -> int:
     return 1 + sum(map(characters, value)) if isinstance(value, list) else 1
 
 
+def turns_of(messages: list[Any]) -> list[dict]:
+    """The messages of a request as chat templates take them. Raises ApiError."""
+    try:
+        return [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
+    except (BadRecord, RecursionError) as error:
+        raise ApiError(reason(error), param="messages", code="invalid_value") from error
+
+
 class PromptWriter:
     """Writes prompts for a model whose context has `length` tokens. What cannot be answered is an ApiError."""
 
@@ -33,16 +41,14 @@ class PromptWriter:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.size, self.widest = max(vocabulary.values()) + 1, max(map(len, vocabulary))
 
-    def chat(
-        self, messages: list[Any], tools: list[dict], thinking: bool | None = None, opening: str = ""
-    ) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's next turn begins. opening: how that turn begins."""
+    def chat(self, turns: list[dict], tools: list[dict], thinking: bool | None = None, opening: str = "") -> list[int]:
+        """The tokens of a conversation (`turns_of`), up to where the assistant's next turn begins. opening: how that
+        turn begins."""
         options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            self._check_size(characters([messages, tools]), "messages")  # before the template is run
-            turns = [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
+            self._check_size(characters([turns, tools]), "messages")  # before the template is run
             pieces = prompt_pieces(self.tokenizer, turns, tools, opening, **options)
-        except (BadRecord, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(reason(error), param="messages", code="invalid_value") from error
         self._check_size(sum(len(piece.text) for piece in pieces), "messages")
         return self._checked(encode_pieces(self.tokenizer, pieces), "messages")

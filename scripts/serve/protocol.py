@@ -1,29 +1,43 @@
-"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given; what the server cannot
-do is refused rather than ignored.
+"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given. A field that would
+change the answer and has no effect here is refused; others that the server does not know are ignored.
 
 A request comes from anybody, so its size is looked at before it is validated: pydantic builds an error for every wrong
 item of a list, a hundred times as large as the item.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_BRACKETS = 1 << 16  # of a body, in its texts as well
 MAX_TOKENS = 1 << 18  # of one prompt
+MAX_NAMED = 100  # unknown fields
+NOTHING = (False, "", [], {})  # values that ask for nothing; 0 equals false
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(max_length=256)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-UNUSED = {  # fields that change no answer
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    "prediction",
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the answer, which is not done here -> values that do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo"), NOTHING),
+    **dict.fromkeys(("functions", "audio", "web_search_options", "documents", "chat_template"), NOTHING),
+    **dict.fromkeys(("min_p", "mirostat", "tfs_z", "top_n_sigma", "dynatemp_range", "dry_multiplier"), NOTHING),
+    **dict.fromkeys(("xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids"), NOTHING),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "prompt_embeds"), NOTHING),
+    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens"), NOTHING),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NOTHING),
+    **dict.fromkeys(("structured_outputs", "json_schema", "grammar", "regex", "ebnf"), NOTHING),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (0, 1)),
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (True,)),
+    "modalities": (["text"], []),
 }
-# Unsupported fields in which 1 or true asks for nothing; in others null, false, 0 or empty do.
-NEUTRAL_AT_1 = {"best_of", "repetition_penalty", "length_penalty", "parallel_tool_calls", "skip_special_tokens"}
+BOOKKEEPING = {  # fields of OpenAI that cannot change an answer
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "parallel_tool_calls"),
+}
 
 
 class ApiError(Exception):
@@ -63,9 +77,15 @@ class StreamOptions(Lenient):
 
 
 class TemplateSettings(Lenient):
-    """Settings of the chat template. Only this one, under either name: others could replace the template."""
+    """Settings of the chat template. Only this one, under Qwen's or MiniMind's name: others could replace it."""
 
-    enable_thinking: bool | None = Field(None, validation_alias=AliasChoices("enable_thinking", "open_thinking"))
+    enable_thinking: bool | None = None
+    open_thinking: bool | None = None
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model is to reason first, if the client says so."""
+        return self.open_thinking if self.enable_thinking is None else self.enable_thinking
 
 
 class Request(Lenient):
@@ -81,25 +101,35 @@ class Request(Lenient):
     stop: tuple[StopString, ...] = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    _unknown: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Some of the fields that are ignored because they are unknown."""
+        return self._unknown
 
     @field_validator("stop", mode="before")
     @classmethod
     def _some_stops(cls, stop: Any) -> Any:
         if isinstance(stop, list) and len(stop) > 16:
             raise ValueError(f"at most 16 stop strings, not {len(stop)}")
-        return [stop] if isinstance(stop, str) else stop
+        if isinstance(stop, str):
+            return [stop] if stop else []
+        return stop
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        for name, value in data.items() if isinstance(data, dict) else ():
-            neutral = name in UNUSED or not value or (name in NEUTRAL_AT_1 and value == 1)
-            if name not in cls.model_fields and not neutral:
-                raise ValueError(f"'{name[:100]}' is not supported; leave it out")
+        for name, value in data.items():
+            if name not in UNSUPPORTED or value is None or value in UNSUPPORTED[name]:
+                continue
+            if name == "best_of" and value == data.get("n"):  # all of them
+                continue
+            raise ValueError(f"'{name}' is not supported; leave it out")
         return data
 
 
-class ChatRequest(Request):
+class ChatRequest(Request, TemplateSettings):
     """The body of /v1/chat/completions."""
 
     messages: list[Any] = Field(min_length=1)
@@ -135,6 +165,17 @@ class ChatRequest(Request):
         return self
 
     @property
+    def thinks(self) -> bool | None:
+        """`thinking`, wherever the request says it."""
+        inner = self.chat_template_kwargs.thinking
+        return self.thinking if inner is None else inner
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must begin with a call of a tool."""
+        return self.tool_choice == "required" or self.forced_tool is not None
+
+    @property
     def tool_names(self) -> list[str]:
         """Names of the tools that may be called."""
         return [] if self.tool_choice == "none" else [tool["function"]["name"] for tool in self.tools]
@@ -159,9 +200,9 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """The body of /v1/completions."""
 
-    top: ClassVar[int | None] = None  # log-probabilities are for chats
     prompt: Any
     max_tokens: Count | None = 16
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # how many of the likeliest tokens beside each
 
     @field_validator("prompt")
     @classmethod
@@ -174,6 +215,16 @@ class CompletionRequest(Request):
         ):
             raise ValueError("must be a text, a list of token numbers, or a list of either")
         return prompt
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -209,7 +260,10 @@ def parse(kind: type[Body], body: bytes) -> Body:
     if not isinstance(data, dict):
         raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
     try:
-        return kind.model_validate(data)
+        asked = kind.model_validate(data)
+        known = kind.model_fields.keys() | UNSUPPORTED.keys() | BOOKKEEPING
+        asked._unknown = [name for name, value in data.items() if value is not None and name not in known][:MAX_NAMED]
+        return asked
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])

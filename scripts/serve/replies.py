@@ -6,8 +6,9 @@ from typing import Any
 
 from model.sampling import TokenLogprob
 from scripts.serve.answer_stream import AnswerParser, merge
+from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.models import ServedModel
-from scripts.serve.protocol import ChatRequest, CompletionRequest
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Progress
 
 
@@ -47,14 +48,21 @@ class TextReply(BaseReply):
     def __init__(self, served: ServedModel, asked: CompletionRequest, prompts: list[list[int]]):
         super().__init__(served.name, len(prompts) * asked.n, sum(map(len, prompts)))
         self.choices = [_text_choice(index) for index in range(len(self.tokens))]
+        self.logprobs: list[TextLogprobs] = []  # of each choice, if they were asked for
+        if asked.top is not None:
+            self.logprobs = [TextLogprobs(served.texts) for _ in self.choices]
 
     def take(self, progress: Progress) -> list[dict[str, Any]]:
         """Add news of an answer; returns the choices of the chunks that tell a client of it."""
         self.tokens[progress.number] = progress.tokens
         choice = self.choices[progress.number]
+        chunk = _text_choice(progress.number, progress.text, progress.finish)
         choice["text"] += progress.text
         choice["finish_reason"] = progress.finish
-        return [_text_choice(progress.number, progress.text, progress.finish)]
+        if self.logprobs:
+            chunk["logprobs"] = self.logprobs[progress.number].take(progress.logprobs)
+            choice["logprobs"] = self.logprobs[progress.number].whole
+        return [chunk]
 
 
 def _text_choice(index: int, text: str = "", finish: str | None = None) -> dict[str, Any]:
@@ -86,6 +94,9 @@ class ChatReply(BaseReply):
         deltas = parser.push(progress.text)
         if progress.finish:
             deltas += parser.end()
+        if self.asked.must_call and deltas and not parser.calls:
+            message = "The model wrote no valid call of a tool, which tool_choice asks for; try again, or use 'auto'."
+            raise ApiError(message, 500, "server_error", "tool_choice", "no_tool_call")
         for delta in deltas:
             merge(choice["message"], delta)
         if not self.begun[progress.number]:

@@ -17,6 +17,7 @@ from common.errors import reason, warn
 from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
 from scripts.serve.answer_stream import TextStream
+from scripts.serve.finite import NotFinite
 from trainer.components.failures import is_out_of_memory
 
 LINGER = 1.0  # seconds that the thread waits for another request
@@ -27,7 +28,7 @@ class QueueFull(Exception):
 
 
 class Progress(NamedTuple):
-    """News of one answer of a job. finish: "stop", "length" or, if it failed, "error", for lack of memory "memory"."""
+    """News of one answer of a job. finish: "stop", "length" or, if it failed, "memory", "not_finite" or "error"."""
 
     number: int  # of the answer in its job
     text: str
@@ -224,7 +225,11 @@ class Scheduler:
         """End answers with an error, all of them if the decoder is broken; if none are left, clear the decoder."""
         warn(f"a request failed while its answer was written: {reason(error)}")
         answers = list(self.writing) if self.decoder.broken else answers
-        finish = "memory" if is_out_of_memory(error) else "error"
+        finish = "error"
+        if is_out_of_memory(error):
+            finish = "memory"
+        elif isinstance(error, NotFinite):
+            finish = "not_finite"
         failed = {answer: self.writing.pop(answer) for answer in answers if answer in self.writing}
         for answer, writing in failed.items():
             self._notify(writing.job, Progress(writing.number, "", len(answer.tokens), finish))

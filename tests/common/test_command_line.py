@@ -61,6 +61,27 @@ def test_a_bug_keeps_its_traceback(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_command_ends_silently_when_nobody_reads_it_any_more():
+    code = "from common.command_line import one_line_errors\nwith one_line_errors():\n    LINES"
+    command = [sys.executable, "-c", code.replace("LINES", "while True: print('x' * 999)")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(5) == b"xxxxx"
+    process.stdout.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE and process.stderr.read() == b""
+    other = "import os; read, write = os.pipe(); os.close(read); os.write(write, b'x')"  # another pipe is no reader
+    done = subprocess.run([*command[:2], code.replace("LINES", other)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("BrokenPipeError: [Errno 32] Broken pipe\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "gbk", "utf-8"])
+def test_stdout_takes_characters_that_its_encoding_lacks(encoding):
+    text = "é 山 \U0001f600 \udcff"
+    code = f"from common.command_line import one_line_errors\nwith one_line_errors():\n    print({text!a})"
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True)
+    assert done.stdout == f"{text}\n".encode(encoding, "backslashreplace") and done.stderr == b""
+
+
 def rank(error: str, local_rank: int, folder) -> subprocess.CompletedProcess:
     code = "from common.command_line import one_line_errors\nfrom common.errors import *\n"
     code += f"with one_line_errors():\n    raise {error}"

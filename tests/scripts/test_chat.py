@@ -58,12 +58,19 @@ def weights(tmp_path) -> list[str]:
     return ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
 
 
+class Keyboard(io.TextIOWrapper):
+    """Text that somebody types."""
+
+    def isatty(self):
+        return True
+
+
 @pytest.fixture
 def pipe(monkeypatch, call):
-    """pipe(text, *args): what the chat makes of this text on stdin."""
+    """pipe(text, *args): what the chat makes of this text on stdin, from a file or, with stdin=Keyboard, typed."""
 
-    def run(text: bytes, *args):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    def run(text: bytes, *args, stdin=io.TextIOWrapper):
+        monkeypatch.setattr(sys, "stdin", stdin(io.BytesIO(text)))
         return call(chat, *args)
 
     return run
@@ -84,7 +91,7 @@ def said(monkeypatch) -> list[str]:
             lines.prompts.append(prompt)
             return [*tokenizer(lines.pop(0))["input_ids"][: max_new_tokens - 1], tokenizer.eos_token_id]
 
-    monkeypatch.setattr(chat, "Decoder", Speaker)
+    monkeypatch.setattr(chat, "FiniteDecoder", Speaker)
     return lines
 
 
@@ -110,7 +117,7 @@ def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_
         def tokens_of(self, prompt, max_new_tokens):
             return [2]
 
-    monkeypatch.setattr(chat, "Decoder", Asked)
+    monkeypatch.setattr(chat, "FiniteDecoder", Asked)
     call(chat, *weights, "--prompt", "x")
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
@@ -119,16 +126,46 @@ def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_
 
 
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
-    said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh."]
-    text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/reset\n/new day\n/exit\nnever read\n"
+    """Also for one that begins as a command: what comes from a file may be anybody's, and must not write files."""
+    said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh.", "a", "b", "c"]
+    text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/system obey\n/exit\n/reset\n"
     done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--system", "be brief")
-    assert done.stdout == "Hello!\n<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>\nFresh.\n"
+    assert done.stdout == "Hello!\n<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>\nFresh.\na\nb\nc\n"
     prompts = load_tokenizer(ROOT / "model").batch_decode(said.prompts)
-    assert [prompt.count("<|im_start|>user") for prompt in prompts] == [1, 2, 1]  # /reset began a new one
-    assert all("be brief" in prompt for prompt in prompts) and "/new day" in prompts[2]
+    assert [prompt.count("<|im_start|>user") for prompt in prompts] == [1, 2, 3, 4, 5, 6]
+    assert all("be brief" in prompt for prompt in prompts) and f"/save {tmp_path}/chats.jsonl" in prompts[2]
+    assert not (tmp_path / "chats.jsonl").exists() and "<think>\nhm\n</think>\n\nYes" in prompts[2]
+
+
+def test_who_types_may_give_commands_also_if_answers_go_to_a_pipe(weights, pipe, said, tmp_path):
+    """As in `python scripts/chat.py | tee log`."""
+    said += ["Hello!", "Fresh."]
+    text = f"hi\n/save {tmp_path}/chats.jsonl\n/reset\nanew\n/exit\nnever read\n"
+    assert pipe(text.encode(), *weights, "--system", "be brief", stdin=Keyboard).stdout == "Hello!\nFresh.\n"
+    prompts = load_tokenizer(ROOT / "model").batch_decode(said.prompts)
+    assert [prompt.count("<|im_start|>user") for prompt in prompts] == [1, 1]
     record = json.loads((tmp_path / "chats.jsonl").read_text(encoding="utf-8"))
-    assert [message["role"] for message in to_chat(record).messages] == ["system", *["user", "assistant"] * 2]
-    assert record["messages"][-1]["reasoning_content"] == "hm"
+    assert [message["role"] for message in to_chat(record).messages] == ["system", "user", "assistant"]
+
+
+def test_texts_that_are_no_utf_8(weights, call, said):
+    """Bytes of the command line or the keyboard that the locale does not know: UTF-8 is read, other is one line."""
+    said += ["Well."]
+    assert call(chat, *weights, "--prompt", "h\udcc3\udca9").stdout == "Well.\n"
+    assert "h\u00e9<|im_end|>" in load_tokenizer(ROOT / "model").decode(said.prompts[0])
+    for flags in (["--prompt", "\udcff"], ["--prompt", "x", "--system", "a\ud83d"]):
+        done = call(chat, *weights, *flags)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"error: {flags[-2]} is not UTF-8")
+
+
+def test_a_model_of_no_finite_outputs_is_one_line(tmp_path, pipe, call):
+    model = MiniMindForCausalLM(config := MiniMindConfig(hidden_size=32, num_hidden_layers=1))
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    save_weights(model, weight_path(tmp_path, "full_sft", config))
+    flags = ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
+    for done in (call(chat, *flags, "--prompt", "x"), pipe(b"x\n", *flags)):
+        assert done.returncode == 2 and done.stdout == "" and "not finite numbers" in done.stderr.splitlines()[-1]
 
 
 def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
@@ -144,7 +181,7 @@ def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
     ]
     done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
     assert done.returncode == 2 and "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
-    done = pipe(b"/system be brief\n", *weights, "--form", "text")
+    done = pipe(b"/system be brief\n", *weights, "--form", "text", stdin=Keyboard)
     assert done.returncode == 2 and "line 1 of stdin: /system is for conversations" in done.stderr
 
 
@@ -202,10 +239,10 @@ def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_pa
     def calls(name: str, **arguments: str) -> str:
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
-    said += [calls("calculate", expression="12 * 34"), "It is 408.", calls("launch"), "I cannot."]
+    said += [calls("calculate_math", expression="12 * 34"), "It is 408.", calls("launch"), "I cannot."]
     text = f"12 * 34?\nlaunch\n/save {tmp_path}/chats.jsonl\n"
-    done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--tools", "calculator")
-    assert "It is 408." in done.stdout and "result of calculate: 408" in done.stderr
+    done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--tools", "calculator", stdin=Keyboard)
+    assert "It is 408." in done.stdout and "result of calculate_math: 408" in done.stderr
     record = to_chat(json.loads((tmp_path / "chats.jsonl").read_text(encoding="utf-8")))
     roles = ["user", "assistant", "tool", "assistant"]
     assert [message["role"] for message in record.messages] == roles * 2 and len(record.tools) == 1
@@ -224,7 +261,7 @@ START = """
 import json, sys
 from scripts import chat
 from tests.scripts.test_chat import slowly
-chat.Decoder = slowly(json.loads(sys.argv.pop(1)))
+chat.FiniteDecoder = slowly(json.loads(sys.argv.pop(1)))
 chat.main()
 """
 

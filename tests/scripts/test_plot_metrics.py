@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from typing import ClassVar
 
 import pytest
+from matplotlib.colors import to_hex
 
 from common.errors import UserError
 from scripts import plot_metrics
@@ -188,21 +189,25 @@ def table(*paths) -> list[list[str]]:
 
 
 def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path, capsys):
-    same = {"epochs": 2, "use_moe": True, "save_dir": "/x"}
+    same = {"epochs": 2, "use_moe": True, "save_dir": "/x", "reward": "exact"}
     falling = [record(i, eval_loss=4.0 - i / 10) for i in range(1, 5)]
     rising = [record(1, eval_loss=2.0), record(2), record(3, eval_loss=2.5, loss=None)]
-    write_run(tmp_path, "a", same | {"learning_rate": 1e-3, "save_weight": "a"}, falling)
+    write_run(tmp_path, "a", same | {"data_path": "a.d/x", "learning_rate": 1e-3, "save_weight": "a"}, falling)
+    same |= {"data_path": "b.d/x", "loss": "other"}  # a setting of the name of a figure
     write_run(tmp_path, "b", same | {"learning_rate": 3e-3, "save_weight": "b", "packing": False}, rising)
     write_run(tmp_path, "old")
     write_run(tmp_path, "damaged", '{"settings": [')
     head, *rows = table(tmp_path)
-    figures = ["update", "tokens", "seconds", "loss", "eval_loss", "best_eval_loss", "best_update"]
-    assert head == ["run", "learning_rate", "packing", *figures]
-    assert rows[0] == ["b", "0.003", "0", "3", "300", "6.0", "2.0000", "2.5000", "2.0000", "1"]
-    assert rows[1] == ["a", "0.001", "-", "4", "400", "8.0", "0.0000", "3.6000", "3.6000", "4"]
-    assert rows[2:] == [[name, "-", "-", "1", "100", "2.0", "3.0000", "-", "-", "-"] for name in ("damaged", "old")]
+    figures = ["loss", "eval_loss", "best_eval_loss", "best_update", "update", "tokens", "seconds"]
+    assert head == ["run", *figures, "loss", "learning_rate", "packing", "data_path"]
+    assert [" ".join(row) for row in rows] == [
+        "b 2.0000 2.5000 2.0000 1 3 300 6.0 other 0.003 0 b.d/x",
+        "a 0.0000 3.6000 3.6000 4 4 400 8.0 - 0.001 - a.d/x",
+        "damaged 3.0000 - - - 1 100 2.0 - - - -",
+        "old 3.0000 - - - 1 100 2.0 - - - -",
+    ]
     assert "damaged_run.json is damaged" in capsys.readouterr().err
-    assert table(tmp_path / "old_metrics.jsonl")[0] == ["run", "update", "tokens", "seconds", "loss"]
+    assert table(tmp_path / "old_metrics.jsonl")[0] == ["run", "loss", "update", "tokens", "seconds"]
 
 
 def test_a_run_from_rewards_shows_them(tmp_path):
@@ -246,7 +251,10 @@ def test_fifty_runs_are_one_table(tmp_path):
     for i in range(50):
         write_run(tmp_path, f"run{i:02}", {"seed": i}, [record(1, eval_loss=50.0 - i)])
     rows = table(tmp_path)
-    assert [row[0] for row in rows[1:]] == [f"run{i:02}" for i in reversed(range(50))] and rows[0][1] == "seed"
+    assert [row[0] for row in rows[1:]] == [f"run{i:02}" for i in reversed(range(50))]
+    assert " ".join(rows[0]) == "run loss eval_loss best_eval_loss best_update seed update tokens seconds"
+    lines = plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update").axes[0].get_lines()
+    assert len({to_hex(line.get_color()) for line in lines}) == 50
 
 
 # --- the page

@@ -6,6 +6,7 @@ its record; replies are a pure function of the record and the calls, so a resume
 
 import ast
 import json
+import math
 import operator
 from collections.abc import Iterable
 from fractions import Fraction
@@ -63,6 +64,36 @@ def checked_replies(replies: Any) -> list[dict]:
 
 # --- calculator ------------------------------------------------------------------------------------------------------
 
+MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
+ROOT_BITS = 256  # behind the point of a root that is no fraction
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """base ** exponent, without computing what is too large."""
+    if exponent == Fraction(1, 2):
+        return _root(base)
+    if exponent.denominator != 1:
+        raise ValueError("only whole exponents and 0.5 are allowed")
+    if (_bits(base) - 1) * abs(exponent) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return Fraction(base**exponent.numerator)
+
+
+def _root(value: Fraction) -> Fraction:
+    """The square root, exact if it is a fraction."""
+    if value < 0:
+        raise ValueError("the root of a negative number")
+    product = value.numerator * value.denominator  # sqrt(n / d) = sqrt(n * d) / d
+    root = Fraction(math.isqrt(product), value.denominator)
+    if root**2 == value:
+        return root
+    return Fraction(math.isqrt(product << 2 * ROOT_BITS), value.denominator << ROOT_BITS)
+
+
 OPERATIONS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -70,26 +101,29 @@ OPERATIONS: dict[type, Any] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: _power,
 }
-SIGNS = str.maketrans("×÷−（）", "*/-()")
-MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
+SIGNS = {"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "^": "**", "²": "**2", "³": "**3"}
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression: numbers, + - * / // % and parentheses, exact. Raises ValueError for
-    anything else, a division by zero, or a number that is too large."""
+    """The value of an arithmetic expression: numbers, + - * / // % ** ^, parentheses and sqrt(), exact but for roots.
+    Raises ValueError for anything else, a division by zero, or a number that is too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
     try:
-        value = _value(ast.parse(expression.strip().translate(SIGNS), mode="eval").body)
+        value = _value(ast.parse(expression.strip().translate(str.maketrans(SIGNS)), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     try:
-        return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+        text = str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
     except OverflowError:
         raise ValueError("the number is too large") from None
+    if value and text == "0":
+        raise ValueError("the number is too small")
+    return text
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -99,15 +133,19 @@ def _value(node: ast.expr) -> Fraction:
         value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
     elif isinstance(node, ast.BinOp) and (operation := OPERATIONS.get(type(node.op))):
         value = Fraction(operation(_value(node.left), _value(node.right)))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sqrt", "math.sqrt"):
+        if len(node.args) != 1 or node.keywords:
+            raise ValueError("sqrt() takes one number")
+        value = _root(_value(node.args[0]))
     else:
-        raise ValueError("only numbers, + - * / // % and parentheses are allowed")
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise ValueError("only numbers, + - * / // % **, parentheses and sqrt() are allowed")
+    if _bits(value) > MOST_BITS:
         raise ValueError("the number is too large")
     return value
 
 
 class Calculator:
-    """A calculator: `calculate(expression)`, or `calculate_math`, as MiniMind's data name it, is the same."""
+    """A calculator: `calculate(expression)`. It also answers `calculate_math`, its name in MiniMind's data."""
 
     answers = ("calculate", "calculate_math")
     tools = [tool_schema("calculate", "Compute an arithmetic expression.", expression="such as 12 * (3 + 4)")]  # noqa: RUF012
@@ -132,7 +170,13 @@ class Calculator:
             return f"error: {error}"
 
 
-SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator}
+class MiniMindCalculator(Calculator):
+    """The calculator, offered under the name that models trained on MiniMind's data know."""
+
+    tools = [tool_schema("calculate_math", "计算数学表达式的结果", expression="如 123+456、2**10、sqrt(144)")]  # noqa: RUF012
+
+
+SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator, "calculate_math": MiniMindCalculator}
 
 
 def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]) -> None:

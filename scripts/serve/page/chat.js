@@ -57,12 +57,14 @@ function drawMessages() {
 
 const elements = (messages) => messages.map((message) => made.get(message).element);
 
-/** Two models side by side: each question above, below it what either made of it. */
+/** Two models side by side: each question above, below it the answer of each, under the name of who gave it. */
 function rows() {
-  const models = [byId("model").value, current.other.model].map((name) => h("strong", { class: "muted" }, name));
   const [left, right] = threads(current).map((thread) => store.turns(thread.messages));
-  const side = (turn) => h("div", { class: "side-of-two" }, ...elements((turn ?? []).slice(1)));
-  return [...models, ...left.flatMap((turn, i) => [...elements(turn.slice(0, 1)), side(turn), side(right[i])])];
+  const side = (turn = []) => {
+    const name = turn.findLast((message) => message.model)?.model;
+    return h("div", { class: "side-of-two" }, name && h("strong", { class: "muted" }, name), ...elements(turn.slice(1)));
+  };
+  return left.flatMap((turn, i) => [...elements(turn.slice(0, 1)), side(turn), side(right[i])]);
 }
 
 function update(thread, index) {
@@ -90,7 +92,7 @@ function actions(conversation, thread, message) {
       const turn = store.turns(thread.messages).findIndex((turn) => turn[0] === message);
       const before = (each) => store.turns(each.messages).slice(0, turn).flat();
       const asked = { role: "user", content: text };
-      replace(conversation, threads(conversation), (each) => [...before(each), { ...asked }]);
+      replace(conversation, threads(conversation), (each) => (each === thread ? [...before(each), asked] : before(each)));
     },
     regenerate: () => replace(conversation, [thread], ({ messages }) => messages.slice(0, messages.indexOf(message))),
     results: (texts) => {
@@ -115,7 +117,11 @@ function replace(conversation, list, changed) {
   };
   const kept = list[0].messages.filter((message) => before[0].includes(message));
   if (before[0].length > kept.length + 1) notice(t("replaced"), t("undo"), undo);
-  for (const thread of list) answer(conversation, thread);
+  for (const thread of list) {
+    const isAsked = thread.messages.length && thread.messages.at(-1).role !== "assistant";
+    if (isAsked) answer(conversation, thread);
+    else catchUp(conversation);
+  }
   byId("input").focus();
 }
 
@@ -143,11 +149,28 @@ function startScrolling() {
 function send(text) {
   if (isRunning() || !text.trim()) return;
   if (!current.title) current.title = text.trim().split("\n")[0].slice(0, 60);
-  const question = { role: "user", content: text.trim() };
-  for (const thread of threads(current)) thread.messages.push({ ...question });
+  current.messages.push({ role: "user", content: text.trim() });
   byId("input").value = "";
   grow();
-  for (const thread of threads(current)) answer(current, thread);
+  answer(current, current);
+  catchUp(current);
+}
+
+/**
+ * Ask the second model the next question that it has not been asked. It answers every question of the conversation
+ * itself, also those from before it was chosen: the first model's answers would be shown and sent as its own.
+ */
+function catchUp(conversation) {
+  const { other } = conversation;
+  if (!other || running.has(other)) return;
+  const asked = store.turns(other.messages).length;
+  for (const [first] of store.turns(conversation.messages).slice(asked)) {
+    other.messages.push({ ...first });
+    if (first.role === "user") {
+      answer(conversation, other);
+      return;
+    }
+  }
 }
 
 function stop(thread) {
@@ -197,9 +220,12 @@ async function answer(conversation, thread) {
     thread.messages.push(...results(message.tool_calls, texts));
     return answer(conversation, thread);
   }
-  if (!views.has(thread)) return;
-  update(thread, thread.messages.length - 1);
-  drawControls();
+  if (views.has(thread)) {
+    update(thread, thread.messages.length - 1);
+    drawControls();
+  }
+  const isComplete = !message.error && !message.tool_calls && !job.stop.signal.aborted;
+  if (isComplete && thread === conversation.other) catchUp(conversation);
 }
 
 /** How often the model has called tools since the last question. */
@@ -303,13 +329,18 @@ function compare(model) {
   const conversation = current;
   const { other } = conversation;
   if (other) stop(other);
-  if (!model) delete current.other;
-  else if (other) other.model = model;
-  else current.other = { model, messages: structuredClone(current.messages) };
-  if (current.messages.length) save(current);
+  if (model) conversation.other = { model, messages: [] };
+  else delete conversation.other;
+  if (conversation.messages.length) save(conversation);
   drawMessages();
-  const back = () => ((conversation.other = other), save(conversation), open(conversation));
-  if (!model && other?.messages.length) notice(t("comparedNoMore"), t("undo"), back);
+  const back = () => {
+    if (conversation.other) stop(conversation.other);
+    conversation.other = other;
+    save(conversation);
+    open(conversation);
+  };
+  if (other?.messages.length) notice(t("comparedNoMore"), t("undo"), back);
+  catchUp(conversation);
 }
 
 function drawModels() {

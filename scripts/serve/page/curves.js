@@ -1,6 +1,6 @@
 // The training curves: which runs there are, which are shown, and how; they follow the files while the tab is open.
 import * as api from "./api.js";
-import { byId, h, table } from "./dom.js";
+import { byId, h, paint, table } from "./dom.js";
 import { Plot } from "./plot.js";
 import { duration, short, smooth } from "./series.js";
 import { askForKey } from "./settings.js";
@@ -10,13 +10,12 @@ import { knows, t } from "./text.js";
 const KEY = "minimind.curves";
 const EVERY = 2000; // milliseconds between two looks at the folder
 const LIVE = 90; // seconds since the last record, for a run that counts as running
-const COLORS = 8;
 const MANY = 10; // runs from which on the list has a filter
 const FIRST = 3; // runs shown at the first visit
 const LEARNING = ["reward", "kl", "entropy", "completion_length"]; // from rewards
 const MAIN = ["loss", ...LEARNING, "learning_rate", "grad_norm", "tokens_per_second", "expert_load"];
 const HELD_OUT = { loss: "eval_loss", reward: "eval_reward" }; // drawn dashed in the same picture
-const FIGURES = ["update", "tokens", "seconds", "loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"];
+const RESULTS = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"]; // of the table of runs
 const LOSSES = ["mean_loss", "loss"]; // the first of them that a run has is its loss
 const SMOOTHED = ["loss", "reward", "kl", "entropy", "completion_length", "grad_norm", "tokens_per_second"];
 const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|loss|eval_loss|eval_reward|skipped|not_finite)$|_(low|high)$/;
@@ -47,8 +46,9 @@ const last = (run, name) => values(run, name)?.findLast((value) => value !== nul
 function colorOf(name) {
   if (!colors.has(name)) {
     const taken = new Set(view.chosen.map((other) => colors.get(other)));
-    const free = Array.from({ length: COLORS }, (_, i) => i).find((color) => !taken.has(color));
-    colors.set(name, free ?? view.chosen.indexOf(name) % COLORS);
+    let color = 0;
+    while (taken.has(color)) color++;
+    colors.set(name, color);
   }
   return colors.get(name);
 }
@@ -116,7 +116,7 @@ function draw() {
   const fields = new Set(lines.flatMap((run) => [...known.get(run.name).columns.keys()]));
   const more = [...fields].filter((field) => !MAIN.includes(field) && !NO_PLOT.test(field)).sort();
   const main = MAIN.filter((field) => lines.some((run) => column(run, field)));
-  const named = (run) => h("span", { class: `c${colorOf(run.name)}` }, h("i", { class: "swatch" }), run.name);
+  const named = (run) => paint(h("span", {}, h("i", { class: "swatch" }), run.name), colorOf(run.name));
   byId("legend").replaceChildren(...lines.map(named));
   place(byId("plots"), main);
   if (byId("more").open) place(byId("more-plots"), more);
@@ -209,7 +209,8 @@ function runRow(run) {
   const bad = trouble(run);
   const wrong = bad && h("span", { class: "trouble" }, bad);
   const text = h("span", {}, h("span", { class: "name" }, run.name), below, wrong || null);
-  return h("label", { class: on ? `run c${colorOf(run.name)}` : "run" }, input, text);
+  const row = h("label", { class: "run" }, input, text);
+  return on ? paint(row, colorOf(run.name)) : row;
 }
 
 function choose(name, on) {
@@ -221,22 +222,36 @@ function choose(name, on) {
   look();
 }
 
-/** The runs, the best first: settings that are not the same in all of them, and figures. */
+/**
+ * The columns of the table of runs: {title, cells}. First what the runs came to, then the settings that are not the same
+ * in all of them. Figures that are the same for all, and paths, which are long, stand behind the others.
+ */
+function columnsOf(list) {
+  const about = list.map((run) => known.get(run.name));
+  const hasFigure = (name) => about.some((each) => name in each.figures);
+  const ofFigure = (name) => ({ title: title(name), cells: list.map((run) => figure(run, name)) });
+  const settings = about.map((each) => new Map(Object.entries(each.settings)));
+  const stored = settings.filter((each) => each.size);
+  const names = [...new Set(stored.flatMap((each) => [...each.keys()]))];
+  const differs = (name) => new Set(stored.map((each) => each.get(name))).size > 1;
+  const ofSetting = (name) => ({ title: name, cells: settings.map((each) => each.get(name) ?? "–") });
+  const results = RESULTS.filter(hasFigure).map(ofFigure);
+  const others = [...AXES.filter(hasFigure).map(ofFigure), ...names.filter(differs).map(ofSetting)];
+  const isLast = ({ cells }) => new Set(cells).size === 1 || cells.some((cell) => /[/\\]/.test(cell));
+  return [...results, ...others.filter((column) => !isLast(column)), ...others.filter(isLast)];
+}
+
+/** The runs, the best first. */
 function drawTable(lines) {
   const place = byId("latest-values");
   const about = (run) => known.get(run.name);
   const best = (run) => about(run).figures.best_eval_loss ?? Infinity;
   const sorted = [...lines].sort((a, b) => best(a) - best(b) || 0); // NaN: both have none
-  const withSettings = lines.map((run) => new Map(Object.entries(about(run).settings))).filter((map) => map.size);
-  const names = [...new Set(withSettings.flatMap((map) => [...map.keys()]))];
-  const settings = names.filter((name) => new Set(withSettings.map((map) => map.get(name))).size > 1);
-  const figures = FIGURES.filter((name) => lines.some((run) => name in about(run).figures));
-  const head = [t("run"), ...settings, ...figures.map(title)].map((text) => h("th", { scope: "col" }, text));
-  const rows = sorted.map((run) => {
-    const name = h("td", { class: `c${colorOf(run.name)}` }, h("span", { class: "swatch" }), run.name);
-    const mine = new Map(Object.entries(about(run).settings));
-    const cells = [...settings.map((each) => mine.get(each) ?? "–"), ...figures.map((each) => figure(run, each))];
-    return h("tr", {}, name, ...cells.map((value) => h("td", {}, value)));
+  const columns = columnsOf(sorted);
+  const head = [t("run"), ...columns.map((column) => column.title)].map((text) => h("th", { scope: "col" }, text));
+  const rows = sorted.map((run, i) => {
+    const name = paint(h("td", {}, h("span", { class: "swatch" }), run.name), colorOf(run.name));
+    return h("tr", {}, name, ...columns.map(({ cells }) => h("td", { title: cells[i] }, cells[i])));
   });
   const notes = lines.flatMap((run) => {
     const { damaged, stride, warnings } = about(run);
@@ -260,7 +275,7 @@ function drawSamples(lines) {
   const sampled = lines.filter((run) => known.get(run.name).samples.length);
   const answer = ([update, text]) => h("p", {}, h("span", { class: "muted" }, `${t("atUpdate", { n: update })}: `), text);
   const texts = sampled.flatMap((run) => [
-    h("h2", { class: `c${colorOf(run.name)}` }, h("span", { class: "swatch" }), run.name),
+    paint(h("h2", {}, h("span", { class: "swatch" }), run.name), colorOf(run.name)),
     ...known.get(run.name).samples.flatMap(([prompt, answers]) => [h("h3", {}, prompt), ...answers.map(answer)]),
   ]);
   byId("samples").hidden = !texts.length;

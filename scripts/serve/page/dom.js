@@ -1,6 +1,7 @@
 // Building the page: elements from text (never from HTML), icons, a dialog of one line, short notices.
 
 const SVG = "http://www.w3.org/2000/svg";
+const CHOSEN_COLORS = 8; // classes c0 to c7
 
 const ICONS = {
   // paths of 24 x 24 outlines
@@ -25,13 +26,21 @@ const ICONS = {
   curve: "M4 4v16h16M7 8c2 8 6 8 12 9",
 };
 
+const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/g; // characters that reorder the text behind them
+const READ = ["title", "aria-label"]; // attributes that a person reads
+
+/** A text with escapes for characters that reorder it: with them one name could pass for another. */
+export const visible = (text) => text.replace(DIRECTIONS, (char) => `\\u${char.charCodeAt(0).toString(16)}`);
+
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (READ.includes(name)) element.setAttribute(name, visible(value));
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  const there = children.filter((child) => child !== null && child !== undefined && child !== false);
+  element.append(...there.map((child) => (typeof child === "string" ? visible(child) : child)));
   return element;
 }
 
@@ -43,6 +52,14 @@ export function h(tag, attributes = {}, ...children) {
 /** An SVG element. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** Give an element the colour of a run: the first ones are chosen (curves.css), those behind them are hues apart. */
+export function paint(element, number) {
+  element.classList.add(`c${Math.min(number, CHOSEN_COLORS)}`);
+  element.style.setProperty("--hue", 137.5 * number);
+  element.style.setProperty("--lightness", `${number % 2 ? 44 : 62}%`);
+  return element;
 }
 
 /** An icon; it is decoration, the label stands on its button. */
@@ -67,7 +84,7 @@ export const byId = (id) => document.getElementById(id);
 export function announce(text) {
   const region = byId("announcer");
   region.textContent = "";
-  setTimeout(() => (region.textContent = text), 50); // a change is read out, the same text again too
+  setTimeout(() => (region.textContent = visible(text)), 50); // a change is read out, the same text again too
 }
 
 let noticeTimer = 0;

@@ -1,7 +1,7 @@
 // Markdown to DOM nodes. Text reaches the page as text nodes only: a model's output is never markup that runs.
 // Links lead to http and https alone, pictures are not loaded but linked. The work grows with the length of the text,
 // whatever the text is.
-import { copyButton, h, table } from "./dom.js";
+import { copyButton, h, table, visible } from "./dom.js";
 import { formulaAt } from "./math.js";
 import { t } from "./text.js";
 
@@ -180,7 +180,7 @@ export function inline(text, links = true) {
   const noCode = new Set(); // lengths of backtick runs that have no partner any more
   let plain = "";
   const put = (...nodes) => {
-    if (plain) open.at(-1).nodes.push(document.createTextNode(plain));
+    if (plain) open.at(-1).nodes.push(document.createTextNode(visible(plain)));
     plain = "";
     open.at(-1).nodes.push(...nodes);
   };
@@ -264,15 +264,33 @@ function bareLink(text, i) {
   return address ? { nodes: [link(address, [shown])], end: i + shown.length } : { text: "h", end: i + 1 };
 }
 
+const isBlank = (char) => char === undefined || /\s/.test(char);
+const isChinese = (char) => char !== undefined && /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\u3000-\u303f\uff00-\uffef]/u.test(char);
+const isMark = (char) => char !== undefined && /[\p{P}\p{S}]/u.test(char) && !isChinese(char);
+const isWord = (char) => char !== undefined && /[\p{L}\p{N}]/u.test(char) && !isChinese(char);
+
+/**
+ * A run of emphasis marks, and whether emphasis may begin or end with it: CommonMark's rules of flanking. Chinese has
+ * no blanks between words, so its characters count as such; and a `*` between two operands is a sign of multiplication.
+ */
 function emphasisRun(text, i) {
   let end = i;
   while (text[end] === text[i]) end++;
   const run = text.slice(i, end);
-  const blank = (char) => !char || /\s/.test(char);
-  const word = (char) => run[0] === "_" && char && /[\p{L}\p{N}]/u.test(char); // snake_case is not emphasis
-  const [left, right] = [text[i - 1], text[end]];
   if (run.length > 3 || (run[0] === "~" && run.length !== 2)) return { text: run, end };
-  return { run, end, opens: !blank(right) && !word(left), closes: !blank(left) && !word(right) };
+  const [left, right] = [text[i - 1], text[end]];
+  if (run[0] === "*" && isOperator(run, left, right)) return { text: run, end };
+  const isApart = (char) => isBlank(char) || isMark(char) || isChinese(char);
+  const opens = !isBlank(right) && (!isMark(right) || isApart(left));
+  const closes = !isBlank(left) && (!isMark(left) || isApart(right));
+  if (run[0] === "_") return { run, end, opens: opens && !isWord(left), closes: closes && !isWord(right) }; // snake_case
+  return { run, end, opens, closes };
+}
+
+/** `*` as in 2*3 and (a+b)*c, `**` as in 2**10. */
+function isOperator(run, left, right) {
+  if (run === "*") return (isWord(left) || left === ")") && (isWord(right) || right === "(");
+  return isWord(left) && isWord(right) && /\d/.test(left + right);
 }
 
 function emphasis({ run, opens, closes }, open, put, close, text) {

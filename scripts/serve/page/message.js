@@ -1,5 +1,5 @@
 // One message on the page: its text, reasoning, tool calls, what went wrong, and the buttons below it.
-import { copyButton, h, icon, iconButton } from "./dom.js";
+import { copyButton, h, icon, iconButton, visible } from "./dom.js";
 import { render } from "./markdown.js";
 import { t } from "./text.js";
 
@@ -18,7 +18,7 @@ export function messageView(message, act) {
   const element = h("article", { class: `message ${message.role}`, "aria-label": t(who) }, body, foot);
   if (message.role !== "assistant") {
     if (message.role === "tool") body.before(h("div", { class: "who" }, t("toolResult")));
-    body.textContent = message.content;
+    body.textContent = visible(message.content);
     if (message.role === "user") {
       foot.append(copyButton(t("copy"), () => message.content));
       foot.append(iconButton("edit", t("edit"), () => edit(element, message, act)));

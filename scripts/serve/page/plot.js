@@ -1,10 +1,10 @@
 // One picture: axes, curves of several runs, the values under the pointer or at the keyboard's place. Drawn as SVG.
-import { announce, h, s } from "./dom.js";
+import { announce, h, paint, s } from "./dom.js";
 import { duration, logTicks, nearest, short, ticks, timeUnit } from "./series.js";
 import { t } from "./text.js";
 
 const HEIGHT = 216;
-const PAD = { left: 50, right: 12, top: 10, bottom: 26 };
+const PAD = { left: 56, right: 12, top: 10, bottom: 26 };
 const FEW = 40; // a curve of fewer points shows them
 
 const tenths = (value) => Math.round(10 * value) / 10;
@@ -110,7 +110,7 @@ export class Plot {
   }
 
   curve({ color, x, y, raw, low, high, experts, bad, heldOut }) {
-    const group = s("g", { class: `c${color}` });
+    const group = paint(s("g"), color);
     if (experts) {
       const even = this.atY(1 / experts.length);
       group.append(s("line", { class: "even", x1: PAD.left, x2: this.width - PAD.right, y1: even, y2: even }));
@@ -190,10 +190,10 @@ export class Plot {
     const rows = this.lines.map((line) => {
       const there = line.x[0] - near <= at && at <= line.x.at(-1) + near;
       const i = there ? nearest(line.x, at) : -1;
-      const colored = { class: `c${line.color}` };
-      if (there && !line.experts) this.over.append(s("g", colored, ...this.dots(line, [i], "dot", 4.2)));
+      if (there && !line.experts) this.over.append(paint(s("g", {}, ...this.dots(line, [i], "dot", 4.2)), line.color));
       const value = h("b", {}, there ? this.value(line, i) : "–");
-      return h("div", colored, h("span", { class: "swatch" }), h("span", { class: "name" }, line.name), value);
+      const row = h("div", {}, h("span", { class: "swatch" }), h("span", { class: "name" }, line.name), value);
+      return paint(row, line.color);
     });
     if (!tip) return;
     this.tip.replaceChildren(h("span", { class: "at" }, this.xText(at)), ...rows);

@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,8 +110,8 @@ class ScriptedServer(Serving):
     asked: the requests for answers. hung_up: those that the client did not hear to the end.
     """
 
-    def __init__(self, save_dir: Path, key: str = ""):
-        self.key = key
+    def __init__(self, save_dir: Path, key: str = "", models: Sequence[str] = ("tiny", "small")):
+        self.key, self.names = key, models
         self.asked: list[dict] = []
         self.hung_up: list[dict] = []
         app = FastAPI()
@@ -132,7 +132,7 @@ class ScriptedServer(Serving):
 
     async def models(self) -> dict:
         sampling = {"tiny": {"temperature": 0.7, "top_p": 0.9, "top_k": 50}, "small": {"temperature": 0.2}}
-        return {"data": [{"id": name, "object": "model", "sampling": values} for name, values in sampling.items()]}
+        return {"data": [{"id": name, "object": "model", "sampling": sampling.get(name, {})} for name in self.names]}
 
     async def chat(self, request: Request) -> Any:
         body = await request.json()

@@ -1,5 +1,6 @@
 """The server over HTTP, asked by the official openai client: a tiny model, and one whose answers are known."""
 
+import copy
 import http.client
 import json
 import logging
@@ -84,7 +85,7 @@ def real(tiny, tokenizer) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def scripted(tokenizer, monkeypatch) -> Iterator[SimpleNamespace]:
-    monkeypatch.setattr(models, "Decoder", ScriptedDecoder)
+    monkeypatch.setattr(models, "FiniteDecoder", ScriptedDecoder)
     monkeypatch.setattr(scripted_decoder, "SAYS", SAYS)
     SAYS.clear()
     PACE["seconds"] = 0.0
@@ -278,6 +279,25 @@ def test_a_tool_that_must_be_called(scripted):
     assert choice.message.tool_calls[0].function.name == "weather" and choice.message.content is None
 
 
+@pytest.mark.parametrize("said", ["fire", 'weather", "arguments": {"city', 'weather", "arguments": {}}</tool_call> so'])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_an_answer_that_must_call_a_tool_is_a_call_or_an_error(scripted, said, choice):
+    """Never the text of a broken call, nor half of one."""
+    SAYS['{"name": "'] = said
+    fields = {"tools": TOOLS, "tool_choice": choice}
+    if said.endswith("so") and choice == "required":
+        message = chat(scripted, "x", **fields).choices[0].message
+        assert message.tool_calls[0].function.arguments == "{}" and message.content == " so"
+        return
+    with pytest.raises(openai.InternalServerError) as error:
+        chat(scripted, "x", **fields)
+    assert error.value.code == "no_tool_call" and error.value.param == "tool_choice"
+    seen = []
+    with pytest.raises(openai.APIError, match="no valid call"):
+        seen += [chunk.choices[0].delta for chunk in chat(scripted, "x", stream=True, **fields)]
+    assert not any(delta.content or delta.tool_calls for delta in seen)
+
+
 @pytest.mark.parametrize("name", ["enable_thinking", "open_thinking"])  # Qwen3's and MiniMind's
 def test_reasoning_stands_beside_the_content(scripted, name):
     SAYS["why"] = "<think>\nBecause.\n</think>\n\nSo."
@@ -327,6 +347,33 @@ def test_log_probabilities_of_a_chat_are_those_of_transformers(real, tiny, token
     assert chat(real, "hello", max_tokens=2).choices[0].logprobs is None
 
 
+@pytest.mark.parametrize("top", [0, 2])
+def test_log_probabilities_of_a_completion_are_those_of_transformers(real, tiny, tokenizer, top):
+    """Beside each token those of the likeliest and its own, 0: its own alone; where it begins in the text."""
+    prompt = [1, *tokenizer.encode("The river", add_special_tokens=False)]
+    fields = {"model": "tiny", "prompt": [prompt], "max_tokens": 12, "logprobs": top, "seed": 3, "temperature": 1.5}
+    whole = real.client.completions.create(n=2, **fields).choices
+    streamed: list[dict[str, list]] = [{}, {}]
+    for chunk in real.client.completions.create(n=2, stream=True, **fields):
+        for name, values in chunk.choices[0].logprobs.model_dump().items():
+            streamed[chunk.choices[0].index].setdefault(name, []).extend(values)
+    assert streamed == [choice.logprobs.model_dump() for choice in whole]
+    for choice in whole:
+        tokens, logprobs = list(prompt), choice.logprobs
+        assert len(logprobs.tokens) == 12 and logprobs.text_offset[0] == 0
+        for i, name in enumerate(logprobs.tokens):
+            expected = log_softmax(tiny, tokens)[-1]
+            drawn = [t for t in range(6400) if real.model.texts._entry(t, 0)["token"] == name]
+            token = min(drawn, key=lambda t: abs(expected[t].item() - logprobs.token_logprobs[i]))
+            assert logprobs.token_logprobs[i] == pytest.approx(expected[token].item(), abs=1e-4)
+            best = {real.model.texts._entry(t, 0)["token"] for t in expected.topk(top).indices.tolist()}
+            assert logprobs.top_logprobs[i].keys() == best | {name}
+            if not any(each.startswith("bytes:") for each in logprobs.tokens[: i + 1][-2:]):  # whole characters
+                assert choice.text[logprobs.text_offset[i] :].startswith(name)
+            tokens.append(token)
+    assert real.client.completions.create(**(fields | {"logprobs": None})).choices[0].logprobs is None
+
+
 def test_log_probabilities_end_where_the_text_does(scripted, monkeypatch):
     SAYS["list"] = "one, two, three, four"
     for stream, stop in product((False, True), ("three", " three")):
@@ -356,9 +403,28 @@ def test_log_probabilities_end_where_the_text_does(scripted, monkeypatch):
 def test_more_log_probabilities_than_one_may_ask_for(scripted):
     with pytest.raises(openai.BadRequestError, match="log-probabilities"):
         chat(scripted, "x", max_tokens=400, n=4, logprobs=True, top_logprobs=20)
-    for fields in ({"logprobs": 1}, {"echo": True}):
-        with pytest.raises(openai.BadRequestError, match="not supported"):
-            scripted.client.completions.create(model="scripted", prompt="x", **fields)
+    with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+        scripted.client.completions.create(model="scripted", prompt=["x"] * 20, max_tokens=400, logprobs=20)
+
+
+# --- a model that is damaged -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, damage, capfd):
+    broken = copy.deepcopy(tiny)
+    with torch.no_grad():
+        broken.model.norm.weight[3] = damage
+    with serving(broken, tokenizer, Settings("broken", slots=4, context=CONTEXT, max_new_tokens=20)) as server:
+        for fields in ({"temperature": 0}, {"seed": 1, "n": 2}, {"logprobs": True}):
+            with pytest.raises(openai.InternalServerError, match="not finite numbers"):
+                chat(server, "hello", **fields)
+        with pytest.raises(openai.APIError, match="not finite numbers"):
+            list(chat(server, "hello", stream=True))
+        with torch.no_grad():
+            broken.model.norm.weight[3] = 1.0
+        assert chat(server, "hello", temperature=0).choices[0].message.content
+    assert "not finite numbers" in capfd.readouterr().err
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -392,7 +458,9 @@ def test_more_log_probabilities_than_one_may_ask_for(scripted):
         ({"min_p": 0.1}, 400, None),
         ({"repetition_penalty": 1.1}, 400, None),
         ({"echo": True}, 400, None),
-        ({"unheard_of": {"of": 1}}, 400, None),
+        ({"best_of": 2}, 400, None),
+        ({"skip_special_tokens": False}, 400, None),
+        ({"guided_json": {"type": "object"}}, 400, None),
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
         ({"model": "x" * 257}, 400, "model"),
@@ -422,12 +490,55 @@ def test_bodies_that_are_no_requests(scripted):
     assert post(scripted, b"{}", "/v1/nothing")[0] == 404
 
 
-def test_fields_that_ask_for_nothing_are_allowed(scripted):
+def test_fields_that_change_nothing_are_ignored_and_unknown_ones_named_once(scripted, capfd):
     body = {"messages": user("hello"), "unheard_of": None, "stop": None, "max_tokens": None, "tools": None}
-    body |= {"user": "me", "frequency_penalty": 0, "logit_bias": None, "logprobs": False, "stream": None}
-    body |= {"min_p": 0.0, "repetition_penalty": 1.0, "metadata": {"a": "b"}, "parallel_tool_calls": True, "best_of": 1}
-    status, answer = post(scripted, json.dumps(body).encode())
-    assert status == 200 and answer["choices"][0]["message"]["content"] == "Well."
+    body |= {"user": "me", "frequency_penalty": 0, "logit_bias": None, "logprobs": False, "stream": None, "stop": ""}
+    body |= {"min_p": 0.0, "repetition_penalty": 1.0, "metadata": {"a": "b"}, "parallel_tool_calls": False, "n": 2}
+    body |= {"best_of": 2, "modalities": ["text"], "skip_special_tokens": True, "service_tier": "auto", "store": True}
+    for more in (
+        {},
+        {"reasoning_effort": "high", "\x1b[31m" + "x" * 999: 1},
+        {"reasoning_effort": "low", "options": {}},
+    ):
+        status, answer = post(scripted, json.dumps(body | more).encode())
+        assert status == 200 and [choice["message"]["content"] for choice in answer["choices"]] == ["Well."] * 2
+    log = capfd.readouterr().err
+    assert [log.count(name) for name in ("'reasoning_effort'", "'options'", "'user'", "unheard_of")] == [1, 1, 0, 0]
+    assert "\\x1b[31mxxx" in log and len(max(log.splitlines(), key=len)) < 200
+    for number in range(200):
+        post(scripted, json.dumps({"messages": user("x"), f"field{number}": 1}).encode())
+    assert capfd.readouterr().err.count("is unknown here") == 97  # of a hundred
+
+
+def test_requests_as_minimind_sends_them_are_answered(scripted):
+    """Of its chat_api.py, its eval_toolcall.py and the curl command of its README."""
+    SAYS["<think>"] = "\nHm.\n</think>\n\nYes."
+    fields = {"temperature": 0.8, "max_tokens": 2048, "top_p": 0.8}
+    extra = {"chat_template_kwargs": {"open_thinking": True}, "reasoning_effort": "medium"}
+    create = scripted.client.chat.completions.create
+    chunks = create(model="minimind-local:latest", messages=user("hi"), stream=True, extra_body=extra, **fields)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+    answer = create(model="jingyaogong/minimind-3:latest", messages=user("hi"), tools=TOOLS, **fields)
+    assert answer.model == "scripted" and answer.choices[0].message.content == "Well."
+    body = {"model": "model-identifier", "messages": user("世界上最高的山是什么？"), "open_thinking": True}
+    status, answer = post(scripted, json.dumps(body | {"temperature": 0.7, "max_tokens": 1024}).encode())
+    assert status == 200 and answer["choices"][0]["message"]["reasoning_content"] == "Hm."
+    with pytest.raises(openai.NotFoundError):
+        create(model="full_sft_512", messages=user("hi"))
+
+
+def test_a_page_or_model_is_there_for_head(scripted):
+    found = dict.fromkeys(("/", "/page/app.js", "/health", "/v1/models", "/v1/models/scripted", "/api/runs"), 200)
+    for path, status in (found | {"/v1/models/none": 404, "/v1/completions": 405}).items():
+        connection = http.client.HTTPConnection("127.0.0.1", scripted.port, timeout=60)
+        for method in ("HEAD", "GET", "HEAD"):  # on one connection: no body is left in it
+            connection.request(method, path, headers={"Authorization": "Bearer key"})
+            response = connection.getresponse()
+            body = response.read()
+            assert response.status == status and bool(body) == (method == "GET"), (method, path)
+        connection.close()
 
 
 def test_the_key(scripted):
@@ -465,7 +576,7 @@ def test_pydantic_does_not_build_an_error_for_every_item_of_a_large_body(tokeniz
     for kind, body in large_bodies():
         try:
             asked = parse(kind, body)
-            writer.chat(asked.messages, asked.tools)
+            writer.chat(prompt_writer.turns_of(asked.messages), asked.tools)
         except ApiError as refused:
             assert refused.status == 400 and len(str(refused)) < 300, body[:80]
             cause = refused.__cause__
@@ -526,7 +637,7 @@ def test_an_aborted_upload_leaves_no_trace(scripted, caplog, monkeypatch):
 
 @contextmanager
 def asking(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Iterator[TestClient]:
-    monkeypatch.setattr(models, "Decoder", ScriptedDecoder)
+    monkeypatch.setattr(models, "FiniteDecoder", ScriptedDecoder)
     fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
     app = create_app(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, **fields))
     with TestClient(app, base_url="http://127.0.0.1") as client:

@@ -44,6 +44,7 @@ def folder(tmp_path_factory) -> Path:
     outside = folder.parent / "outside_32.pth"
     shutil.copy(folder / "pretrain_32.pth", outside)
     (folder / "linked_32.pth").symlink_to(outside)
+    (folder / "itself_32.pth").symlink_to(folder / "itself_32.pth")
     return folder
 
 
@@ -125,6 +126,43 @@ def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
     response = connection.getresponse()
     assert response.status == 404 and json.loads(response.read())["error"]["code"] == "model_not_found"
     connection.close()
+
+
+def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server):
+    """Neither what needs no model, nor a model for which there will be no room."""
+    gate, loads = threading.Event(), threading.Event()
+    load = server.models.settings.load
+
+    def slow(path: Path) -> Any:
+        loads.set()
+        assert gate.wait(60)
+        return load(path)
+
+    object.__setattr__(server.models.settings, "load", slow)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, server, "pretrain_32")
+            assert loads.wait(30)
+            for fields in ({"n": 5}, {"min_p": 1}):
+                with pytest.raises(openai.BadRequestError):
+                    ask(server, "pretrain_32", timeout=20, extra_body=fields)
+            with pytest.raises(openai.BadRequestError, match="unknown role"):
+                server.client.chat.completions.create(model="dpo_32_moe", messages=[{"role": "king"}], timeout=20)
+            with pytest.raises(openai.BadRequestError, match="n must be 4 or less"):
+                server.client.completions.create(model="dpo_32_moe", prompt="x", n=5, timeout=20)
+            with pytest.raises(openai.NotFoundError):
+                ask(server, "none_32", timeout=20)
+            with pytest.raises(openai.InternalServerError) as error:
+                ask(server, "dpo_32_moe", timeout=20)
+            assert error.value.code == "models_busy" and ask(server, None, timeout=20)
+            assert not answer.done()
+            gate.set()
+            assert answer.result()
+    finally:
+        gate.set()
+        object.__setattr__(server.models.settings, "load", load)
+    wait_for(lambda: not server.models.loaded["pretrain_32"].busy)
+    assert ask(server, "dpo_32_moe")
 
 
 def test_damaged_weights_are_one_line_and_nothing_else_stops(server, capfd):

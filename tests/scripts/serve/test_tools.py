@@ -29,13 +29,14 @@ def call(tool: str, /, **arguments: object) -> dict:
 
 def test_the_shipped_environments_are_listed_and_run(client):
     listed = client.get("/api/tools").json()["toolboxes"]
-    assert [box["name"] for box in listed] == ["calculator"]
-    assert [tool["function"]["name"] for box in listed for tool in box["tools"]] == ["calculate"]
+    assert [box["name"] for box in listed] == ["calculator", "calculate_math"]
+    assert [tool["function"]["name"] for box in listed for tool in box["tools"]] == ["calculate", "calculate_math"]
     calls = [call("calculate", expression="12 * 34"), call("launch"), call("calculate")]
+    calls.append(call("calculate_math", expression="71**2"))
     calls.append(call("calculate", expression="__import__('os').getpid()"))
     results = client.post("/api/tools", json={"calls": calls}).json()["results"]
     assert results[0] == "408" and results[1] == "error: no tool named launch"
-    assert results[2].startswith("error: ") and results[3].startswith("error: ")
+    assert results[2].startswith("error: ") and results[3] == "5041" and results[4].startswith("error: ")
 
 
 @pytest.mark.parametrize(

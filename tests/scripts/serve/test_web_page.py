@@ -154,6 +154,9 @@ MARKDOWN = {  # as the text of the elements that come out
     "see https://a.example/x_y_z). End": "see [A:https://a.example/x_y_z]). End",
     "[a](https://e.example/x_(y)) [b](ftp://x) [c]": "[A:a] [b](ftp://x) [c]",
     "**a *b** c*": "[STRONG:a *b] c*",
+    "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)": "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)",
+    "2**10 and 71**2, 2*-3*-4": "2**10 and 71**2, 2*-3*-4",
+    'a*"b"* *(c)* 用**Python**写 **注意：**它': 'a*"b"* [EM:(c)] 用[STRONG:Python]写 [STRONG:注意：]它',
     "<b>&amp;</b>": "<b>&amp;</b>",
 }
 
@@ -341,28 +344,60 @@ def test_an_import_says_what_it_drops(chat, tmp_path):
 
 
 def test_two_models_answer_side_by_side(chat, server):
-    chat.ask("one")
+    def sides() -> list[str]:
+        return [cell.text for cell in chat.all(".side-of-two .body > .text")]
+
+    chat.ask("who")
     Select(chat.one("#other")).select_by_value("small")
-    assert [cell.text for cell in chat.all(".side-of-two .body > .text")] == ["You said: one"] * 2
-    chat.say("who")
+    chat.wait(lambda: sides() == ["tiny", "small"])
+    chat.say("one")
     chat.answered()
-    assert [cell.text for cell in chat.all(".side-of-two .body > .text")][2:] == ["tiny", "small"]
-    assert [element.text for element in chat.all("#messages > strong")] == ["tiny", "small"]
-    assert sorted(asked["model"] for asked in server.asked[1:]) == ["small", "tiny"]
-    assert [len(asked["messages"]) for asked in server.asked] == [1, 3, 3]
+    assert sides() == ["tiny", "small", "You said: one", "You said: one"]
+    assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny", "small"] * 2
     chat.reload()
-    assert [cell.text for cell in chat.all(".side-of-two .body > .text")][2:] == ["tiny", "small"]
+    assert sides() == ["tiny", "small", "You said: one", "You said: one"]
     chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
     chat.keys(Keys.CONTROL, "a")
     chat.keys("two", Keys.ENTER)
-    chat.wait(lambda: [cell.text for cell in chat.all(".side-of-two .body > .text")][2:] == ["You said: two"] * 2)
+    chat.wait(lambda: sides()[2:] == ["You said: two"] * 2)
     chat.answered()
     assert exported(chat).count('"two"') == 2  # a record for each model
     Select(chat.one("#other")).select_by_value("")
     chat.wait(lambda: len(chat.all(".message")) == 4)
     chat.click("#new-chat")
     chat.click("#notice button")  # of the conversation that was compared
-    chat.wait(lambda: len(chat.all(".side-of-two .body > .text")) == 4)
+    chat.wait(lambda: len(sides()) == 4)
+
+
+def test_a_second_model_answers_all_questions_itself(chat, server):
+    """Whatever was said before it was chosen: no answer of another model is shown or sent as its own."""
+
+    def asked_of(model: str) -> list[list[str]]:
+        return [[one["content"] for one in asked["messages"]] for asked in server.asked if asked["model"] == model]
+
+    def second() -> list[str]:
+        return [cell.text for cell in chat.all(".side-of-two:nth-child(3n) .body > .text")]
+
+    for text in ("who", "one", "long"):
+        chat.say(text)
+        if text != "long":
+            chat.answered()
+    chat.wait(lambda: "5 6 7" in chat.text(".message.assistant .text"))
+    chat.keys(Keys.ESCAPE)
+    chat.answered()
+    Select(chat.one("#other")).select_by_value("small")
+    chat.wait(lambda: len(second()) == 3 and "5 6 7" in second()[2])
+    assert second()[:2] == ["small", "You said: one"]
+    chat.keys(Keys.ESCAPE)  # its last answer
+    chat.answered()
+    assert asked_of("small") == [["who"], ["who", "small", "one"], ["who", "small", "one", "You said: one", "long"]]
+    Select(chat.one("#model")).select_by_value("small")
+    Select(chat.one("#other")).select_by_value("tiny")  # another second one
+    chat.wait(lambda: len(second()) == 3 and "5 6 7" in second()[2])
+    chat.keys(Keys.ESCAPE)
+    chat.answered()
+    assert second()[0] == "tiny" and asked_of("tiny")[-1][1] == "tiny"
+    assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny"] * 6  # who gave each answer
 
 
 def test_the_models_own_defaults_are_shown_and_left_to_the_server(chat, server):
@@ -495,6 +530,33 @@ def test_the_language_is_the_browsers_until_it_is_switched(page, server):
     assert page.driver.execute_async_script(unknown) == []
 
 
+@pytest.mark.parametrize("language", ["en-US", "zh-CN"])
+def test_the_buttons_of_the_composer_are_on_the_screen(page, folder, language):
+    """Also with two models of long names, on phones of every width; where they are, and that a tap reaches them."""
+    names = [f"{stage}_on_a_data_set_of_a_long_name_768_moe" for stage in ("full_sft", "dpo")]
+    reached = """return arguments[0].map((css) => {
+        const box = document.querySelector(css).getBoundingClientRect();
+        const inside = box.left >= 0 && box.right <= innerWidth && box.top >= 0 && box.bottom <= innerHeight;
+        const hit = document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+        return inside && box.width >= 24 && Boolean(hit?.closest(css));
+      });"""
+    with ScriptedServer(folder, models=names) as server:
+        for width in (320, 360, 375, 390, 414, 560, 800):
+            page.open(server.address, language=language)
+            page.size(width, 640)
+            Select(page.one("#other")).select_by_value(names[1])
+            page.one("#input").send_keys("long")
+            controls = ["#model", "#other", "#open-settings"]
+            assert page.run("return innerWidth") == width
+            assert page.run(reached, [*controls, "#send"]) == [True] * 4, width
+            page.click("#send")
+            page.wait(lambda: page.shown("#stop"))
+            assert page.run(reached, [*controls, "#stop"]) == [True] * 4, width
+            page.one("#stop").click()
+            page.answered()
+        page.driver.get("about:blank")
+
+
 def test_a_narrow_screen_never_scrolls_sideways(chat, folder):
     append(folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, expert_load=[0.5, 0.5]) for i in range(1, 9)))
     chat.size(360, 700)
@@ -513,6 +575,26 @@ def test_a_narrow_screen_never_scrolls_sideways(chat, folder):
     chat.click("#tab-training")
     chat.wait(lambda: curve(chat, "Loss"))
     assert not chat.run(wide)
+    (loss,) = [cell for cell in chat.all("#latest-values th") if cell.text == "Loss"]
+    assert loss.rect["x"] + loss.rect["width"] < 360  # a long name of a run leaves room for it
+
+
+def test_characters_that_reorder_text_are_shown_as_escapes(page, tmp_path):
+    """A name must not pass for another one, nor a message for what it is not."""
+    turned = "sft_\u202egnp.exe"
+    append(tmp_path / f"{turned}_64_metrics.jsonl", record(1, warnings=[turned]), record(2))
+    with ScriptedServer(tmp_path, models=[turned, "small"]) as server:
+        page.open(server.address)
+        page.run("document.querySelector('#input').value = arguments[0]", f"**{turned}** `{turned}`")
+        page.run("document.querySelector('#composer').requestSubmit()")
+        page.wait(lambda: page.all(".message.assistant .text code"))
+        page.answered()
+        assert server.asked[0]["model"] == turned and turned in server.asked[0]["messages"][0]["content"]
+        page.click("#tab-training")
+        page.wait(lambda: curve(page, "Loss"))
+        shown = page.run("return document.body.textContent")
+        assert "\u202e" not in shown and shown.count("sft_\\u202egnp.exe") >= 8
+        page.driver.get("about:blank")
 
 
 def test_everything_is_reached_by_keyboard(chat, server):
@@ -659,33 +741,22 @@ def test_the_table_of_runs_and_their_samples(curves, folder):
     append(folder / "sampled_64_metrics.jsonl", *(record(i + 1, **each) for i, each in enumerate(answers)))
     append(folder / "sampled_64_metrics.jsonl", record(3, warnings=[attack]))
     for name, rate in (("sampled", 0.5), ("second", 0.25)):
-        settings = {"learning_rate": rate, "constructor": attack, "save_dir": name}
+        settings = {"data_path": f"data/{name}", "learning_rate": rate, "constructor": attack, "save_dir": name}
         (folder / f"{name}_64_run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
     append(folder / "second_64_metrics.jsonl", record(11))
     curves.wait(lambda: "sampled_64" in curves.text("#runs"))
     curves.click('[data-run="sampled_64"]')
     curves.wait(lambda: "sampled_64" in curves.text("#latest-values"))
     head = [cell.text for cell in curves.all("#latest-values th")]
-    named = [
-        "Run",
-        "learning_rate",
-        "Updates",
-        "Tokens",
-        "Time",
-        "Loss",
-        "Held-out loss",
-        "Best held-out loss",
-        "at update",
-    ]
-    assert head == named
+    results = ["Run", "Loss", "Held-out loss", "Best held-out loss", "at update", "Updates", "Tokens", "Time"]
+    assert head == [*results, "learning_rate", "data_path"]
     rows = [[cell.text for cell in row.find_elements("css selector", "td")] for row in curves.all("#latest-values tr")]
     rows = [row for row in rows if row]
-    assert [row[:3] for row in rows] == [
-        ["sampled_64", "0.5", "3"],
-        ["second_64", "0.25", "11"],
-        ["first_64", "–", "30"],
+    assert [[row[0], *row[2:6], row[8]] for row in rows] == [
+        ["sampled_64", "1", "1", "2", "3", "0.5"],
+        ["second_64", "2", "2", "1", "11", "0.25"],
+        ["first_64", "–", "–", "–", "30", "–"],
     ]
-    assert rows[0][-3:] == ["1", "1", "2"] and rows[2][-3:] == ["–", "–", "–"]
     assert f"sampled_64: update 3: {attack}" in curves.text("#latest-values")
     curves.click("#samples summary")
     curves.wait(lambda: "update 2: answer 2" in curves.text("#sample-texts"))
@@ -752,6 +823,8 @@ def test_many_runs_are_shown_with_fewer_points_and_without_bands(page, tmp_path)
         page.reload()
         page.click("#tab-training")
         page.wait(lambda: len(curve(page, "Loss")) == 17)
+        lines = "[...document.querySelector('#plots .plot').querySelectorAll('.line')]"
+        assert len({*page.run(f"return {lines}.map((line) => getComputedStyle(line).stroke)")}) == 17
         assert {len(points(path)) for path in curve(page, "Loss")} == {120} and not page.all(".band")
         page.click(f'[data-run="{names[0]}"]')
         page.wait(lambda: {len(points(path)) for path in curve(page, "Loss")} == {300})

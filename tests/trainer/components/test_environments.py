@@ -27,6 +27,13 @@ def test_whole_numbers_are_exact(a, b, operation):
         ("-7%3", "2"),
         (" 1 +1 ", "2"),
         ("1/3*3", "1"),
+        ("71**2", "5041"),
+        ("2^10 + 1", "1025"),
+        ("2**-1 + 3² - 2³", "1.5"),
+        ("sqrt(16)", "4"),
+        ("math.sqrt(9/4) + 2**0.5", "2.914213562"),
+        ("2**4095 // 2**4094", "2"),
+        ("1**(2**4095) + (-1)**99999999", "0"),
     ],
 )
 def test_expressions(expression, value):
@@ -39,6 +46,17 @@ def test_expressions(expression, value):
         "",
         "1+",
         "2**9999999",
+        "9**9**9**9",
+        "(10**300)**(10**300)",
+        "1.1**-99999",
+        "2**4096",
+        "1/10**400",
+        "2**0.3",
+        "0**-1",
+        "sqrt(-1)",
+        "sqrt()",
+        "sqrt(4, x=1)",
+        "sqrt.__class__(4)",
         "__import__('os')",
         "a",
         "'x'*9",
@@ -94,6 +112,8 @@ def test_a_mistake_is_one_line(name, line):
 def test_minimind_s_name_and_signs():
     calls = [{"name": "calculate_math", "arguments": {"expression": "（3 + 4）× 6 ÷ 2 − 1"}}]
     assert [reply["content"] for reply in Calculator({}).reply(calls)] == ["20"]
+    offered = load_environment("calculate_math")
+    assert offered.tools[0]["function"]["name"] == "calculate_math" and offered({}).reply(calls)[0]["content"] == "20"
 
 
 def test_a_tool_that_nothing_answers_is_refused():
