@@ -305,9 +305,9 @@ def loss_forecast(plan: Plan) -> str:
     weights = layer_weights(first.args.num_hidden_layers, first.args.hidden_size)
     if not rules.was_checked(weights, first.data.num_tokens, first.args.epochs):
         return (
-            f"no forecast of the loss: runs were measured on texts of {rules.MIN_TOKENS / 1e6:g} M tokens or more, over "
-            f"{rules.MAX_TRAINED / 1e6:g} M tokens in all passes or fewer, of layers with {rules.MIN_WEIGHTS / 1e6:.2f} "
-            f"to {rules.MAX_WEIGHTS / 1e6:.1f} M weights"
+            "no forecast of the loss: the runs behind it had texts of at least "
+            f"{rules.MIN_TOKENS / 1e6:g} M tokens, at most {rules.MAX_TRAINED / 1e6:g} M tokens in all passes, and "
+            f"layers with {rules.MIN_WEIGHTS / 1e6:.2f} to {rules.MAX_WEIGHTS / 1e6:.1f} M weights"
         )
     low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
     bits = plan.loss / math.log(2) / spelling(first.held_out)[1]
@@ -320,8 +320,9 @@ def shell_file(plan: Plan) -> str:
     lines = ["#!/usr/bin/env bash", "# Written by scripts/plan.py. Run it again to go on after an interruption."]
     lines += ["set -e", f"cd {shlex.quote(str(ROOT))}"]
     for stage in plan.stages:
-        speed = f"{duration(stage.seconds)} at {stage.ranks / stage.cost.token:,.0f} tokens/s"
-        lines.append(f"echo '== {stage.args.save_weight}: {speed} were planned; the line run: has the time as it is now'")
+        plan_of_it = f"planned {duration(stage.seconds)}, at {stage.ranks / stage.cost.token:,.0f} tokens/s"
+        text = f'== {stage.args.save_weight}: {plan_of_it}; the line "run:" has the time at the present speed'
+        lines.append(f"echo {shlex.quote(text)}")
         steps = stage.updates * stage.args.accumulation_steps
         often = {"eval_interval": max(1, steps // EVALUATIONS), "log_interval": max(1, steps // 50)}
         args = replace(stage.args, from_resume=True, **often)
@@ -370,10 +371,11 @@ def main() -> None:
     for depth, cost in costs.items():
         size, kind = f"{cost.parameters / 1e6:,.2f} M parameters", "measured" if cost.measured else "arithmetic"
         say(f"  {WIDTH * depth} x {depth}: {size}, {1 / cost.token:,.0f} tokens/s, {kind}")
-    if not gpu and device.type == "cpu" and others + torch.get_num_threads() > psutil.cpu_count() + SLACK:
+    cores = psutil.cpu_count() or 1
+    if not gpu and device.type == "cpu" and others + torch.get_num_threads() > cores + SLACK:
         say(
-            f"  other programs used {others:.1f} of {psutil.cpu_count()} cores meanwhile; without them these speeds are "
-            "higher, and the plan may be another: plan again then"
+            f"  other programs used {others:.1f} of {cores} cores meanwhile; without them these speeds are higher, "
+            "and the plan may be another: plan again then"
         )
     plan, limit = choose(stages, costs, USABLE * memory, 3600 * args.hours, trigram)
     size_is_given = bool(args.depth or args.size)

@@ -55,7 +55,7 @@ def expected_loss(trigram: float, weights: float, tokens: float, passes: int) ->
 
 def was_checked(weights: float, tokens: float, passes: int) -> bool:
     """Whether `expected_loss` of these lies where runs have shown that it is within SPREAD of the loss."""
-    return MIN_WEIGHTS <= weights <= MAX_WEIGHTS and MIN_TOKENS <= tokens and passes * tokens <= MAX_TRAINED
+    return MIN_WEIGHTS <= weights <= MAX_WEIGHTS and tokens >= MIN_TOKENS and passes * tokens <= MAX_TRAINED
 
 
 def chosen(args: A, data: Any, ranks: int) -> A:
