@@ -4,6 +4,8 @@ Each command imports this package before torch, which reads GOMP_SPINCOUNT when 
 others then sleep early instead of spinning, which is several times faster where other programs want the cores, and
 hardly slower where none do (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays.
 
+A rank asks here, before it loads torch for seconds, to end with its torchrun.
+
 Where the requirements are missing, as with a virtual environment that was not activated, one line says what to do.
 """
 
@@ -11,6 +13,9 @@ import importlib.util
 import os
 import sys
 
+from common.launcher import end_with_torchrun
+
+end_with_torchrun()
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

@@ -1,7 +1,11 @@
-"""Which of a run's processes this is: what torchrun, srun or mpirun wrote into the environment."""
+"""Which of a run's processes this is: what torchrun, srun or mpirun wrote into the environment; and ending with
+torchrun."""
 
 import os
+import signal
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 
@@ -26,6 +30,7 @@ LAUNCHERS = {
 }
 NEEDED = {"rank", "world_size", "local_rank"}
 MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HELP = "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to train in one process"
 
 
@@ -80,3 +85,39 @@ def _checked(place: Launch, environ: Mapping[str, str]) -> Launch:
     if not environ["MASTER_PORT"].isdecimal() or int(environ["MASTER_PORT"]) > 65535:
         raise ValueError(f"MASTER_PORT={environ['MASTER_PORT']} is no port")
     return place
+
+
+def end_with_torchrun() -> None:
+    """In a rank that torchrun started, have the kernel send SIGTERM when torchrun ends, kill -9 included
+    (Linux): before training the rank then ends, in training it saves and ends. Where torchrun has ended
+    already, the rank ends here.
+
+    Called by the first import, since the ranks take seconds to load torch. A rank leads a session; the
+    processes that it starts do not, and end with it.
+    """
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getsid(0) == os.getpid()
+    if not is_rank:
+        return
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if _torchrun_has_ended():  # asked after the prctl: between the two no end is missed
+        print("error: the torchrun that started this process has ended", file=sys.stderr)
+        sys.exit(2)
+
+
+def _torchrun_has_ended() -> bool:
+    """Whether nobody listens at the port of the store that torchrun keeps for its ranks."""
+    import socket
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # then rank 0 opens the store, later
+        return False
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError, ValueError):  # a network that is slow, for instance, says nothing about torchrun
+        return False
+    return False

@@ -79,6 +79,13 @@ def split_weights(data_path: str) -> tuple[list[str], list[float]]:
     return (paths, weights) if weights else ([data_path], [])
 
 
+def parts_of(data_path: str | os.PathLike) -> list[str]:
+    """The files, globs and folders of a data path without weights, as typed; empty parts, as in `a.jsonl,`, are none.
+    A path that exists as typed is a single one."""
+    typed = os.fspath(data_path)
+    return [typed] if os.path.exists(typed) else [part.strip() for part in typed.split(",") if part.strip()]
+
+
 def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[str]:
     """The files of `data_path`: files, globs and folders (searched recursively), separated by commas.
 
@@ -87,8 +94,7 @@ def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[
     folder that holds both is refused, or without `plain_text` only its records are taken.
     Raises UserError for a missing or empty file, for a pattern or folder without data, and for unwanted plain text.
     """
-    typed = os.fspath(data_path)
-    parts = [typed] if os.path.exists(typed) else [part.strip() for part in typed.split(",") if part.strip()]
+    parts = parts_of(data_path)
     if not parts:
         raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
     files: dict[str, str] = {}

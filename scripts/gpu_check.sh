@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests on this machine's GPUs what the manual guarantees, in less than 15 minutes; without a GPU what a CPU can.
+# Tests the guarantees of the manual on this machine's GPUs; without a GPU those that a CPU can check.
 #
 #   bash scripts/gpu_check.sh                              everything; writes out/gpu_check.json, to send in
 #   bash scripts/gpu_check.sh -k "losses or attention"     some checks: arguments go to pytest

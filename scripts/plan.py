@@ -6,7 +6,8 @@
 
 It tokenises the data as the stages do, times a few updates of models of growing size on them (a minute in all), and
 takes size, passes over the data, batch and learning rate from measured rules (trainer/components/rules.py). It prints
-the plan, the held-out loss to expect, what limits it and what is unwise, and writes a shell file that runs it.
+the plan, the held-out loss to expect if such runs were measured, what limits it and what is unwise, and writes a shell
+file that runs it.
 """
 
 import argparse
@@ -26,15 +27,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code bes
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
 # isort: split
+import psutil
 import torch
 
 from common.durable_files import atomic_write
 from common.errors import UserError, say
 from common.settings import AUTO, ROOT, ModelConfig, StageArgs, add_flags, settings_of
-from dataset.data_files import expand_paths, split_weights
+from dataset.data_files import expand_paths, parts_of, split_weights
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
-from scripts.planning.machine import SHARE_OF_SHEET, STATE, Cost, count_parameters, free_memory, training_cost
+from scripts.planning.machine import (
+    MEASURED,
+    SHARE_OF_SHEET,
+    STATE,
+    Cost,
+    count_parameters,
+    cpu_seconds_of_others,
+    free_memory,
+    training_cost,
+)
 from scripts.planning.trigrams import trigram_loss
 from trainer import train_full_sft, train_pretrain
 from trainer.components import rules
@@ -52,6 +63,7 @@ PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:23
 MEASURING, MEASURED_TOKENS = 40.0, 8192  # seconds after which no larger model is measured; of an update, at most
 COUNTED = 4  # layers of the largest model of which the bytes are counted for a GPU that is not here
 USABLE = 0.8  # share of the memory
+SLACK = 0.25  # cores that other programs may use without being named
 START = 12.0  # seconds of a stage before it trains
 EVALUATIONS, EVALUATION = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
 FEW_UPDATES, COSTLY_STEP = 100, 0.3  # share of an update
@@ -130,8 +142,10 @@ def choose(
     if not (in_time := [plan for plan in fitting if plan.seconds <= limit]):
         least = duration(min(plan.seconds for plan in fitting))
         raise UserError(f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data")
-    best, unhurried, unlimited = (min(each, key=lambda plan: plan.loss) for each in (in_time, fitting, plans))
-    return best, "hours" if best.loss > unhurried.loss else "memory" if best.loss > unlimited.loss else "data"
+    best, best_any_time, best_any_memory = (min(each, key=lambda plan: plan.loss) for each in (in_time, fitting, plans))
+    if best.loss > best_any_time.loss:
+        return best, "hours"
+    return best, "memory" if best.loss > best_any_memory.loss else "data"
 
 
 def measure(
@@ -151,7 +165,7 @@ def measure(
         if costs:
             last = costs[max(costs)]
             guess = last.scaled(shape(depth), batch, depth / max(costs))
-            late = time.monotonic() - begin + 4 * wanted * guess.token > MEASURING
+            late = time.monotonic() - begin + (MEASURED + 2) * wanted * guess.token > MEASURING
             if depth > COUNTED if gpu else late or not last.measured or guess.memory(wanted) > memory:
                 costs[depth] = guess
                 continue
@@ -193,21 +207,23 @@ def parse_args() -> argparse.Namespace:
 
 def depths_for(args: argparse.Namespace, shape: Callable[[int], "MiniMindConfig"]) -> Iterable[int]:
     """The depths to choose from. Raises UserError for a --size that is none."""
-    if args.depth or not args.size:
+    if args.size is None:
         return [args.depth] if args.depth else DEPTHS
+    number, unit = args.size[:-1], args.size[-1:].lower()
     try:
-        wanted = float(args.size[:-1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[args.size[-1].lower()]
-        distance = {depth: abs(math.log(count_parameters(shape(depth)) / wanted)) for depth in range(1, 41)}
-        return [min(distance, key=distance.__getitem__)]
+        wanted = float(number) * {"k": 1e3, "m": 1e6, "b": 1e9}[unit]
     except (ValueError, LookupError):
-        raise UserError(f"--size {args.size} must be a number with k, m or b, such as 30m") from None
+        wanted = math.nan
+    if not 0 < wanted < math.inf:
+        raise UserError(f"--size {args.size} must be a number above 0 with k, m or b, such as 30m")
+    distance = {depth: abs(math.log(count_parameters(shape(depth)) / wanted)) for depth in range(1, 41)}
+    return [min(distance, key=distance.__getitem__)]
 
 
 def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, ranks: int) -> Stage:
     """A stage with its data and what is the same for all sizes of the model."""
-    parts = [path] if Path(path).exists() else path.split(",")
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
-        "data_path": ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts),
+        "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints", "tokenizer_path": tokenizer_path,
         "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
         "batch_size": AUTO, "learning_rate": AUTO, "accumulation_steps": 1,
@@ -239,23 +255,25 @@ def spelling(data: StageDataset) -> tuple[int, float]:
     return report["target_bytes"], report["target_bytes"] / report["targets"]
 
 
-def unwise(plan: Plan) -> list[str]:
-    """What to think about again, one line each."""
-    first, shipped = plan.stages[0], ModelConfig.tokenizer_path
-    ratio, (_, spelled) = first.tokens / first.cost.parameters, spelling(first.data)
-    advice = "a smaller model learns as much" if ratio < 1 else "a larger model learns more"
-    share, (low, high) = first.updates * first.cost.update / first.seconds, TOKENS_PER_PARAMETER
-    short = spelled < FEW_BYTES and first.args.tokenizer_path == shipped
-    few = {
-        f"{stage.args.save_weight}: {stage.updates} updates teach little; more data help": stage.updates < FEW_UPDATES
-        for stage in plan.stages
-    }
-    found = few | {
-        f"{ratio:,.2f} tokens per parameter: {advice}": not low <= ratio <= high,
-        f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw": share > COSTLY_STEP,
-        f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)": short,
-    }
-    return [text for text, holds in found.items() if holds]
+def unwise(plan: Plan, size_is_given: bool) -> list[str]:
+    """What to think about again, one line each. `size_is_given`: the user has fixed the model; else it is the best of
+    those that fit, and says nothing of its size."""
+    first, lines = plan.stages[0], []
+    for stage in plan.stages:
+        if stage.updates < FEW_UPDATES:
+            lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; more data help")
+    ratio, (low, high) = first.tokens / first.cost.parameters, TOKENS_PER_PARAMETER
+    if size_is_given and ratio < low and first.args.num_hidden_layers > min(DEPTHS):
+        lines.append(f"{ratio:,.2f} tokens per parameter: a smaller model learns as much")
+    if size_is_given and ratio > high:
+        lines.append(f"{ratio:,.0f} tokens per parameter: a larger model learns more")
+    share = first.updates * first.cost.update / first.seconds
+    if share > COSTLY_STEP:
+        lines.append(f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw")
+    _, spelled = spelling(first.data)
+    if spelled < FEW_BYTES and first.args.tokenizer_path == ModelConfig.tokenizer_path:
+        lines.append(f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)")
+    return lines
 
 
 def describe(plan: Plan, limit: str) -> list[str]:
@@ -274,20 +292,37 @@ def describe(plan: Plan, limit: str) -> list[str]:
         "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",  # fp16 weights twice, two checkpoints
     }
     size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, {first.cost.parameters / 1e6:.2f} M parameters"
-    low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
-    bits = plan.loss / math.log(2) / spelling(first.held_out)[1]
     return [
         f"plan: {size}; {duration(plan.seconds)} in all; limited by the {limit}",
         *(f"  {name:22}" + "".join(f"{value(stage):>14}" for stage in plan.stages) for name, value in rows.items()),
-        f"  held-out loss to expect of pretraining: {plan.loss:.2f} ({low:.2f} to {high:.2f}), {bits:.2f} bits a byte",
+        f"  {loss_forecast(plan)}",
     ]
 
 
+def loss_forecast(plan: Plan) -> str:
+    """The held-out loss to expect of pretraining; none where no such run was measured."""
+    first = plan.stages[0]
+    weights = layer_weights(first.args.num_hidden_layers, first.args.hidden_size)
+    if not rules.was_checked(weights, first.data.num_tokens, first.args.epochs):
+        return (
+            "no forecast of the loss: the runs behind it had texts of at least "
+            f"{rules.MIN_TOKENS / 1e6:g} M tokens, at most {rules.MAX_TRAINED / 1e6:g} M tokens in all passes, and "
+            f"layers with {rules.MIN_WEIGHTS / 1e6:.2f} to {rules.MAX_WEIGHTS / 1e6:.1f} M weights"
+        )
+    low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
+    bits = plan.loss / math.log(2) / spelling(first.held_out)[1]
+    return f"held-out loss to expect of pretraining: {plan.loss:.2f} ({low:.2f} to {high:.2f}), {bits:.2f} bits a byte"
+
+
 def shell_file(plan: Plan) -> str:
-    """A shell file that runs the plan; run again, it goes on where it was stopped."""
+    """A shell file that runs the plan; run again, it goes on where it was stopped. It prints what was planned before
+    each stage, which measures the speed anew for the line that it prints before its first update."""
     lines = ["#!/usr/bin/env bash", "# Written by scripts/plan.py. Run it again to go on after an interruption."]
     lines += ["set -e", f"cd {shlex.quote(str(ROOT))}"]
     for stage in plan.stages:
+        plan_of_it = f"planned {duration(stage.seconds)}, at {stage.ranks / stage.cost.token:,.0f} tokens/s"
+        text = f'== {stage.args.save_weight}: {plan_of_it}; the line "run:" has the time at the present speed'
+        lines.append(f"echo {shlex.quote(text)}")
         steps = stage.updates * stage.args.accumulation_steps
         often = {"eval_interval": max(1, steps // EVALUATIONS), "log_interval": max(1, steps // 50)}
         args = replace(stage.args, from_resume=True, **often)
@@ -298,7 +333,17 @@ def shell_file(plan: Plan) -> str:
                 command += [f"--{name}", str(int(value) if isinstance(value, bool) else value)]
         lines.append(shlex.join(command))
     command = ["python", "scripts/plot_metrics.py", args.save_dir, "--html", f"{args.save_dir}/report.html"]
-    return "\n".join([*lines, shlex.join(command)]) + "\n"
+    lines += [shlex.join(command), f"echo {shlex.quote('chat with it: ' + chat_command(plan))}"]
+    return "\n".join(lines) + "\n"
+
+
+def chat_command(plan: Plan) -> str:
+    """The command that tries out the weights of the last stage. After pretraining alone they continue a text."""
+    last = plan.stages[-1]
+    command = ["python", "scripts/chat.py", "--save_dir", last.args.save_dir]
+    if last.script is train_pretrain:
+        command += ["--weight", last.args.save_weight, "--form", "text"]
+    return shlex.join(command)
 
 
 def main() -> None:
@@ -320,16 +365,25 @@ def main() -> None:
         return model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
 
     trigram = trigram_loss(stages[0].data, stages[0].held_out, len(tokenizer))
+    begin, before = time.monotonic(), cpu_seconds_of_others()
     costs = measure(stages[0], shape, depths_for(args, shape), gpu, USABLE * memory)
+    others = (cpu_seconds_of_others() - before) / (time.monotonic() - begin)
     for depth, cost in costs.items():
         size, kind = f"{cost.parameters / 1e6:,.2f} M parameters", "measured" if cost.measured else "arithmetic"
         say(f"  {WIDTH * depth} x {depth}: {size}, {1 / cost.token:,.0f} tokens/s, {kind}")
+    cores = psutil.cpu_count() or 1
+    if not gpu and device.type == "cpu" and others + torch.get_num_threads() > cores + SLACK:
+        say(
+            f"  other programs used {others:.1f} of {cores} cores meanwhile; without them these speeds are higher, "
+            "and the plan may be another: plan again then"
+        )
     plan, limit = choose(stages, costs, USABLE * memory, 3600 * args.hours, trigram)
-    for line in describe(plan, limit) + [f"  unwise: {text}" for text in unwise(plan)]:
+    size_is_given = bool(args.depth or args.size)
+    for line in describe(plan, limit) + [f"  unwise: {text}" for text in unwise(plan, size_is_given)]:
         say(line)
     path = Path(args.save_dir, "run.sh")
-    atomic_write(path, lambda file: file.write(shell_file(plan).encode()))
-    say(f"wrote {path}; to run it: bash {path}")
+    atomic_write(path, lambda file: file.write(os.fsencode(shell_file(plan))))  # names of files need not be UTF-8
+    say(f"wrote {path}; to run it: bash {shlex.quote(str(path))}; then: {chat_command(plan)}")
 
 
 if __name__ == "__main__":

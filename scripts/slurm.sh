@@ -30,8 +30,18 @@ ulimit -n "$(ulimit -Hn)" # the first launcher holds a connection to each rank
 is_over=0
 trap 'is_over=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# Tokenise once, on the first node, with the settings of the training.
-python -m dataset.show_samples --samples 0 --kind pretrain --data_path "$DATA" --cache_dir "$CACHE" --max_seq_len 340
+# Tokenise once, on the first node, with the flags of the training that decide about the token cache.
+tokenising=(--data_path "$DATA" --cache_dir "$CACHE")
+flags=("$@")
+for ((i = 0; i < $#; i++)); do
+    case "${flags[i]%%=*}" in
+        --data_path | --cache_dir | --max_seq_len | --tokenizer_path | --eval_share | --text_separator | --on_bad_data | --max_bad_share)
+            tokenising+=("${flags[i]}")
+            [[ ${flags[i]} == *=* ]] || tokenising+=("${flags[++i]-}")
+            ;;
+    esac
+done
+python -m dataset.show_samples --samples 0 --kind pretrain "${tokenising[@]}"
 
 # Each node starts its own launcher, which starts the ranks again, twice at most, when one fails; from the last checkpoint.
 srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \

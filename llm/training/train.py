@@ -9,6 +9,7 @@
 Without torchrun, --world_size 2 starts two processes. --print_config shows each setting and its source.
 """
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -64,6 +65,9 @@ def train_worker(rank: int, world_size: int, config: Config) -> None:
         return
     os.environ.update(distributed.environment(rank, world_size))
     with training_errors():
+        parent = multiprocessing.parent_process()  # from here on torch has the kernel send SIGINT at its end
+        if parent is not None and parent.pid != os.getppid():
+            raise UserError("the process that started this rank has ended")
         _train(config)
 
 

@@ -1,6 +1,7 @@
 """What training costs: seconds and bytes of an update, measured on the user's data, or of a GPU that is not here by
 its data sheet."""
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SHARE_OF_SHEET = 0.2  # of a data sheet's rate (GPUS), assumed
 STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
+MEASURED = 3  # updates of a model, at least; other programs make single ones slow
 LIBRARIES = 0.6e9  # bytes of a process without a model
 
 
@@ -60,8 +62,9 @@ def free_memory(device: torch.device, gpu: str | None) -> float:
 def training_cost(
     config: "MiniMindConfig", host: Batch, device: torch.device, dtype: str, optimizer: str, gpu: str | None = None
 ) -> Cost:
-    """The cost of an update on this flat batch: the faster of two, after one to warm up. With `gpu`, one of GPUS, the
-    bytes are counted in bfloat16 on `device`, and the seconds are arithmetic."""
+    """The cost of an update on this flat batch: the fastest of at least MEASURED, after one to warm up; of a small
+    model of more, within a second. With `gpu`, one of GPUS, the bytes are counted in bfloat16 on `device`, and the
+    seconds are arithmetic."""
     from model.model_minimind import MiniMindForCausalLM
 
     autocast = mixed_precision("bfloat16_emulated" if gpu else dtype, device)[0]
@@ -81,8 +84,8 @@ def training_cost(
     flops = batch_flops(config, host)
     if gpu:
         return Cost(size, flops, flops / (GPUS[gpu][0] * 1e12 * SHARE_OF_SHEET), kept=kept)
-    times = []
-    for _ in range(2):
+    times: list[tuple[float, float]] = []
+    while len(times) < MEASURED or (len(times) < 20 and sum(map(sum, times)) < 1):
         begin = clock(device)
         with autocast:
             loss = next_token_loss(model, batch)[0]
@@ -100,6 +103,13 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def cpu_seconds_of_others() -> float:
+    """CPU seconds that all other programs have used since the machine was started."""
+    times, own = psutil.cpu_times(), os.times()
+    busy = [getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")]
+    return sum(busy) - own.user - own.system
 
 
 def count_parameters(config: "MiniMindConfig") -> int:

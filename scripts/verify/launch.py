@@ -143,7 +143,7 @@ class Launch:
 
     def resumed_from(self) -> list[str]:
         """Where its ranks began, for each start of theirs: an update, or "" for the beginning."""
-        begun = r"^resuming .*\bupdate (\d+)|^WARNING: --from_resume 1, but"
+        begun = r"^resuming .*\bupdate (\d+)|^new run: "
         return re.findall(begun, self.log.read_text("utf-8", "replace"), re.M)
 
     def close(self) -> None:

@@ -1,10 +1,17 @@
 """Which process of a run this is: the variables of each launcher, whole, in part, contradictory or unreadable."""
 
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from itertools import combinations
 
+import psutil
 import pytest
 
 from common.launcher import Launch, launch
+from tests.conftest import ROOT, write_jsonl
 
 PLACE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"} | PLACE
@@ -90,3 +97,59 @@ def test_the_rest_comes_from_a_launcher_that_says_the_same(given, launcher):
 def test_what_cannot_be_is_one_line(environment, told):
     problem = launch(environment).problem
     assert told in problem and "WORLD_SIZE=1 to train in one process" in problem and "\n" not in problem
+
+
+STOPPED_AT_IMPORTS = """
+import os, sys
+
+rank = os.environ.get("LOCAL_RANK")
+
+def wait():
+    open(f"waiting{rank}", "w").close()
+    open(f"go{rank}").read()  # a FIFO: until the test writes
+
+class AtTorch:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            wait()
+
+if rank == "0":
+    wait()
+elif rank:
+    sys.meta_path.insert(0, AtTorch)
+"""
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
+    """One rank has not begun its first import, the other one has yet to load torch."""
+    (tmp_path / "sitecustomize.py").write_text(STOPPED_AT_IMPORTS)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": "red fox"}] * 9)
+    for rank in (0, 1):
+        os.mkfifo(tmp_path / f"go{rank}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "trainer/train_pretrain.py"), "--data_path", str(data), "--save_dir", str(tmp_path)]
+    torchrun = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("waiting*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = psutil.Process(torchrun.pid).children()
+    ranks.sort(key=lambda rank: rank.environ()["LOCAL_RANK"])
+    torchrun.kill()
+    wait_for(ranks[1])
+    (tmp_path / "go0").write_text("")
+    wait_for(ranks[0])
+    assert "error: the torchrun that started this process has ended" in torchrun.communicate()[1]
+
+
+def wait_for(process: psutil.Process) -> None:
+    """Until it has ended; an orphan may stay a zombie."""
+    with suppress(psutil.NoSuchProcess):
+        deadline = time.monotonic() + 20
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                process.kill()
+                pytest.fail("a rank outlives its torchrun")
+            time.sleep(0.02)

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import random
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from common.config_sources import parse_args
 from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
-from scripts import plan
+from scripts import chat, plan
 from scripts.planning.machine import Cost
 from tests.conftest import sentence, write_jsonl
 from trainer import train_full_sft, train_pretrain
@@ -55,6 +57,7 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
         "--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=plan.ModelConfig.tokenizer_path
     )
     pretrain, sft, report = commands(tmp_path)
+    assert chat_flags(tmp_path).weight is None and chat_flags(tmp_path).form == "chat"
     assert pretrain[1] == "trainer/train_pretrain.py" and sft[1] == "trainer/train_full_sft.py"
     assert report[:2] == ["python", "scripts/plot_metrics.py"]
     for script, command in ((train_pretrain, pretrain), (train_full_sft, sft)):
@@ -63,15 +66,49 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
         assert args.optimizer == "muon" and args.accumulation_steps == 1 and 0 < args.learning_rate < 0.1
         assert args.batch_size >= 1 and args.warmup_updates >= 1  # numbers, no auto
         assert f"{args.learning_rate:g}" in out
-    assert "64 x 1: 0.47 M parameters" in out and "held-out loss to expect of pretraining:" in out
+    assert "64 x 1: 0.47 M parameters" in out
     assert "unwise: pretrain: " in out and "updates teach little" in out  # these data are few
+    assert "no forecast of the loss" in out and "a smaller model" not in out  # there is none
+
+
+def chat_flags(folder):
+    """What the chat makes of the command with which the shell file ends."""
+    said = shlex.split((folder / "run.sh").read_text().splitlines()[-1])
+    command = shlex.split(said[1].partition(": ")[2])
+    assert said[0] == "echo" and command[:2] == ["python", "scripts/chat.py"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command[1:])
+        return chat.parse_args()
+
+
+def test_after_pretraining_alone_the_chat_continues_texts(start, tmp_path):
+    out = start("--depth", 3, tokenizer_path=plan.ModelConfig.tokenizer_path)
+    flags = chat_flags(tmp_path)
+    assert (flags.weight, flags.form, flags.save_dir) == ("pretrain", "text", str(tmp_path))
+    assert f"--save_dir {tmp_path} --weight pretrain --form text" in out
+    assert "tokens per parameter: a smaller model learns as much" in out
 
 
 def test_relative_paths_and_patterns_mean_what_they_meant_here(start, data, tmp_path, monkeypatch):
+    """An empty part is not the current folder."""
     monkeypatch.chdir(data)
-    start("--depth", 1, pretrain_data="tex*.jsonl", cache_dir="cache")
+    start("--depth", 1, pretrain_data="tex*.jsonl, ,", cache_dir="cache")
     flags = dict(zip(*[iter(commands(tmp_path)[0][2:])] * 2, strict=True))
     assert flags["--data_path"] == str(data / "tex*.jsonl") and flags["--cache_dir"] == str(data / "cache")
+
+
+def test_a_name_that_is_no_utf_8(start, data, tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    shutil.copy(data / "text.jsonl", name)
+    start("--depth", 1, pretrain_data=os.fsdecode(name))
+    assert b"--data_path '" + name + b"'" in (tmp_path / "run.sh").read_bytes()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_other_programs_that_use_the_cores_are_named(start, monkeypatch, seconds):
+    used = iter([0.0, seconds])
+    monkeypatch.setattr(plan, "cpu_seconds_of_others", lambda: next(used))
+    assert ("other programs used" in start("--depth", 1)) == (seconds > 0)
 
 
 def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
@@ -82,7 +119,7 @@ def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
 
 def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
     out = start("--gpu", "rtx4090", "--size", "500k", tokenizer_path=plan.ModelConfig.tokenizer_path)
-    assert "arithmetic for rtx4090" in out and "measured" not in out and "64 x 1: 0.47 M parameters" in out
+    assert "arithmetic for rtx4090" in out and ", measured" not in out and "64 x 1: 0.47 M parameters" in out
 
 
 @pytest.mark.parametrize(
@@ -92,8 +129,12 @@ def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
         (["--hours", "nan"], "--hours nan must be above 0"),
         (["--eval_share", "0"], "--eval_share 0.0 must be above 0"),
         (["--depth", "0"], "--depth 0 must be above 0"),
-        (["--size", "many"], "--size many must be a number with k, m or b, such as 30m"),
-        (["--size=-3m"], "--size -3m must be a number with k, m or b, such as 30m"),
+        (["--size", "many"], "--size many must be a number above 0 with k, m or b, such as 30m"),
+        (["--size=-3m"], "--size -3m must be a number above 0 with k, m or b, such as 30m"),
+        (["--size", "0m"], "--size 0m must be a number above 0"),
+        (["--size", "nanm"], "--size nanm must be a number above 0"),
+        (["--size", "1e999b"], "--size 1e999b must be a number above 0"),
+        (["--size", ""], "--size  must be a number above 0"),
         (["--depth", "64"], "do not hold a model of 4096 x 64"),
         (["--depth", "2", "--size", "3m"], "not allowed with argument"),
         (["--hours", "0.001", "--depth", "1"], "--hours 0.001: the smallest plan takes"),
@@ -154,6 +195,24 @@ def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     whole = rules.chosen(stage.args.__class__(**vars(args) | {"epochs": stage.args.epochs}), data, 1)
     split = stage.args.batch_size * stage.args.accumulation_steps
     assert whole.batch_size / 2 < split <= whole.batch_size  # the memory changes the micro-batch, not the update
+
+
+@pytest.mark.parametrize(
+    ("tokens", "passes", "depth", "is_known"),
+    [
+        (10**6, 1, 2, True),
+        (10**4, 4, 2, False),  # 20 kB of text: 3.94 was forecast, 4.50 came
+        (10**6, 4, 2, False),
+        (10**6, 1, 8, False),
+    ],
+)
+def test_a_loss_is_forecast_only_where_runs_were_measured(tokens, passes, depth, is_known):
+    cache = SimpleNamespace(report={"target_bytes": 3000, "targets": 1000})
+    data = Data(num_tokens=tokens, items=100, cache=cache)
+    args = train_pretrain.Args(hidden_size=64 * depth, num_hidden_layers=depth, epochs=passes)
+    stage = plan.Stage(train_pretrain, args, data, data, 1, Cost())
+    line = plan.loss_forecast(plan.Plan([stage], 5.0, 1.0, 1.0))
+    assert ("5.00 (4.75 to 5.25)" in line) == is_known and ("no forecast" in line) != is_known
 
 
 def test_seconds_and_bytes_add_up():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dataset import show_samples
 from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import assert_same_run, flags
@@ -20,6 +21,15 @@ COMMANDS = {
     "scancel": '[ "$*" = "--signal=TERM 77" ]\nkill -TERM "$(cat step)"\n',
 }
 NODE = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node"}
+
+
+def stand_in(folder: Path, commands: dict[str, str]) -> None:
+    """Put commands into a folder, and an environment that changes nothing."""
+    for name, script in commands.items():
+        (folder / name).write_text("#!/usr/bin/env bash\nset -e\n" + script)
+        (folder / name).chmod(0o755)
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()
 
 
 def submit(folder: Path, data: Path, cache: Path, port: int, argv: list[str]) -> subprocess.Popen:
@@ -42,11 +52,7 @@ def wait_for(updates: int, folder: Path, job: subprocess.Popen) -> None:
 def test_a_job_restarts_a_killed_rank_and_is_queued_again_at_its_time_limit(corpus, tmp_path):
     """A rank is killed: torchrun starts the ranks again. USR1: they save, and the job is requeued. It goes on to the
     end, and the result is that of a run that nothing happened to."""
-    for name, script in COMMANDS.items():
-        (tmp_path / name).write_text("#!/usr/bin/env bash\nset -e\n" + script)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").touch()
+    stand_in(tmp_path, COMMANDS)
     for name in ("trainer", "dataset", "common", "model"):
         (tmp_path / name).symlink_to(ROOT / name)
     settings = {"epochs": 16, "save_interval": 6, "eval_data_path": None}
@@ -69,3 +75,21 @@ def test_a_job_restarts_a_killed_rank_and_is_queued_again_at_its_time_limit(corp
     assert job.wait(120) == 0, (tmp_path / "job.log").read_text()
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_data_are_tokenised_with_the_flags_of_the_training(corpus, tmp_path, monkeypatch):
+    """So the training finds its token cache."""
+    recorded = tmp_path / "recorded"
+    stand_in(tmp_path, COMMANDS | {"srun": "exit 0\n", "python": f'printf "%s\\n" "$@" > {recorded}\n'})
+    settings = {"cache_dir": tmp_path / "cache", "eval_data_path": None, "on_bad_data": "skip"}
+    argv = [*flags(corpus, tmp_path / "run", "pretrain", **settings), "--eval_share=0.2"]
+    job = submit(tmp_path, tmp_path / "other.jsonl", corpus["cache"], 29613, argv)
+    assert job.wait(20) == 0, (tmp_path / "job.log").read_text()
+    module, *tokenising = recorded.read_text().splitlines()[1:]
+    assert module == "dataset.show_samples"
+    monkeypatch.setattr(sys, "argv", ["show_samples", *tokenising])
+    show_samples.main()
+    caches = sorted((tmp_path / "cache").glob("*/meta.json"))
+    assert len(caches) == 2  # what is trained, and what is held out
+    run("pretrain", argv)
+    assert sorted((tmp_path / "cache").glob("*/meta.json")) == caches

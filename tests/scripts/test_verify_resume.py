@@ -266,7 +266,7 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     train(run, [])
     assert run.last_update() == 13
     shutil.rmtree(run.weights.parent)
-    run.command[-1] = "WARNING: starting afresh"
+    run.command[-1] = "new run: "
     with pytest.raises(SystemExit, match="FAIL: checkpoint of update 12, but the run resumed from"):
         train(run, [])
 

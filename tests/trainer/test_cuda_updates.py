@@ -1,4 +1,5 @@
-"""The host does not wait for a GPU within an update: seen on a CPU, with fake CUDA tensors (tests/fake_cuda)."""
+"""What a GPU would do, seen on a CPU with fake CUDA tensors (tests/fake_cuda): the host does not wait for it within an
+update, and what a checkpoint holds returns to it."""
 
 import json
 import shutil
@@ -73,3 +74,12 @@ def test_a_rollout_waits_once_for_eight_tokens(library):
     for found in rollouts.values():
         assert len(found["waits"]) == 5 and {wait.split(":")[0] for wait in found["waits"]} == {"read"}
         assert found["operators"]["aten.embedding.default"] == 8  # a forward for each token
+
+
+def test_a_run_resumed_within_a_rollout_has_its_tensors_on_the_gpu(library):
+    """A checkpoint is read on the host."""
+    out = launch(FOLDER / "resumed.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout
+    runs = json.loads(out.splitlines()[-1])
+    assert len(runs) == 4
+    for run in runs.values():
+        assert run == {"batches": ["cuda"], "optimizer": ["cuda"]}

@@ -67,7 +67,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, tmp_path):
 def test_resuming(corpus, tmp_path):
     """Without a checkpoint: from the start, loudly. A finished run: nothing to do. A damaged one: the one before."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
-    assert "starting afresh" in run("pretrain", argv).out
+    assert "new run: " in run("pretrain", argv).out
     before = (tmp_path / "out/pretrain_32.pth").read_bytes()
     other_precision = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, dtype="bfloat16_emulated")
     assert "nothing to do" in run("pretrain", other_precision).out
@@ -92,7 +92,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path):
 
 
 INSTEAD_OF_PYTHON = f"""#!/bin/sh
-[ "$1" != - ] || exec {sys.executable} "$@"
+case "$1" in - | -c) exec {sys.executable} "$@" ;; esac
 printf '%s\\0' "$@" >> "$COMMANDS" && printf '\\n' >> "$COMMANDS"
 """
 
@@ -121,7 +121,7 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
         "COMMANDS": str(commands),
     }
     script = ["bash", str(ROOT / "scripts/run_pretrain_sft.sh")]
-    for expected in ("starting afresh", "full_sft_32 is finished"):
+    for expected in ("new run: ", "full_sft_32 is finished"):
         done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         typed = [line.split("\0")[:-1] for line in commands.read_text().splitlines()]

@@ -140,7 +140,8 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
         timeout = timedelta(seconds=rank_timeout)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         _store = _interruptible(lambda: _meet(place.rank, place.world_size, timeout))
-        dist.init_process_group(backend, store=_store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        options = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
+        _interruptible(lambda: dist.init_process_group(backend, store=_store, **options))
     except RuntimeError as error:  # dist.DistNetworkError and its like
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(

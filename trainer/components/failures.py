@@ -13,7 +13,6 @@ from common.console import outlast_console
 from common.errors import LostRank, UserError, WriteError, reason
 from trainer.components.device import peak_memory_mb, reserved_memory_mb
 from trainer.components.distributed import LOST, leave_process_group, lost_rank_message
-from trainer.components.signals import end_with_launcher
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
@@ -30,10 +29,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def training_errors() -> Iterator[None]:
     """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks too. The
-    run does not end with its console, but it does with its launcher."""
+    run does not end with its console."""
     with one_line_errors(), translated_failures():
         outlast_console()
-        end_with_launcher()
         yield
         leave_process_group()  # after `main`, whose DDP is freed
 

@@ -168,8 +168,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         check_not_overwritten(args)
     if checkpoint is None:
         if args.from_resume:
-            where = f"{args.checkpoint_dir} holds no checkpoint of this run"
-            Logger(f"WARNING: --from_resume 1, but {where}: starting afresh")
+            name = run_files.run_name(args.save_weight, args)
+            Logger(f"new run: {args.checkpoint_dir} holds no checkpoint of {name}")
         return run
     saved = checkpoint.get("run")
     if not isinstance(saved, dict):

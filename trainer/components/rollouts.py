@@ -76,6 +76,7 @@ class Rollouts(Hooks):
         if not any(batch["prompts"] for batch in window):
             return self._nothing(window)
         if state.update % self.args.num_iterations and len(self.kept) == len(window):
+            self.kept = [to_device(batch, state.device) for batch in self.kept]  # those of a checkpoint are on the host
             return self.kept
         model = unwrap(state.model)
         model.eval()

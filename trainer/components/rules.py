@@ -15,6 +15,8 @@ from trainer.components.resume import largest_divisor
 A = TypeVar("A", bound=StageArgs)
 OPTIMIZER = "muon"
 SPREAD = 0.05  # of the loss to expect
+# where runs have shown how good the expected loss is: weights of the layers, tokens of one pass, tokens of all passes
+MIN_WEIGHTS, MAX_WEIGHTS, MIN_TOKENS, MAX_TRAINED = 49e3, 12.6e6, 0.3e6, 2.5e6
 
 
 def update_tokens(tokens: float) -> float:
@@ -43,12 +45,18 @@ def expected_loss(trigram: float, weights: float, tokens: float, passes: int) ->
     """Held-out loss of pretraining, from that of a trigram model of the same data.
 
     weights: of the layers, 12 x layers x width^2. tokens: of one pass. The fit's rms error is 2 %, on models of 0.05 to
-    3 M weights and 0.3 to 1.4 M tokens; beyond 20 M and 1,000 M a quarter of it is believed.
+    3 M weights and 0.3 to 1.4 M tokens; beyond 20 M and 1,000 M a quarter of it is believed. Where `was_checked` is
+    False it serves to compare models, not to promise a loss.
     """
     size, trained = math.log(weights / 4e5), math.log(passes * tokens / 1e6)
     size, trained = min(size, 3.9 + (size - 3.9) / 4), min(trained, 6.9 + (trained - 6.9) / 4)
     change = -0.004 - 0.035 * math.log(passes) - 0.015 * size - 0.02 * trained - 0.011 * size * trained
     return trigram * math.exp(change)
+
+
+def was_checked(weights: float, tokens: float, passes: int) -> bool:
+    """Whether `expected_loss` of these lies where runs have shown that it is within SPREAD of the loss."""
+    return MIN_WEIGHTS <= weights <= MAX_WEIGHTS and tokens >= MIN_TOKENS and passes * tokens <= MAX_TRAINED
 
 
 def chosen(args: A, data: Any, ranks: int) -> A:

@@ -1,21 +1,14 @@
 """Stopping a run by a signal: the loop finishes the update under way, saves, and leaves."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
-from contextlib import suppress
-
-import torch.distributed as dist
 
 from common.command_line import STOP_SIGNALS, handled_signals
 from common.console import write_now
 from common.errors import Interrupted
 from common.launcher import launch
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
@@ -57,15 +50,6 @@ class StopRequest:
             self.signal, self._since = number, now
             if launch().local_rank == 0:
                 write_now(f"{name}: finishing this update, then saving")
-
-
-def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this process when the torchrun that started it ends, kill -9 included (Linux):
-    before training it then ends, in training it saves and ends."""
-    if not dist.is_torchelastic_launched() or sys.platform != "linux":
-        return
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ignore_stop_signals(_: int = 0) -> None:

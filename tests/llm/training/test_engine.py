@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.stage_process import FORKED, Faults, run, start_ranks
+from tests.stage_process import FORKED, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.components.metrics import read_metrics
 from trainer.components.run_hooks import link_state
@@ -78,7 +78,7 @@ def test_top_k_and_num_experts_reach_the_model(corpus, tmp_path):
     assert weights["model.layers.0.mlp.gate.weight"].shape == (3, 32)
     assert saved_state(tmp_path, "pretrain_32_moe_3x2")["run"]["num_experts_per_tok"] == 2
     process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"])  # of another name
-    assert "--from_resume 1, but" in process.out and (tmp_path / "out/pretrain_32_moe_3x1.pth").exists()
+    assert "new run: " in process.out and (tmp_path / "out/pretrain_32_moe_3x1.pth").exists()
 
 
 @pytest.mark.parametrize("ranks", [0, 2])  # 0: the engine itself starts two
@@ -137,6 +137,28 @@ def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
     assert sorted(logged) == sorted(shown)
     assert not psutil.wait_procs(children, timeout=10)[1]
     assert saved_state(tmp_path, NAME)["update"] == int(re.search(r"after update (\d+)", said[0])[1])
+
+
+KILLED_AS_RANKS_START = """
+import signal
+engine = os.getpid()
+def before_it_is_asked_for(_):
+    os.kill(engine, signal.SIGKILL)
+    while os.getppid() == engine:
+        pass
+sys.modules["torch.multiprocessing.spawn"]._prctl_pr_set_pdeathsig = before_it_is_asked_for
+"""
+
+
+def test_ranks_end_with_an_engine_that_is_killed_while_they_start(tmp_path):
+    """The first rank asks the kernel for a signal at the engine's end only when that is past."""
+    process = StageProcess("engine", regression(tmp_path, world_size=2), Faults(script=FORKED + KILLED_AS_RANKS_START))
+    assert process.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while "error: the process that started this rank has ended" not in process.err:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 TORCH_SCHEDULER = """

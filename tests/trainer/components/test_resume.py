@@ -207,7 +207,7 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*/earlier_1/*")}
     assert kept == old
     resumed = run("pretrain", [*argv, "--from_resume", "1"])
-    assert "starting afresh" in resumed.out
+    assert "new run: " in resumed.out
     assert [record["update"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")] == [*range(1, 9)]
     assert not list(tmp_path.glob("*/earlier_2"))  # what was killed before its first checkpoint is nothing to keep
     for path in tmp_path.glob("*/earlier_1/*"):  # put back, the old run goes on

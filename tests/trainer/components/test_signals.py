@@ -217,6 +217,23 @@ def test_waiting_for_the_other_ranks_ends_at_a_signal(corpus, tmp_path):
     assert "stopped: by SIGTERM" in process.err
 
 
+def test_a_rank_whose_peer_has_ended_ends_at_a_signal_while_it_connects(corpus, tmp_path):
+    """Both have met; one ends before it connects, as when a torchrun that is killed leaves them at that moment."""
+    connecting = tmp_path / "connecting"
+    script = "import torch.distributed as dist\ninit = dist.init_process_group\n"
+    waits = script + f"dist.init_process_group = lambda *a, **k: (open({str(connecting)!r}, 'w'), init(*a, **k))"
+    ends = "import torch.distributed as dist\ndist.init_process_group = lambda *_, **__: os._exit(9)"
+    argv = flags(corpus, tmp_path, "pretrain")
+    waiting, ended = start_ranks(2, "pretrain", argv, {0: Faults(script=waits), 1: Faults(script=ends)})
+    assert ended.wait(60) == 9
+    while not connecting.exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    waiting.send(signal.SIGTERM)
+    assert waiting.wait(20) == 143
+    assert "stopped: by SIGTERM" in waiting.err
+
+
 # --- updates that are not finite -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,105 @@
+"""Runs of PPO and GRPO that a CPU began and fake CUDA tensors continue, between the two updates of a rollout.
+
+It prints, for each of RUNS, where the micro-batches of the second update lie, where the state of the optimizer lies
+after it, and what went wrong.
+"""
+
+import json
+import tempfile
+import traceback
+from types import SimpleNamespace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.fake_cuda.updates import AMPERE, CUDA, Recorder, pretend
+from trainer import train_grpo, train_ppo
+from trainer.components import ppo, rollouts
+from trainer.components.checkpoint import lm_checkpoint
+from trainer.components.device import mixed_precision
+from trainer.components.optimizer import build_optimizer
+from trainer.components.saving import save_checkpoint
+from trainer.components.state import TrainState
+from trainer.components.trajectories import Trajectory
+from trainer.loop import train_update
+
+CPU = torch.device("cpu")
+RUNS = {"ppo": {}, "ppo with Muon": {"optimizer": "muon"}, "grpo": {}, "grpo with experts": {"use_moe": True}}
+WINDOW = [{"prompts": [None]}]  # what the loader gives; the rollout of the first update stands in for it
+
+
+def state_of(name: str, device: torch.device, folder: str, optimizer: str = "adamw", use_moe: bool = False):
+    """The state of a run of a stage, with its rollouts."""
+    stage, kind = (train_ppo, ppo.ValuedRollouts) if name.startswith("ppo") else (train_grpo, rollouts.Rollouts)
+    args = stage.Args(num_iterations=2, beta=0.1, optimizer=optimizer, checkpoint_dir=folder, save_dir=folder)
+    if stage is train_ppo:
+        args.early_stop_kl = 10.0  # more than fake tensors show
+    else:
+        args.num_generations = 4
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MiniMindConfig(**shape, vocab_size=100, use_moe=use_moe)
+    with device:
+        model, reference = (MiniMindForCausalLM(config) for _ in range(2))
+        model = ppo.ActorCritic(model) if stage is train_ppo else model
+    autocast, scaler = mixed_precision("float32", device)
+    state = TrainState(
+        args=args, lm_config=config, model=model.train(), device=device, autocast=autocast, scaler=scaler,
+        optimizer=build_optimizer(model, 1e-3, 0.1, optimizer, getattr(args, "lr_scales", None)),
+        loss_fn=stage.loss_fn, schedule=lambda *_: 1e-3, metric_names=stage.METRICS,
+        run={"samples": 9, "global_batch": 3, "epochs": 1},
+    )  # fmt: skip
+    state.hooks.append(kind(args, config, None, [], reference.eval()))
+    return state
+
+
+def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
+    """The state after the first update of a rollout, read from its file."""
+    state = state_of(name, CPU, folder, **settings)
+    [hook] = state.hooks
+    prompt = SimpleNamespace(sample_id=0)
+    written = [Trajectory(prompt, i, list(range(3, 15)), [False] * 6 + [True] * 6) for i in range(4)]
+    rewards = torch.arange(4.0, dtype=torch.float64).view(-1, state.args.num_generations)
+    with torch.no_grad():
+        hook.kept = hook._complete([hook._learnable(state.model, written, rewards, CPU)])
+    train_update(state, hook.kept, 24.0, 48.0)
+    state.update = 1
+    save_checkpoint(state, None)
+    state.writer.wait()
+    return lm_checkpoint(state.lm_config, state.args.save_weight, save_dir=folder)
+
+
+def tensors(value) -> list[torch.Tensor]:
+    """The tensors in nested dicts and lists."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def devices(values: list[torch.Tensor]) -> list[str]:
+    """The types of the devices of tensors."""
+    return sorted({value.device.type for value in values})
+
+
+def continued(name: str, folder: str, settings: dict, checkpoint: dict) -> dict:
+    """What there is to know of the second update."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder():
+        state = state_of(name, CUDA, folder, **settings)
+        state.restore(checkpoint)
+        batches = state.hooks[0].prepare(state, WINDOW)
+        train_update(state, batches, 24.0, 48.0)
+    moments = [value for value in tensors(state.optimizer.state_dict()) if value.ndim]  # a step's number may stay here
+    return {"batches": devices(tensors(batches)), "optimizer": devices(moments)}
+
+
+if __name__ == "__main__":
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = {name: make_checkpoint(name, folder, settings) for name, settings in RUNS.items()}
+        pretend()
+        torch.cuda.get_device_capability = lambda *_: AMPERE
+        for name, settings in RUNS.items():
+            try:
+                found[name] = continued(name, folder, settings, checkpoints[name])
+            except Exception:
+                found[name] = {"error": traceback.format_exc()}
+    print(json.dumps(found))
