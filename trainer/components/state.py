@@ -107,11 +107,12 @@ class TrainState:
     scaler: torch.amp.GradScaler
     autocast: AbstractContextManager
     device: torch.device
-    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name]
+    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name, such as
+    # `cross_entropy`, the plain one, with which warnings and verdict compare the held-out loss]
     schedule: Schedule  # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     run: Fingerprint  # what must not differ on resume
     stop: StopRequest = field(default_factory=StopRequest)
-    metric_names: tuple[str, ...] = ()  # of the further sums over the targets that loss_fn returns
+    metric_names: tuple[str, ...] = ()  # of the metrics to report
     size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
@@ -145,6 +146,11 @@ class TrainState:
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the device,
         # checkpoints save it
         self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
+        # ---- of the update just made
+        self.update_loss: Tensor | None = None  # [] on the device: the metric `cross_entropy`, else the loss; NaN if it
+        # was skipped or had no target
+        self.loss_is_cross_entropy = False
+        self.reward: float | None = None  # mean of its rollout, over all ranks; None without one
 
     @property
     def total_updates(self) -> int:
