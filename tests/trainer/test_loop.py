@@ -98,7 +98,7 @@ def test_a_metric_that_is_not_named_is_one_line():
         train_update(make_state(loss_fn=loss_fn), [batch(1)], 1.0, 1.0)
     state = make_state()
     state.metric_names = ("twice",)
-    with pytest.raises(UserError, match="loss_fn gives cross_entropy beside the loss, but .* are twice"):
+    with pytest.raises(UserError, match=r"loss_fn gives cross_entropy beside the loss, but .* are twice"):
         train_update(state, [batch(1)], 1.0, 1.0)
 
 

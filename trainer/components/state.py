@@ -128,6 +128,10 @@ class TrainState:
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
     resumed_update: int | None = None  # the last update reported before the resume; None in a new run
+    # ---- the update just made
+    update_loss: Tensor | None = None  # [] on the device: the metric `cross_entropy`, else the loss; NaN if not finite
+    loss_is_cross_entropy: bool = False
+    reward: float | None = None  # mean of its rollout, over all ranks; None without one
     # ---- progress
     epoch: int = 0
     step: int = 0
@@ -146,11 +150,6 @@ class TrainState:
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the device,
         # checkpoints save it
         self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
-        # ---- of the update just made
-        self.update_loss: Tensor | None = None  # [] on the device: the metric `cross_entropy`, else the loss; NaN if it
-        # was skipped or had no target
-        self.loss_is_cross_entropy = False
-        self.reward: float | None = None  # mean of its rollout, over all ranks; None without one
 
     @property
     def total_updates(self) -> int:

@@ -324,7 +324,7 @@ class Verdict(Hooks):
         history, losses = self.history, self.history.losses
         text = f"{self.loss_name} {losses.first[0]:.3f} at update {history.first_update}, {losses.end():.3f} in the "
         text += f"last {count(losses.of_mean, 'update')}"
-        if "rose" in history.warned:
+        if "rose" in history.warned and is_less(history.lowest, losses.end()):
             text += f", the lowest {history.lowest:.3f} at update {history.lowest_update}"
         return text
 
