@@ -113,20 +113,20 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     set_learning_rate(optimizer, state.schedule(state.update + 1, state.total_updates, args))
     is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)
-    sums = torch.zeros_like(state.losses)
+    sums = state.losses.new_zeros(3 + len(state.metric_names))
     for i, batch in enumerate(window):
         seed_dropout(args.seed, state.update, i)
         with gradient_sync(model, enabled=i == len(window) - 1):
             with state.autocast:
-                loss, aux_loss, *metrics = state.loss_fn(model, to_device(batch, state.device), args)
-            if metrics and metrics[0].keys() != set(state.metric_names):
-                names = ", ".join(metrics[0])
-                raise UserError(f"loss_fn gives {names} beside the loss; TrainState's metric_names must be just these")
+                loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
+            metrics = rest[0] if rest else {}
+            check_names(metrics, state.metric_names)
             # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
             scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
-        values = [loss, aux_loss, *(metrics[0][name] for name in state.metric_names)]
+            state.loss_is_cross_entropy = "cross_entropy" in metrics
+        values = [loss, aux_loss, *(metrics[name] for name in state.metric_names), metrics.get("cross_entropy", loss)]
         sums += torch.stack([value.detach().to(sums.dtype) for value in values])
-    counts = [targets, tokens] + [targets] * len(state.metric_names)
+    counts = [targets, tokens] + [targets] * (len(state.metric_names) + 1)
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
@@ -136,10 +136,22 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     losses = losses * math.nan if is_empty else losses
+    losses, cross_entropy = losses[:-1], losses[-1]
     loss = losses[:2].sum()
+    is_finite = torch.isfinite(loss)
     sums = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
-    state.losses += torch.where(torch.isfinite(loss), sums, 0.0)  # for the means over the updates since the last record
+    state.losses += torch.where(is_finite, sums, 0.0)  # for the means over the updates since the last record
+    state.update_loss = torch.where(is_finite, cross_entropy, math.nan)
     return losses, grad_norm
+
+
+def check_names(metrics: dict[str, Tensor], names: tuple[str, ...]) -> None:
+    """Raise UserError unless the metrics that `loss_fn` gives are those of these names, and `cross_entropy`, which
+    needs no naming."""
+    missing, unnamed = set(names) - metrics.keys(), metrics.keys() - {*names, "cross_entropy"}
+    if missing or unnamed:
+        given, named = ", ".join(metrics) or "nothing", ", ".join(names) or "empty"
+        raise UserError(f"loss_fn gives {given} beside the loss, but TrainState's metric_names are {named}")
 
 
 def prepared(state: TrainState, window: list[Batch]) -> list[Batch]:

@@ -49,7 +49,9 @@ class Args(StageArgs):
     auto_rate = 1.0
 
 
-loss_fn = utils.next_token_loss  # (model, batch, args) -> (sum over targets, sum over tokens); see also `target_logits`
+# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics by name;
+# one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
+loss_fn = utils.next_token_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 open_data = partial(open_datasets, PretrainDataset)  # (args, tokenizer) -> training and held-out (or None) data

@@ -235,7 +235,7 @@ def begin_run(
     state.code = resume.code_hashes([*code, *args.code_files()])
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
-    state.hooks += [Verdict(getattr(data, "train_dataset", data)), *sample_hooks(state)]
+    state.hooks += [*sample_hooks(state), Verdict(getattr(data, "train_dataset", data))]
     if tokenizer := state.run.get("tokenizer"):
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)

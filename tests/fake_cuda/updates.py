@@ -23,6 +23,7 @@ from trainer.components.device import mixed_precision
 from trainer.components.language_model import next_token_loss
 from trainer.components.optimizer import build_optimizer
 from trainer.components.state import TrainState
+from trainer.components.verdict import Verdict
 from trainer.loop import evaluate, train_update
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +139,8 @@ def update(
         with recorder:
             train_update(state, window, 100.0, 110.0)
             state.bad_updates.note(1, window, read=False)
+            state.update = 2
+            Verdict(None).after_step(state)
     return {"waits": recorder.waits, "operators": sorted(recorder.operators)}
 
 

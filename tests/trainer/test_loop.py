@@ -91,11 +91,43 @@ def test_a_metric_that_is_not_named_is_one_line():
     from trainer.trainer_utils import next_token_loss
 
     def loss_fn(model, batch, args):
-        loss, aux_loss = next_token_loss(model, batch)
+        loss, aux_loss, _ = next_token_loss(model, batch)
         return loss, aux_loss, {"twice": 2 * loss}
 
-    with pytest.raises(UserError, match="loss_fn gives twice beside the loss; TrainState's metric_names must be just"):
+    with pytest.raises(UserError, match="loss_fn gives twice beside the loss, but TrainState's metric_names are empty"):
         train_update(make_state(loss_fn=loss_fn), [batch(1)], 1.0, 1.0)
+    state = make_state()
+    state.metric_names = ("twice",)
+    with pytest.raises(UserError, match=r"loss_fn gives cross_entropy beside the loss, but .* are twice"):
+        train_update(state, [batch(1)], 1.0, 1.0)
+
+
+def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_it():
+    """Per target over the micro-batches, not the loss that is trained; it needs no name among the metrics."""
+    from tests.trainer.components.test_bad_updates import batch, make_state
+    from trainer.loop import train_update, update_size
+    from trainer.trainer_utils import next_token_loss
+
+    def with_term(model, batch, args):
+        loss, aux_loss, metrics = next_token_loss(model, batch)
+        return 3 * loss, aux_loss + 1, metrics
+
+    def without_metrics(model, batch, args):
+        return with_term(model, batch, args)[:2]
+
+    found = {}
+    for loss_fn in (next_token_loss, with_term, without_metrics):
+        state = make_state(loss_fn=loss_fn)
+        window = [batch(1), batch(3)]
+        targets, tokens, _ = update_size(state, [state.size(each) for each in window])
+        losses, _ = train_update(state, window, targets, tokens)
+        assert len(losses) == 2
+        found[loss_fn] = float(losses[0]), float(state.update_loss), state.loss_is_cross_entropy
+    plain, judged, is_known = found[next_token_loss]
+    assert judged == plain and is_known
+    assert found[with_term] == (pytest.approx(3 * plain, rel=1e-6), plain, True)
+    trained, judged, is_known = found[without_metrics]
+    assert judged == trained == found[with_term][0] and not is_known
 
 
 def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
@@ -106,7 +138,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     from trainer.trainer_utils import next_token_loss
 
     def loss_fn(model, batch, args):
-        loss, aux_loss = next_token_loss(model, batch)
+        loss, aux_loss, _ = next_token_loss(model, batch)
         broken = loss * float("nan") if 9 in batch["sample_ids"] else loss
         return broken, aux_loss, {"twice": 2 * loss, "ids": batch["sample_ids"].sum() * len(batch["targets"])}
 
@@ -125,7 +157,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
     assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5
     assert "ids: 3.500, twice: " in describe(record, "", state.metric_names)[0]
-    assert not state.losses.any()
+    assert not state.losses.any() and len(state.losses) == 4
 
 
 RUN_LINE = r"^run: \d+ updates of about [\d,]+ tokens, [\d,]+ tokens in all, 1 pass over the data, about "

@@ -88,7 +88,8 @@ Z_LOSS = """
 def loss_fn(model, batch, args):
     logits, aux_loss = utils.target_logits(model, batch)  # [M, V]
     loss = torch.nn.functional.cross_entropy(logits.float(), batch["targets"], reduction="sum")
-    return loss + args.z_loss * logits.float().logsumexp(-1).square().sum(), aux_loss
+    z_loss = logits.float().logsumexp(-1).square().sum()
+    return loss + args.z_loss * z_loss, aux_loss, {"cross_entropy": loss.detach()}
 
 
 """
@@ -99,12 +100,13 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
     another value is refused."""
     small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, save_interval=1000, eval_interval=0))
     edited(clone, "    max_seq_len: int = 768\n", "    max_seq_len: int = 768\n    z_loss: float = 0.0\n")
-    script = edited(clone, "loss_fn = utils.next_token_loss  #", "#")
+    script = edited(clone, "loss_fn = utils.next_token_loss\n", "")
     script.write_text(script.read_text().replace("schedule = ", f"import torch\n{Z_LOSS}schedule = ", 1))
     found = {}
     for z in ("0", "1e-3"):
-        typed(clone, f"train_full_sft.py {small} --z_loss {z}")
+        done = typed(clone, f"train_full_sft.py {small} --z_loss {z}")
         found[z] = read_metrics(clone / "out/full_sft_32_metrics.jsonl")
+    assert re.search(r"verdict: cross entropy .*; held-out loss [\d.]+ \([-+]", done.out)  # both without that term
     losses = {z: [record["loss"] for record in rows] for z, rows in found.items()}
     assert losses["1e-3"][0] > losses["0"][0] + 0.05
     assert found["1e-3"][-1]["eval_loss"] == pytest.approx(found["0"][-1]["eval_loss"], abs=0.05)

@@ -74,11 +74,12 @@ def describe_size(model: "MiniMindForCausalLM") -> str:
     return f"model: {params / 1e6:.2f} M parameters (active per token: {(params - idle) / 1e6:.2f} M)"
 
 
-def next_token_loss(model: nn.Module, batch: Batch, args: Any = None) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropies of the batch's targets, and the MoE load-balancing loss summed over its tokens
-    (zero for a dense model). `args`, the settings, are not used."""
+def next_token_loss(model: nn.Module, batch: Batch, args: Any = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The sum of the cross entropies of the batch's targets, the MoE load-balancing loss summed over its tokens (zero
+    for a dense model), and the first one again as the metric `cross_entropy`, for a loss to which something is added.
+    `args`, the settings, are not used."""
     out = model(**_inputs(batch), targets=batch["targets"])
-    return out.loss, out.aux_loss
+    return out.loss, out.aux_loss, {"cross_entropy": out.loss.detach()}
 
 
 def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -91,8 +91,10 @@ class Rollouts(Hooks):
     def batch_start(self, state: TrainState) -> None:
         """The update will be made: its rollout counts, on all ranks."""
         host = torch.tensor([self.fresh[name] for name in self.sums], dtype=torch.float64)
-        for name, value in zip(self.sums, reduce_sum(host).tolist(), strict=True):
+        sums = dict(zip(self.sums, reduce_sum(host).tolist(), strict=True))
+        for name, value in sums.items():
             self.totals[name] += value
+        state.reward = sums["reward"] / sums["completions"] if sums["completions"] else None
         self.fresh.clear()
 
     def figures(self, state: TrainState) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.prompts import document_tokens, prompt_tokens
 from trainer.components.data import StageData
-from trainer.components.distributed import Logger, is_main_process
+from trainer.components.distributed import Logger, gather, is_main_process
 from trainer.components.parallel import is_sharded, unwrap
 from trainer.components.state import Hooks, TrainState
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Prompt = tuple[str, list[int]]  # as it is shown, and its tokens
 COUNT, NEW_TOKENS, OPENING = 3, 48, 16  # samples of the held-out data; tokens of an answer; of a document's beginning
+MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
 
 
 def sample_hooks(state: TrainState) -> list[Hooks]:
@@ -90,21 +91,31 @@ class Samples(Hooks):
 
     def __init__(self, prompts: list[Prompt], tokenizer: "PreTrainedTokenizerBase"):
         self.prompts, self.tokenizer = prompts, tokenizer
-        self.samples: list[dict[str, str]] = []  # of the evaluation whose record is not written yet
+        self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
 
     def validate(self, state: TrainState, evaluate: Any) -> dict[str, Any] | None:
         metrics = evaluate()
         if metrics is not None and is_main_process():
-            self.samples = self.answers(state)
+            self.answers = self.write_answers(state)
         return metrics
 
     def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
-        """The samples, after those of the rollouts if there are any."""
-        samples, self.samples = self.samples, []
-        return {"samples": [*record.get("samples", ()), *samples]} if samples else {}
+        """After an evaluation the samples, on rank 0, behind those of the rollouts if there are any; and on all ranks
+        how many of the answers' trigrams are distinct."""
+        if "eval_loss" not in record:
+            return {}
+        answers, self.answers = self.answers, []
+        share, *_ = gather(distinct_trigrams(answers))  # of rank 0
+        more = {} if share is None else {"distinct_trigrams": share}
+        if not answers:
+            return more
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        prompts = [text for text, _ in self.prompts]
+        samples = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
+        return more | {"samples": [*record.get("samples", ()), *samples]}
 
-    def answers(self, state: TrainState) -> list[dict[str, str]]:
-        """Each prompt with what the model writes to it."""
+    def write_answers(self, state: TrainState) -> list[list[int]]:
+        """The tokens that the model writes to each prompt."""
         from model.generation import generate
         from model.sampling import Sampling
 
@@ -120,5 +131,12 @@ class Samples(Hooks):
             greedy = [[Sampling(temperature=0.0)]] * len(prompts)
             written = generate(model, prompts, greedy, NEW_TOKENS, [cast(int, self.tokenizer.eos_token_id)])
         model.train(was_training)
-        texts = self.tokenizer.batch_decode([answer.tokens for (answer,) in written], skip_special_tokens=True)
-        return [{"prompt": text, "answer": answer} for (text, _), answer in zip(self.prompts, texts, strict=True)]
+        return [answer.tokens for (answer,) in written]
+
+
+def distinct_trigrams(answers: list[list[int]]) -> float | None:
+    """The share of distinct ones, 0 to 1, among the trigrams of tokens within the answers; None if there are only a
+    few of them."""
+    trigrams = [list(zip(tokens, tokens[1:], tokens[2:], strict=False)) for tokens in answers]
+    total = sum(len(each) for each in trigrams)
+    return sum(len(set(each)) for each in trigrams) / total if total >= MIN_TRIGRAMS else None

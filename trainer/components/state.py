@@ -112,11 +112,12 @@ class TrainState:
     scaler: torch.amp.GradScaler
     autocast: AbstractContextManager
     device: torch.device
-    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name]
+    loss_fn: LossFn  # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name, such as
+    # `cross_entropy`, the plain one, with which warnings and verdict compare the held-out loss]
     schedule: Schedule  # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     run: Fingerprint  # what must not differ on resume
     stop: StopRequest = field(default_factory=StopRequest)
-    metric_names: tuple[str, ...] = ()  # of the further sums over the targets that loss_fn returns
+    metric_names: tuple[str, ...] = ()  # of the metrics to report
     size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
@@ -136,6 +137,10 @@ class TrainState:
     state_file: Path | None = None  # the newest file with a state of this run, once there is one
     wandb: Any = None  # the tracker
     wandb_id: str | None = None  # of the tracker before the resume
+    # ---- the update just made
+    update_loss: Tensor | None = None  # [] on the device: the metric `cross_entropy`, else the loss; NaN if not finite
+    loss_is_cross_entropy: bool = False
+    reward: float | None = None  # mean of its rollout, over all ranks; None without one
     # ---- progress
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, or of this branch of it
     branch_of: dict[str, Any] | None = None  # the state that this branch began with: where it was, and of which run

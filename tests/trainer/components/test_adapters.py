@@ -45,7 +45,7 @@ def test_only_adapters_are_trained_and_each_of_them(use_moe):
     model, plain = base(use_moe), base(use_moe)
     add_adapters(model, 4, 8.0, 0.0, TARGETS)
     assert torch.equal(target_logits(model, batch)[0], target_logits(plain, batch)[0])
-    loss, aux_loss = next_token_loss(model, batch)
+    loss, aux_loss, _ = next_token_loss(model, batch)
     (loss + aux_loss).backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layers = 2 * (4 + 3 * (4 if use_moe else 1))

@@ -24,7 +24,7 @@ def test_the_logits_at_the_targets_are_those_of_the_loss(use_moe):
     assert logits.shape == (len(batch["targets"]), 6400)
     own = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
     gradients = [torch.autograd.grad(own + aux_loss, list(model.parameters()))]
-    loss, same_aux_loss = next_token_loss(model, batch)
+    loss, same_aux_loss, _ = next_token_loss(model, batch)
     gradients.append(torch.autograd.grad(loss + same_aux_loss, list(model.parameters())))
     assert own.item() == pytest.approx(loss.item(), rel=1e-6) and torch.equal(aux_loss, same_aux_loss)
     for one, other in zip(*gradients, strict=True):

@@ -82,18 +82,27 @@ def test_answers_are_those_of_a_plain_loop_and_nothing_is_left_behind(tokenizer,
     lines = ["the fox", "山水 is a long prompt of several words", "x"]
     prompts = [(line, prompt_tokens(tokenizer, [{"role": "user", "content": line}])) for line in lines]
     random = torch.get_rng_state()
-    found = samples.Samples(prompts, tokenizer).answers(state)
+    found = samples.Samples(prompts, tokenizer).write_answers(state)
     assert state.model.training and all(module.training for module in state.model.modules())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(int(counter.sum()) == 0 for counter in token_counters(state.model))
     assert all(not parameter.is_inference() and parameter.grad is None for parameter in state.model.parameters())
     state.model.eval()
-    for (line, tokens), sample in zip(prompts, found, strict=True):
+    for (_, tokens), answer in zip(prompts, found, strict=True):
         written: list[int] = []
         while len(written) < samples.NEW_TOKENS and tokenizer.eos_token_id not in written:
             with torch.no_grad():
                 written.append(int(state.model(torch.tensor([tokens + written])).logits[0, -1].argmax()))
-        assert sample == {"prompt": line, "answer": tokenizer.decode(written, skip_special_tokens=True)}
+        assert answer == written
+
+
+def test_trigrams_are_counted_within_an_answer():
+    """A loop has as many as it is long; of a few, nothing is said."""
+    loop, plain = [5, 6, 7] * 16, list(range(48))
+    assert samples.distinct_trigrams([loop]) == 3 / 46
+    assert samples.distinct_trigrams([plain, plain]) == 1.0
+    assert samples.distinct_trigrams([plain, loop]) == (46 + 3) / 92
+    assert samples.distinct_trigrams([list(range(8)), [], [1, 2]]) is None
 
 
 def texts(folder, name="pretrain_32") -> list[list[dict] | None]:

@@ -1,4 +1,4 @@
-"""Warnings: each way to go wrong is named once, with its figure; a healthy run says nothing. And the verdict."""
+"""Warnings: each way to go wrong is named once, with its figures; a healthy run says nothing. And the verdict."""
 
 import math
 from contextlib import nullcontext
@@ -18,100 +18,174 @@ from tests.trainer.stage_flags import flags
 from trainer.components import verdict as verdicts
 from trainer.components.metrics import read_metrics
 from trainer.components.verdict import Verdict, unigram_entropy
-from trainer.trainer_utils import load_tokenizer
+from trainer.trainer_utils import load_tokenizer, warmup_cosine
 
 
 def run_state(updates=1000, metric_names=(), from_weight="pretrain", data="d", **args) -> SimpleNamespace:
-    """What the warnings look at, at the start of a run."""
+    """What the warnings look at, at the start of a run with a vocabulary of 100 tokens."""
     settings = StageArgs(save_weight="mine", from_weight=from_weight, **args)
     vars(settings)["max_gen_len"] = 8  # of the stages with rollouts
     return SimpleNamespace(
         args=settings, total_updates=updates, update=0, metric_names=metric_names, device=torch.device("cpu"),
-        autocast=nullcontext(), lm_config=MiniMindConfig(vocab_size=100), run={"data": data}, eval_loader=None,
-        losses=torch.tensor([4.5, 1.0]),
+        autocast=nullcontext(), lm_config=MiniMindConfig(vocab_size=100), run={"data": data, "global_batch": 32},
+        eval_loader=None, schedule=warmup_cosine, losses=torch.zeros(2 + len(metric_names)),
+        update_loss=None, loss_is_cross_entropy=True, reward=None,
     )  # fmt: skip
 
 
-def told(hook, state, records, capsys) -> list[str]:
-    """The texts of the warnings while a run gives these records, which are those of the records."""
-    hook.batch_start(state)
-    state.update = 1
-    hook.after_step(state)
-    noted = [text for record in records for text in hook.remarks(state, record).get("warnings", ())]
+def trained(state, losses, capsys, evaluations=None, interval=10, rewards=(), stop=0, dataset=None, **more):
+    """The hook after updates with these losses, with an evaluation after some of them and records at an interval, and
+    the warnings, which are those of the records. stop: update after which the hook is replaced by one that is restored.
+    more: further values of the records."""
+    hook, noted, evaluations = Verdict(dataset), [], evaluations or {}
+    for update, loss in enumerate(losses, 1):
+        hook.batch_start(state)
+        state.update, state.update_loss = update, torch.tensor(loss, dtype=torch.float64)
+        state.reward = rewards[update - 1] if rewards else None
+        hook.after_step(state)
+        saved = hook.state_dict() if update == stop else None
+        if update % interval == 0 or update in evaluations:
+            record = {"update": update} | more | ({"reward": state.reward} if rewards else {})
+            record |= {"eval_loss": evaluations[update]} if update in evaluations else {}
+            noted += hook.remarks(state, record).get("warnings", ())
+        if saved is not None and update % interval:
+            hook = Verdict(dataset)
+            hook.load_state_dict(saved)
     assert [f"warning: {text}" for text in noted] == capsys.readouterr().err.splitlines()
-    return noted
+    return hook, noted
 
 
-def losses(*values, step=10, **more) -> list[dict]:
-    return [{"update": step * (i + 1), "mean_loss": value} | more for i, value in enumerate(values)]
+def noisy(*levels, updates=40, noise=0.1, seed=0) -> list[float]:
+    """So many losses around each of these levels."""
+    random = np.random.default_rng(seed)
+    return [float(level * math.exp(random.normal(0, noise))) for level in levels for _ in range(updates)]
 
 
-def evaluated(*values) -> list[dict]:
-    return [{"update": 10 * (i + 1), "mean_loss": 2.0, "eval_loss": value} for i, value in enumerate(values)]
+HEALTHY = {
+    "falling": noisy(4.5, 4.0, 3.0, 2.0),
+    "one sample per update": noisy(2.0, updates=1000, noise=0.7),
+    "jumps that end": [9.0 if update % 15 == 7 else loss for update, loss in enumerate(noisy(4.5, 2.0, 2.0))],
+    "skipped updates": [math.nan if update % 3 == 0 else loss for update, loss in enumerate(noisy(4.5, 2.0, 2.0))],
+    "nothing learned": noisy(4.6, updates=400, noise=0.001),
+}
 
 
-def rewards(count=10, reward=0.5, reward_std=0.5, cut_share=0.0, **more) -> list[dict]:
-    figures = {"mean_loss": 0.0, "reward": reward, "reward_std": reward_std, "cut_share": cut_share}
-    return [{"update": i + 1} | figures | more for i in range(count)]
+@pytest.mark.parametrize("losses", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_run_says_nothing(losses, capsys):
+    state = run_state(warmup_updates=100)
+    state.run["global_batch"] = 1
+    assert trained(state, losses, capsys)[1] == []
 
 
-HEALTHY = [
-    losses(4.5, 4.0, 3.0, 2.0),
-    losses(2.0, 9.0, 2.3, 9.0, 2.0),  # jumps that end
-    evaluated(2.0, 2.1, 2.2, 2.0, 2.1),
-    evaluated(2.0, 2.0001, 2.0002, 2.0003),  # by chance
-    rewards(frac_reward_zero_std=0.99),
-    [*rewards(9, frac_reward_zero_std=1.0), rewards(frac_reward_zero_std=0.5)[-1]],
-    [record | dict.fromkeys(("reward", "reward_std", "cut_share", "frac_reward_zero_std")) for record in rewards(30)],
-    losses(None, None, None),
-]
+def test_evaluations_that_rise_by_chance_or_not_in_a_row_say_nothing(capsys):
+    for values in ((2.0, 2.1, 2.2, 2.0, 2.1), (2.0, 2.0001, 2.0002, 2.0003)):
+        evaluations = {20 * (i + 1): value for i, value in enumerate(values)}
+        assert trained(run_state(), noisy(4.0, 3.0, 2.0), capsys, evaluations)[1] == []
 
 
-@pytest.mark.parametrize("records", HEALTHY)
-def test_a_healthy_run_says_nothing(records, capsys):
-    assert told(Verdict(None), run_state(warmup_updates=100), records, capsys) == []
+@pytest.mark.parametrize("stop", [0, 95])
+def test_a_loss_that_rises_is_compared_with_the_lowest(stop, capsys):
+    """Not with the first one; with the same warning whatever the interval of records is, and after a resume."""
+    losses = noisy(4.6, 2.0, 3.9, 3.9, updates=50, noise=0.05)
+    means = {i: np.mean(losses[i - 20 : i]) for i in range(20, 201)}
+    found = set()
+    for interval in (1, 10, 100):
+        hook, (warning,) = trained(run_state(from_weight="none"), losses, capsys, interval=interval, stop=stop)
+        history = hook.history
+        assert history.warned == ["rose"] and history.lowest == pytest.approx(min(means.values()), rel=1e-12)
+        assert history.lowest_update == min(means, key=lambda update: means[update])
+        assert history.losses.end() == pytest.approx(means[200], rel=1e-12)
+        found.add(warning)
+    assert len(found) == 1
 
 
-WRONG = {
-    "5 updates change a model little; raise --epochs or lower --accumulation_steps, which is 8": (
-        {"updates": 5, "accumulation_steps": 8}, losses(2.0)),
-    "99 updates change a model little; raise --epochs or lower --batch_size": ({"updates": 99}, losses(2.0)),
-    "--warmup_updates 500 of 1000 updates": ({"warmup_updates": 500}, losses(2.0)),
-    "the loss is 6.00, and was 4.50 at the start: --learning_rate 0.0005 is too large": ({}, losses(4.5, 6.0, 6, 6, 6)),
-    "eval_loss has risen 3 times in a row, to 2.300: it remembers its data; the best, 2.000, was at update 20 (mine_bes"
-    "t)": ({}, evaluated(2.5, 2.0, 2.1, 2.2, 2.3, 2.4)),
-    "for 10 updates all completions of a prompt got the same reward": ({}, rewards(frac_reward_zero_std=1.0)),
-    "for 10 updates all completions": ({}, rewards(reward_std=0.0, count=30)),  # PPO
-    "for 10 updates every completion was cut": ({}, rewards(cut_share=1.0)),
-}  # fmt: skip
+@pytest.mark.parametrize(
+    "losses",
+    [[2.5, *noisy(3.9, noise=0.02)], [2.5, *noisy(191, 20, noise=2)], noisy(2.0, 3e5, noise=0.5)],
+    ids=["fine-tuning at too large a rate", "far above guessing", "late"],
+)
+def test_a_loss_that_rises_at_once_is_compared_with_the_first(losses, capsys):
+    assert trained(run_state(), losses, capsys)[0].history.warned == ["rose"]
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_what_goes_wrong_is_named_once_with_its_figures(text, capsys):
-    settings, records = WRONG[text]
-    hook, state = Verdict(None), run_state(**settings)
-    (warning,) = told(hook, state, records, capsys)
-    assert warning.startswith(text)
-    assert told(hook, state, records, capsys) == []  # once
+def test_a_spike_that_heals_is_no_overfitting(capsys):
+    """The held-out loss is above its lowest, and the training loss fell, but only from the spike."""
+    losses = noisy(4.0, 2.0, 9.0, 9.0, 4.0, 3.0, 2.8, noise=0.01)
+    hook, _ = trained(run_state(), losses, capsys, {80: 2.0, 160: 8.0, 200: 4.0, 240: 3.0, 280: 3.1})
+    low, spike, _, _, now = hook.history.evaluations
+    assert hook.lowest_evaluation() is low and now.training < spike.training
+    assert not hook.overfits(low, now) and not hook.overfits(spike, now)
+    assert "overfitting" not in hook.verdict(run_state())
+
+
+@pytest.mark.parametrize(("levels", "falls"), [((1.5, 1.2, 1.0), True), ((2, 2, 2), False), ((2.1, 2.2, 2.3), False)])
+def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises(levels, falls, capsys):
+    evaluations = {40: 2.5, 80: 2.0, 120: 2.1, 160: 2.2, 200: 2.3}
+    hook, (warning,) = trained(run_state(), noisy(4, 2, *levels, noise=0.001), capsys, evaluations)
+    assert hook.history.warned == ["rising"] and hook.lowest_evaluation().update == 80
+    assert ("overfitting" in warning) == ("overfitting" in hook.verdict(run_state())) == falls
+
+
+def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
+    state = run_state()
+    state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "a"}, __len__=lambda: 1))  # type: ignore
+    hook, _ = trained(state, noisy(2.0), capsys, {10: 1.0, 20: 1.1, 30: 1.2})
+    state.eval_loader.dataset.fingerprint["data"] = "b"
+    assert hook.remarks(state, {"update": 50, "eval_loss": 5.0}) == {}
+    assert "held-out loss 5.000" in hook.verdict(state) and "1.000" not in hook.verdict(state)
+
+
+def test_settings_that_cannot_go_well_are_named_before_the_first_update(capsys):
+    assert trained(run_state(updates=5, accumulation_steps=8), [2.0], capsys, interval=1)[1] == [
+        "only 5 updates in this run, each of 32 samples; more --epochs, or a smaller --batch_size or "
+        "--accumulation_steps, make more"
+    ]
+    (warning,) = trained(run_state(warmup_updates=500), [2.0], capsys, interval=1)[1]
+    assert "the learning rate reaches 0.00028, not --learning_rate 0.0005" in warning  # half of it, on the cosine
+
+
+REWARDS = {
+    "equal in every group": ({"frac_reward_zero_std": 1.0}, "for 10 updates all completions of a prompt got the same"),
+    "PPO": ({"reward_std": 0.0}, "for 10 updates all completions got the same reward (the mean is 0.500)"),
+    "cut": ({"cut_share": 1.0}, "for 10 updates every completion was cut, at --max_gen_len 8 or another limit"),
+    "nearly equal": ({"frac_reward_zero_std": 0.99}, None),
+    "nearly all cut": ({"cut_share": 0.99}, None),
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_rewards_that_tell_nothing(name, capsys):
+    changed, text = REWARDS[name]
+    figures = {"reward_std": 0.5, "cut_share": 0.0} | changed
+    for interval in (1, 10):
+        state = run_state(metric_names=("kl",))
+        warnings = trained(state, [0.0] * 20, capsys, interval=interval, rewards=[0.5] * 20, **figures)[1]
+        assert [warning[: len(text or "")] for warning in warnings] == ([text] if text else [])
+
+
+def test_the_verdict_of_rewards_is_of_the_first_and_the_last_rollouts(capsys):
+    """Whatever the interval of records is."""
+    rewards, figures = [i / 100 for i in range(40)], {"reward_std": 0.5, "cut_share": 0.0}
+    for interval in (1, 40):
+        hook, _ = trained(run_state(), [0.0] * 40, capsys, {40: -0.7}, interval, rewards, **figures)
+        assert hook.verdict(run_state()).startswith(
+            "verdict: reward 0.015 in the first 4 rollouts, 0.375 in the last; held-out reward 0.700, the highest 0.7"
+        )
 
 
 def test_the_first_update(capsys):
-    """Weights of another tokenizer, a teacher that is the student; only where the loss is the cross entropy."""
-    state = run_state(updates=200)
-    state.losses = torch.tensor([1.02 * math.log(100), 1.0])
-    (warning,) = told(Verdict(None), state, losses(5.0), capsys)
-    assert warning.startswith(
-        "the first loss 4.70 is above 4.61, that of guessing: --from_weight pretrain does not fit"
-    )
-    state = run_state(from_weight="none")
-    state.losses = torch.tensor([9.0, 1.0])
-    assert told(Verdict(None), state, losses(5.0), capsys) == []
+    """Weights that do not fit, a teacher that is the student; the first only where the loss is the cross entropy."""
+    (warning,) = trained(run_state(), [1.02 * math.log(100)], capsys, interval=1)[1]
+    assert warning.startswith("the cross entropy of the first update, 4.70, is above 4.61, that of guessing each")
+    other_loss = run_state()
+    other_loss.loss_is_cross_entropy = False
+    for state in (run_state(from_weight="none"), other_loss):
+        assert trained(state, [9.0], capsys, interval=1)[1] == []
     for divergence, warned in ((1e-7, 1), (1e-3, 0)):
         state = run_state(metric_names=("cross_entropy", "divergence"))
-        state.losses = torch.tensor([9.0, 1.0, 9.0, divergence])
-        assert len(told(Verdict(None), state, losses(5.0), capsys)) == warned
-    state.losses = torch.tensor([0.0, 0.0, 0.0, 0.0])  # skipped, or without targets
-    assert told(Verdict(None), state, losses(None), capsys) == []
+        state.losses[-1] = divergence
+        assert len(trained(state, [2.0], capsys, interval=1)[1]) == warned
+    assert trained(state, [math.nan], capsys, interval=1)[1] == []  # skipped, or without targets
 
 
 def test_an_emulated_dtype_and_held_out_data_that_are_trained_on(monkeypatch, capsys):
@@ -119,12 +193,12 @@ def test_an_emulated_dtype_and_held_out_data_that_are_trained_on(monkeypatch, ca
     state.autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "d"}, __len__=lambda: 1))  # type: ignore
     monkeypatch.setattr(verdicts, "native_bfloat16", lambda device: False)
-    first, second = told(Verdict(None), state, losses(2.0), capsys)
+    first, second = trained(state, [2.0], capsys, interval=1)[1]
     assert first == "--dtype bfloat16_emulated: this cpu emulates bfloat16; float32 is faster"
     assert second.startswith("the held-out data are the training data")
     monkeypatch.setattr(verdicts, "native_bfloat16", lambda device: True)
     state.run["data"], state.update = "other", 0
-    assert told(Verdict(None), state, losses(2.0), capsys) == []
+    assert trained(state, [2.0], capsys, interval=1)[1] == []
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +209,11 @@ def caches(corpus):
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
-@pytest.mark.parametrize("piece", [1 << 14, 700])
-def test_the_entropy_of_single_tokens_is_torchs(caches, monkeypatch, stage, piece):
-    """Of the very targets of the batches, whether the cache is read in one piece or in several."""
+@pytest.mark.parametrize("part", [1 << 14, 700])
+def test_the_entropy_of_single_tokens_is_torchs(caches, monkeypatch, stage, part):
+    """Of the very targets of the batches, whether the cache is read in one part or in several."""
     dataset = caches[stage]
-    monkeypatch.setattr(verdicts, "PIECE", piece)
+    monkeypatch.setattr(verdicts, "PART_TOKENS", part)
     targets = dataset.collate([dataset[i] for i in range(len(dataset))])["targets"].numpy()
     expected = Categorical(torch.from_numpy(np.bincount(targets)).double()).entropy()
     assert unigram_entropy(dataset.cache) == pytest.approx(float(expected), abs=1e-9)
@@ -147,56 +221,64 @@ def test_the_entropy_of_single_tokens_is_torchs(caches, monkeypatch, stage, piec
 
 @pytest.mark.parametrize("interval", [1, 10, 100])
 def test_the_plateau_is_named_after_a_while_wherever_the_run_was_stopped(caches, interval, capsys):
-    """A resumed run counts on: it warns at the update where the uninterrupted one does."""
+    """A resumed run counts on: it warns with the figures of the uninterrupted one. Another loss has no plateau."""
     height = unigram_entropy(caches["pretrain"].cache)
-    stuck = [{"update": u, "mean_loss": height} for u in range(interval, 1001, interval)]
-    ends = []
-    for stop in (0, interval, 290):
-        hook, state = Verdict(caches["pretrain"]), run_state()
-        for record in stuck:
-            if stop and record["update"] == stop:
-                saved, hook = hook.state_dict(), Verdict(caches["pretrain"])
-                hook.load_state_dict(saved)
-            if hook.remarks(state, record):
-                ends.append(record["update"])
-    assert ends == [300] * len(ends) and "the frequencies of single tokens alone give" in capsys.readouterr().err
-    left = [{"update": u, "mean_loss": height * (1 if u < 200 else 0.9)} for u in range(interval, 1001, interval)]
-    hook, state = Verdict(caches["pretrain"]), run_state()
-    assert not any(hook.remarks(state, record) for record in left)
+    found = set()
+    for stop in (0, 101, 287):
+        losses = [height] * 400
+        found.add(trained(run_state(), losses, capsys, None, interval, stop=stop, dataset=caches["pretrain"])[1][0])
+    assert len(found) == 1 and f"is still {height:.2f} at update 300; how often each token occurs gives" in found.pop()
+    left, other_loss = [height] * 200 + [0.9 * height] * 200, run_state()
+    assert trained(run_state(), left, capsys, None, interval, dataset=caches["pretrain"])[1] == []
+    other_loss.loss_is_cross_entropy = False
+    assert trained(other_loss, [height] * 400, capsys, None, interval, dataset=caches["pretrain"])[1] == []
 
 
-SAME = "loss 2.000 at the start, 2.000 at the end; held-out loss "
 VERDICTS = {
-    "loss 4.000 at the start, 2.000 at the end; whether it learns or remembers, only held-out data": losses(4.0, 2.0),
-    f"{SAME}2.200 (+0.200), evaluated at the end only": evaluated(2.2),
-    f"{SAME}2.200 (+0.200), still falling": evaluated(4, 3, 2.5, 2.2),
-    f"{SAME}2.500 (+0.500), rising since update 20 (2.100)": evaluated(4, 2.1, 2.5),
-    f"{SAME}2.099 (+0.099), hardly changing": evaluated(4, 2.1, 2.1, 2.099),
-    "reward 0.500 at the start, 0.500 at the end; held-out reward 0.700, the best 0.800 at update 1": [
-        rewards()[0] | {"eval_loss": -0.8},
-        rewards(2)[1] | {"eval_loss": -0.7},
-    ],
-    "reward 0.500 at the start, 0.500 at the end; whether": rewards(),
+    "no held-out data (--eval_share 0.02) tell how the model does on other text": {},
+    "held-out loss 2.200 (+0.200), evaluated once; --eval_interval shows where it goes": {80: 2.2},
+    "held-out loss 2.200 (+0.200), still falling (2.500 at update 60)": {20: 4, 40: 3, 60: 2.5, 80: 2.2},
+    "held-out loss 2.500 (+0.500), the lowest, 2.100, was at update 40 (mine_best)": {20: 4, 40: 2.1, 80: 2.5},
+    "held-out loss 2.099 (+0.099), hardly changed (2.100 at update 60)": {20: 4, 40: 2.1, 60: 2.1, 80: 2.099},
 }
 
 
 @pytest.mark.parametrize("text", VERDICTS)
 def test_the_verdict(text, capsys):
-    hook, state = Verdict(None), run_state(from_weight="none")
-    for record in VERDICTS[text]:
-        hook.remarks(state, record)
-    assert hook.verdict(state).startswith(f"verdict: {text}")
-    assert Verdict(None).verdict(state) == ""  # nothing was reported
+    for interval in (1, 10, 80):
+        state = run_state(from_weight="none")
+        hook, _ = trained(state, [4.0, *[2.0] * 79], capsys, VERDICTS[text], interval)
+        first = "cross entropy 4.000 at update 1, 2.000 in the last 8 updates"
+        assert hook.verdict(state) == f"verdict: {first}; {text}"
+    assert Verdict(None).verdict(state) == ""  # no update was made
+
+
+def test_another_loss_is_not_compared_with_the_held_out_loss(capsys):
+    state = run_state()
+    state.loss_is_cross_entropy = False
+    hook, _ = trained(state, [4.0, *[2.0] * 79], capsys, {80: 1.0})
+    first = "verdict: loss 4.000 at update 1, 2.000 in the last 8 updates; held-out loss 1.000, evaluated once"
+    assert hook.verdict(state).startswith(first)
+
+
+def test_answers_that_repeat_themselves(capsys):
+    for share, said in ((None, False), (0.9, False), (0.2, True)):
+        more = {"distinct_trigrams": share} if share else {}
+        hook, _ = trained(run_state(), noisy(3.0), capsys, {20: 3.0, 40: 2.0}, **more)
+        assert (
+            hook.verdict(run_state()).endswith("; its answers repeat themselves: 20% of their trigrams are distinct")
+            is said
+        )
 
 
 def test_a_stopped_run_warns_and_judges_as_one_that_was_not(corpus, tmp_path):
-    """A real run: the warnings are on stderr and in the records, once; the verdict only where it ends."""
+    """A real run: the warnings are on stderr and in the records, once; the verdict only where it ends. Its figures are
+    those of the metrics file, whatever the interval of records is."""
     argv = flags(corpus, tmp_path, "pretrain", log_interval=3)
     whole = run("pretrain", argv)
     want = [(r["update"], r.get("warnings")) for r in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
-    assert whole.err == f"warning: {want[0][1][0]}\n" and "16 updates change a model little" in whole.err
+    assert whole.err == f"warning: {want[0][1][0]}\n" and "only 16 updates in this run" in whole.err
     assert whole.out.count("\nrun: 16 updates of about ") == 1
-    assert whole.out.splitlines()[-1].startswith("verdict: loss 8.")
     argv = flags(corpus, tmp_path / "stopped", "pretrain", log_interval=3)
     stopped = run("pretrain", argv, Faults(signals={5: 15}), status=143)
     assert "verdict" not in stopped.out
@@ -205,3 +287,8 @@ def test_a_stopped_run_warns_and_judges_as_one_that_was_not(corpus, tmp_path):
     assert "\nrun: 11 of 16 updates are left of about " in resumed.out
     records = read_metrics(tmp_path / "stopped/out/pretrain_32_metrics.jsonl")
     assert [(r["update"], r.get("warnings")) for r in records] == want
+    every = run("pretrain", flags(corpus, tmp_path / "every", "pretrain", use_moe=1))
+    records = read_metrics(tmp_path / "every/out/pretrain_32_moe_metrics.jsonl")
+    first, last, held_out = records[0]["logits_loss"], records[-1]["logits_loss"], records[-1]["eval_loss"]
+    figures = f"cross entropy {first:.3f} at update 1, {last:.3f} in the last 1 update; held-out loss {held_out:.3f} "
+    assert every.out.splitlines()[-1].startswith(f"verdict: {figures}({held_out - last:+.3f}), still falling (")
