@@ -76,6 +76,7 @@ def extend_model(model, args):
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Of the model only its adapters are written."""
+    adapters.check_that_adapters_alone_are_trained(state.model)
     state.save_fn = adapters.save_adapter
 
 
