@@ -176,9 +176,9 @@ def operands(layers: Sequence[Any], name: str) -> tuple[list[Tensor], list[LoRAL
             parts = [layer.base, layer.lora_A, layer.lora_B]
         if not all(map(is_plain_product, parts)):
             raise UserError(
-                f"{name} of an expert is {describe(parts[0])}, which a mixture of experts cannot compute: it multiplies "
-                "by the weights of all experts at once and calls none of their layers. It knows nn.Linear without bias "
-                "or hooks, also parametrized, and LoRALinear around one (`operands` in model/feed_forward.py)"
+                f"{name} of an expert is {describe(parts[0])}, which a mixture of experts cannot compute: it multiplies"
+                " by the weights of all experts at once and calls none of their layers. It knows nn.Linear without "
+                "bias or hooks, also parametrized, and LoRALinear around one (`operands` in model/feed_forward.py)"
             )
         weights.append(parts[0].weight)
     kinds = {(adapter.scale, adapter.dropout.p, adapter.lora_A.out_features) for adapter in adapters}
@@ -209,7 +209,7 @@ class AllExperts:
 
     def __getattr__(self, name: str) -> Any:
         parts = [getattr(expert, name) for expert in self.experts]
-        if isinstance(parts[0], bool | int | float | str) or is_stateless(parts[0]):
+        if is_stateless(parts[0]):
             return parts[0]
         return partial(self.product, *operands(parts, name))
 
@@ -227,8 +227,10 @@ class AllExperts:
 
 
 def is_stateless(value: Any) -> bool:
-    """Whether it is a layer without parameters, such as a dropout."""
-    return isinstance(value, nn.Module) and not (value._parameters or value._buffers or value._modules)
+    """Whether it is a layer without parameters, such as a dropout, or a number or text."""
+    if isinstance(value, nn.Module):
+        return not (value._parameters or value._buffers or value._modules)
+    return isinstance(value, (int, float, str))
 
 
 class MOEFeedForward(nn.Module):

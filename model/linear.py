@@ -13,10 +13,10 @@ def is_plain(layer: object, kind: type[nn.Module]) -> bool:
 
     Only such a layer may be computed from its parameters, without a call. A weight under torch's `parametrize` is
     plain: reading it computes it."""
-    if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
+    if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return not any(hooks)
+    has_hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return not has_hooks
 
 
 def is_plain_product(layer: object) -> bool:
