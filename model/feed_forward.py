@@ -176,7 +176,7 @@ def operands(layers: Sequence[Any], name: str) -> tuple[list[Tensor], list[LoRAL
             parts = [layer.base, layer.lora_A, layer.lora_B]
         if not all(map(is_plain_product, parts)):
             raise UserError(
-                f"{name} of an expert is {kind_of(parts[0])}, which a mixture of experts cannot compute: it multiplies"
+                f"{name} of an expert is {unknown_layer(parts[0])}, which a mixture of experts cannot compute: it multiplies"
                 " by the weights of all experts at once and calls none of their layers. It knows nn.Linear without "
                 "bias or hooks, also parametrized, and LoRALinear around one (`operands` in model/feed_forward.py)"
             )
@@ -187,7 +187,7 @@ def operands(layers: Sequence[Any], name: str) -> tuple[list[Tensor], list[LoRAL
     return weights, adapters
 
 
-def kind_of(layer: nn.Module) -> str:
+def unknown_layer(layer: nn.Module) -> str:
     """What a layer is that is not known, for an error."""
     if type(layer) is not nn.Linear:
         return f"a {type(layer).__name__}"

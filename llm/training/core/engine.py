@@ -110,6 +110,9 @@ class TrainingEngine(Hooks):
             if not any(isinstance(each, LRSchedulerCallback) for each in callbacks.values()):
                 callbacks["LRSchedulerCallback"] = LRSchedulerCallback()
             return lambda update, total_updates, args: None
+        if not (scheduler is None or callable(scheduler)):
+            returned = f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}"
+            raise UserError(f"{returned}; it must return a function of the update, a scheduler of torch, or None")
         return lambda update, total_updates, args: scheduler(update) if scheduler is not None else None
 
     def run(self) -> None:
