@@ -176,9 +176,10 @@ def operands(layers: Sequence[Any], name: str) -> tuple[list[Tensor], list[LoRAL
             parts = [layer.base, layer.lora_A, layer.lora_B]
         if not all(map(is_plain_product, parts)):
             raise UserError(
-                f"{name} of an expert is {unknown_layer(parts[0])}, which a mixture of experts cannot compute: it multiplies"
-                " by the weights of all experts at once and calls none of their layers. It knows nn.Linear without "
-                "bias or hooks, also parametrized, and LoRALinear around one (`operands` in model/feed_forward.py)"
+                f"{name} of an expert is {unknown_layer(parts[0])}, which a mixture of experts cannot compute: it "
+                "multiplies by the weights of all experts at once and calls none of their layers. It knows nn.Linear "
+                "without bias or hooks, also parametrized, and LoRALinear around one (`operands` in "
+                "model/feed_forward.py)"
             )
         weights.append(parts[0].weight)
     kinds = {(adapter.scale, adapter.dropout.p, adapter.lora_A.out_features) for adapter in adapters}

@@ -33,9 +33,7 @@ class TrainingTask(ABC):
 
     data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
     stage_args: ClassVar[type[StageArgs] | None] = None  # the settings of the stage that it is, whose flags it takes
-    scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = (
-        None  # when a scheduler of torch is stepped: epoch
-    )
+    scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None  # of steps of a scheduler; None: epoch
     rehearsed: ClassVar[bool] = True  # whether the engine tries the methods on two samples before training
     frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
     metric_names: tuple[str, ...] = ()  # of further sums over the targets, which `train_step` returns as a dict
