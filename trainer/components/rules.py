@@ -8,7 +8,9 @@ import math
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.errors import UserError
 from common.settings import AUTO, StageArgs
+from dataset.lm_dataset import TokenDataset
 from trainer.components.distributed import Logger, world_size
 
 A = TypeVar("A", bound=StageArgs)
@@ -64,13 +66,17 @@ def chosen(args: A, data: Any, ranks: int) -> A:
 
 
 def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
-    """`chosen` for a run on these data; a resumed run keeps the numbers that it began with."""
-    if AUTO not in (args.learning_rate, args.batch_size):
+    """`chosen` for a run on these data; a resumed run keeps the numbers that it began with. Raises UserError if the
+    data do not say how many tokens they have."""
+    flags = [f"--{name} auto" for name in ("learning_rate", "batch_size") if getattr(args, name) == AUTO]
+    if not flags:
         return args
-    if checkpoint is not None:
+    if checkpoint is not None and "run" in checkpoint:  # else it is not of this project, which `check_resume` tells
         run, of_ranks = checkpoint["run"], args.accumulation_steps * world_size()
         args = replace(args, batch_size=args.batch_size or max(1, run["global_batch"] // of_ranks))
         return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
+    if not isinstance(data, TokenDataset):
+        raise UserError(f"{flags[0]}: the rules know text and SFT data, not a {type(data).__name__}; give a number")
     args = chosen(args, data, world_size())
     Logger(f"auto: --batch_size {args.batch_size} --learning_rate {args.learning_rate:g}")
     return args

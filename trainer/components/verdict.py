@@ -142,7 +142,7 @@ class Verdict(Hooks):
     def verdict(self, state: TrainState) -> str:
         """One line for the end of the run, in words; empty if nothing was reported."""
         name = "reward" if "reward" in self.first else "mean_loss"
-        if name not in self.first:
+        if name not in self.last:  # the run was stopped before its first record
             return ""
         first, last = self.first[name], self.last[name]
         text = f"verdict: {name.removeprefix('mean_')} {first:.3f} at the start, {last:.3f} at the end; "

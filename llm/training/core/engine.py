@@ -91,6 +91,7 @@ class TrainingEngine(Hooks):
         state.hooks.append(self)
         utils.begin_run(state, checkpoint, data, None, task.code_files())
         self.resumed_update = state.resumed_update
+        self.saved_update = state.update if checkpoint is not None else None
 
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
         return checked_loss(self.task, self.task.train_step(model, batch))
@@ -129,6 +130,8 @@ class TrainingEngine(Hooks):
             with training_files(self.state, self.wandb):
                 for epoch in range(self.state.epoch, self.state.args.epochs):
                     self._run_epoch(epoch)
+                if self.saved_update != self.state.update:  # stopped where no save was due
+                    self.checkpoint_manager.save_checkpoint()
             self.dispatch("on_train_end")
         except BaseException as error:
             self.dispatch("on_exception", error)
@@ -172,6 +175,7 @@ class TrainingEngine(Hooks):
         self.dispatch("on_optimizer_step", state.update)
 
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
+        self.saved_update = state.update
         self.dispatch("on_checkpoint_saved", path)
 
     def validate(self, state: TrainState, evaluate: Callable) -> dict[str, float] | None:

@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -43,7 +44,8 @@ class TrainingTask(ABC):
 
     def __init__(self, config: Config):
         self.config = config
-        self.args = config.to_args()  # all settings, flat
+        args = config.to_args()
+        self.args = replace(args, from_resume=args.from_resume or args.resume_from is not None)  # all settings, flat
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
     @abstractmethod

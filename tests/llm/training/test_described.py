@@ -474,6 +474,40 @@ def test_the_process_group_under_its_described_name(tmp_path):
     manager.cleanup()
 
 
+class Stops(Callback):
+    """Stops the run in one of its calls."""
+
+    def __init__(self, *place):
+        self.place = place
+
+    def on_train_start(self, engine):
+        if self.place == ("train",):
+            engine.stop("asked")
+
+    def on_batch_start(self, engine, update):
+        if self.place == ("start", update):
+            engine.stop("asked")
+
+    def on_batch_end(self, engine, update, record):
+        if self.place == ("end", update):
+            engine.stop("asked")
+
+
+@pytest.mark.parametrize("place", [("train",), ("start", 1), ("end", 3), ("end", 8)])
+def test_a_run_that_a_callback_stops_anywhere_is_saved_there_and_can_go_on(tmp_path, place):
+    """Also before its first record, which comes at the end of an epoch of 8 updates."""
+    settings = {"epochs": 2, "log_interval": 100}
+    made(RegressionTask, tmp_path / "whole", **settings).run()
+    made(RegressionTask, tmp_path / "stopped", [Stops(*place)], **settings).run()
+    assert saved_state(tmp_path / "stopped", NAME)["update"] == (0 if place == ("train",) else place[1])
+    resumed = made(RegressionTask, tmp_path / "stopped", **settings, from_resume=1)
+    resumed.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
+    (tmp_path / f"stopped/checkpoints/{NAME}_resume.pth").unlink()
+    resumed.checkpoint_manager.save_checkpoint()  # also after the run
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
+
+
 # --- the log
 
 

@@ -82,6 +82,14 @@ def test_a_task_has_the_flags_and_defaults_of_its_script(stage):
     assert {key: getattr(args, key) for key in vars(own)} == vars(own) and isinstance(args, task.script.Args)
 
 
+def test_the_start_weights_are_not_needed_to_resume(data, tmp_path):
+    started = argv(data, tmp_path, "full_sft")
+    run("engine", ["--task", "full_sft", *started])
+    (tmp_path / "out/start_32_moe.pth").unlink()
+    state = tmp_path / "checkpoints/full_sft_32_moe_update_00000003.pth"
+    assert "update 3 of" in run("engine", ["--task", "full_sft", *started, "--resume_from", state]).out
+
+
 CHANGED = """
 from trainer import train_full_sft as stage
 from trainer.components.language_model import next_token_loss
