@@ -4,13 +4,15 @@ Shape legend: N all tokens, C hidden size, E experts, K experts per token, R row
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.lora import LoRALinear
+from common.errors import UserError
+from model.linear import LoRALinear, is_plain, is_plain_product
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,16 +55,24 @@ def has_launches(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def can_join(x: Tensor, *layers: nn.Module) -> bool:
+def can_join(x: Tensor, *layers: Any) -> bool:
     """Whether to compute linear layers of x as one product: in training in half precision, where most weights must be
-    cast anyway; without adapters or hooks on them. A compiler fuses by itself."""
+    cast anyway, and only layers that are a plain product. A compiler fuses by itself."""
     if not has_launches(x) or x.dtype == torch.float32 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return all(type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers)
+    return all(map(is_plain_product, layers))
+
+
+def linear_outputs(x: Tensor, *layers: Any) -> Sequence[Tensor]:
+    """What several linear layers of the same x [..., in] give: of each [..., out]."""
+    if can_join(x, *layers):
+        sizes = [layer.out_features for layer in layers]
+        return JoinedLinear.apply(x, *(layer.weight for layer in layers)).split(sizes, dim=-1)
+    return [layer(x) for layer in layers]
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """SwiGLU (arXiv:2002.05202). In a mixture its forward runs for all experts at once, see `AllExperts`."""
 
     def __init__(self, config: "PretrainedConfig", intermediate_size: int):
         super().__init__()
@@ -72,11 +82,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
-        x = x.to(product_dtype(x))
-        if can_join(x, self.gate_proj, self.up_proj):
-            gate, up = JoinedLinear.apply(x, self.gate_proj.weight, self.up_proj.weight).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = linear_outputs(x.to(product_dtype(x)), self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -118,7 +124,8 @@ def lie_together(weights: Sequence[Tensor]) -> bool:
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, group: int) -> Tensor:
     """The product of rows [ends[i-1], ends[i]) of x [R, in] with weights[i] of [E, out, in] -> [R, out].
 
-    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync)."""
+    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync). Rows behind the last end are
+    undefined, and so are their gradients: grouped_mm leaves them unwritten. Whoever calls this must not read them."""
     dtype = product_dtype(x)
     weights = weights.to(dtype).transpose(1, 2)  # [E, in, out]
     if not has_grouped_mm(x):
@@ -155,20 +162,76 @@ class GroupedProduct(torch.autograd.Function):
         return grad.bmm(weights.index_select(0, owner).transpose(1, 2)), of_weights, None
 
 
-def grouped_with_adapters(x: Tensor, layers: list[nn.Linear], *groups) -> Tensor:
-    """`grouped_linear` by the layers of the experts, plus what their adapters add where they have some; `groups`: its
-    further arguments."""
-    weights = [layer.weight for layer in layers]
-    joined = torch.stack(weights) if torch.compiler.is_compiling() else cast(Tensor, Stacked.apply(*weights))
-    out = grouped_linear(x, joined, *groups)
-    adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
-    if not adapted:
-        return out
-    extra = -adapted[0].lora_A.out_features % RANK  # zeros
-    into = F.pad(torch.stack([layer.lora_A.weight for layer in adapted]), (0, 0, 0, extra))  # [E, rank, in]
-    out_of = F.pad(torch.stack([layer.lora_B.weight for layer in adapted]), (0, extra))  # [E, out, rank]
-    low = grouped_linear(adapted[0].dropout(x), into, *groups)
-    return out + grouped_linear(low, out_of, *groups) * adapted[0].scale
+def operands(layers: Sequence[Any], name: str) -> tuple[list[Tensor], list[LoRALinear]]:
+    """The weights [out, in] of the same layer of all experts and their adapters, none or one for each: all that a
+    product needs which never calls the layers.
+
+    Raises UserError if a layer computes something else than these say."""
+    weights: list[Tensor] = []
+    adapters: list[LoRALinear] = []
+    for layer in layers:
+        parts = [layer]
+        if is_plain(layer, LoRALinear):
+            adapters.append(layer)
+            parts = [layer.base, layer.lora_A, layer.lora_B]
+        if not all(map(is_plain_product, parts)):
+            raise UserError(
+                f"{name} of an expert is {unknown_layer(parts[0])}, which a mixture of experts cannot compute: it "
+                "multiplies by the weights of all experts at once and calls none of their layers. It knows nn.Linear "
+                "without bias or hooks, also parametrized, and LoRALinear around one (`operands` in "
+                "model/feed_forward.py)"
+            )
+        weights.append(parts[0].weight)
+    kinds = {(adapter.scale, adapter.dropout.p, adapter.lora_A.out_features) for adapter in adapters}
+    if len(kinds) > 1 or len(adapters) not in (0, len(layers)):
+        raise UserError(f"{name}: all experts of a mixture, or none, must have an adapter, and of one kind")
+    return weights, adapters
+
+
+def unknown_layer(layer: nn.Module) -> str:
+    """What a layer is that is not known, for an error."""
+    if type(layer) is not nn.Linear:
+        return f"a {type(layer).__name__}"
+    return "an nn.Linear with " + ("a bias" if layer.bias is not None else "hooks or a forward of its own")
+
+
+class AllExperts:
+    """Takes the place of `self` in an expert's forward method, which then computes all experts at once: each linear
+    layer is one grouped product of the rows [R, in] of all experts, those of each expert with its own weight.
+
+    So a mixture computes what the `forward` of its experts says, as long as that treats each row by itself. What has
+    parameters and is not known to `operands` is refused. For `ends` and `group` see `grouped_linear`."""
+
+    def __init__(self, experts: Sequence[nn.Module], ends: Tensor, group: int):
+        kind = type(experts[0])
+        if not all(is_plain(expert, kind) for expert in experts):
+            raise UserError(f"the experts of a mixture must all be of one class ({kind.__name__}) and without hooks")
+        self.experts, self.ends, self.group = experts, ends, group
+
+    def __getattr__(self, name: str) -> Any:
+        parts = [getattr(expert, name) for expert in self.experts]
+        if is_stateless(parts[0]):
+            return parts[0]
+        return partial(self.product, *operands(parts, name))
+
+    def product(self, weights: list[Tensor], adapters: list[LoRALinear], x: Tensor) -> Tensor:
+        """A linear layer of all experts: x [R, in] -> [R, out]."""
+        joined = torch.stack(weights) if torch.compiler.is_compiling() else cast(Tensor, Stacked.apply(*weights))
+        out = grouped_linear(x, joined, self.ends, self.group)
+        if not adapters:
+            return out
+        extra = -adapters[0].lora_A.out_features % RANK  # zeros
+        into = F.pad(torch.stack([adapter.lora_A.weight for adapter in adapters]), (0, 0, 0, extra))  # [E, rank, in]
+        out_of = F.pad(torch.stack([adapter.lora_B.weight for adapter in adapters]), (0, extra))  # [E, out, rank]
+        low = grouped_linear(adapters[0].dropout(x), into, self.ends, self.group)
+        return out + grouped_linear(low, out_of, self.ends, self.group) * adapters[0].scale
+
+
+def is_stateless(value: Any) -> bool:
+    """Whether it is a layer without parameters, such as a dropout, or a number or text."""
+    if isinstance(value, nn.Module):
+        return not (value._parameters or value._buffers or value._modules)
+    return isinstance(value, (int, float, str))
 
 
 class MOEFeedForward(nn.Module):
@@ -185,11 +248,13 @@ class MOEFeedForward(nn.Module):
         self.register_buffer("tokens_per_expert", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
 
     def lay_together(self) -> None:
-        """Put the experts' matrices into three tensors: gate and up [E, I, C], down [E, C, I]. Each matrix stays a
-        parameter of its own, so files, optimizers, adapters and shards do not notice."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            weights = [getattr(expert, name).weight for expert in self.experts]
-            if not lie_together(weights):
+        """Put the experts' matrices into one tensor for each layer: gate and up [E, I, C], down [E, C, I]. Each matrix
+        stays a parameter of its own, so files, optimizers, adapters and shards do not notice."""
+        for name, layer in self.experts[0].named_children():
+            if is_stateless(layer):
+                continue
+            weights, _ = operands([getattr(expert, name) for expert in self.experts], name)
+            if isinstance(weights[0], nn.Parameter) and not lie_together(weights):
                 for weight, part in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
                     weight.data = part
 
@@ -220,10 +285,8 @@ class MOEFeedForward(nn.Module):
         rows = flat.new_zeros(size, flat.shape[-1])
         rows = rows.index_copy(0, place, flat.repeat_interleave(self.top_k, dim=0))
         ends = ends.to(torch.int32)
-        experts = cast(list[FeedForward], list(self.experts))
-        gate = grouped_with_adapters(rows, [e.gate_proj for e in experts], ends, group)
-        up = grouped_with_adapters(rows, [e.up_proj for e in experts], ends, group)
-        out = grouped_with_adapters(F.silu(gate) * up, [e.down_proj for e in experts], ends, group)
+        experts = AllExperts(cast(Sequence[nn.Module], self.experts), ends, group)
+        out = type(self.experts[0]).forward(experts, rows)
         out = out.index_select(0, place).view(*weight.shape, flat.shape[-1]) * weight[..., None].to(out.dtype)
         return out.sum(dim=1).view(x.shape), (probs, chosen)
 

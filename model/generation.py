@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.linear import is_plain_product
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
 FEW, ONEDNN = 8, "_linear_pointwise"  # rows from which oneDNN multiplies by a vocabulary faster than torch's MKL does
@@ -299,10 +300,11 @@ class Decoder:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [R, V] of hidden states [R, C]."""
-        weight, is_float = self.model.lm_head.weight, hidden.dtype == torch.float32
-        if hidden.device.type == "cpu" and is_float and len(hidden) >= FEW and hasattr(torch.ops.mkldnn, ONEDNN):
-            return getattr(torch.ops.mkldnn, ONEDNN)(hidden, weight, None, "none", [], "")
-        return self.model.lm_head(hidden).float()
+        head, is_float = self.model.lm_head, hidden.dtype == torch.float32
+        has_kernel = hidden.device.type == "cpu" and is_float and hasattr(torch.ops.mkldnn, ONEDNN)
+        if has_kernel and len(hidden) >= FEW and is_plain_product(head):
+            return getattr(torch.ops.mkldnn, ONEDNN)(hidden, head.weight, None, "none", [], "")
+        return head(hidden).float()
 
     def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
         """The next token of each answer from logits [R, V], its log-probability, and its `details`."""

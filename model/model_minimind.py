@@ -28,6 +28,7 @@ from common.errors import UserError
 from model.attention import Spans, flat_attention, has_varlen_kernel, padded_attention
 from model.feed_forward import FeedForward, JoinedLinear, MOEFeedForward, can_join, load_balancing_loss, product_dtype
 from model.flat_batch import head_cross_entropy, pad_rows
+from model.linear import is_plain
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others' frequencies depend on the length of the input
 
@@ -218,10 +219,15 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
+    def has_plain_norms(self) -> bool:
+        """Whether `NormAndRotary` computes what the norms of query and key heads do."""
+        q, k = self.q_norm, self.k_norm
+        return is_plain(q, RMSNorm) and is_plain(k, RMSNorm) and q.eps == k.eps and q.weight.dtype == torch.float32
+
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        if can_join(x, *layers) and self.q_norm.weight.dtype == torch.float32:
+        if can_join(x, *layers) and self.has_plain_norms():
             qkv = JoinedLinear.apply(x, *(layer.weight for layer in layers)).unflatten(-1, (-1, self.head_dim))
             dtype = qkv.dtype if has_varlen_kernel(qkv) else torch.float32
             sizes = [layer.out_features // self.head_dim for layer in layers[:2]]

@@ -25,14 +25,24 @@ import yaml
 from common.errors import UserError
 from common.settings import METAVARS, ROOT, Setting, settings_of
 from llm.training.core.config import SETTINGS, engine_parser
-from llm.training.tasks.language_model import SCRIPTS
 from scripts import benchmark
+from trainer import (
+    train_agent,
+    train_distillation,
+    train_dpo,
+    train_full_sft,
+    train_grpo,
+    train_lora,
+    train_ppo,
+    train_pretrain,
+)
 
-STAGES = [settings_of(SCRIPTS[name].Args) for name in ("pretrain", "full_sft", "lora", "dpo", "distillation")]
+LEARNED = (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation)  # stages that learn from data
+STAGES = [settings_of(script.Args) for script in LEARNED]
 OWN = {name: each for stage in STAGES for name, each in stage.items() if name not in STAGES[0]}
 FLAGS = {**STAGES[0], **OWN}
 # Of reinforcement learning in a table of their own: some have the names of others, some another default.
-REWARDED = [settings_of(SCRIPTS[name].Args) for name in ("grpo", "agent", "ppo")]
+REWARDED = [settings_of(script.Args) for script in (train_grpo, train_agent, train_ppo)]
 REWARDED_FLAGS = {
     name: each
     for stage in REWARDED

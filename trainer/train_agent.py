@@ -8,8 +8,8 @@ Reads prompts like train_grpo.py. In each of up to --max_turns turns the model m
 and its reply is put behind the turn: in the context, never a target. A trajectory is judged by its last turn, and all
 its turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes out/agent_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`. The
-engine's task `agent` is made of the same parts; what stands in `main` alone is the script's.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
+and in `main` the model.
 Environments are classes in trainer/components/environments.py or in a module of your own.
 """
 

@@ -10,8 +10,7 @@ KL divergence of teacher and student, over the tokens that the assistant says. T
 student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and writes full_dist_... beside.
 
 To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
-`open_data`, `extend_run`. The engine's task `distillation` is made of the same parts; what stands in `main` alone is
-the script's.
+`open_data`, `extend_run`, and in `main` the model.
 """
 
 import sys

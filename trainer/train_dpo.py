@@ -10,8 +10,7 @@ over pairs. The reference is the model that the run starts from, out/full_sft_<h
 frozen model. Writes out/dpo_<hidden_size>[_moe].pth.
 
 To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
-`open_data`, `extend_run`. The engine's task `dpo` is made of the same parts; what stands in `main` alone is the
-script's.
+`open_data`, `extend_run`, and in `main` the model.
 """
 
 import sys

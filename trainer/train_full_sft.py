@@ -9,8 +9,8 @@ Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms
 assistant's tokens, with the end-of-turn token of each turn, contribute to the loss. Starts from
 out/pretrain_<hidden_size>[_moe].pth and writes out/full_sft_<hidden_size>[_moe].pth, which scripts/chat.py reads.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`. The
-engine's task `full_sft` is made of the same parts; what stands in `main` alone is the script's.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`, and in
+`main` the model. The engine's task `full_sft` has the same parts; what you change in `main` is the script's alone.
 """
 
 import sys

@@ -8,8 +8,8 @@ Reads prompts ({"prompt", "answer"}, or conversations whose last turn is the ref
 each prompt the model writes --num_generations completions; --reward judges them, and those better than the mean of
 their group become likelier. Starts from out/full_sft_<hidden_size>[_moe].pth, writes out/grpo_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`. The
-engine's task `grpo` is made of the same parts; what stands in `main` alone is the script's.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
+and in `main` the model.
 Rewards are functions in trainer/components/rewards.py or in a module of your own.
 """
 

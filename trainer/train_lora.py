@@ -8,8 +8,8 @@
 Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which it only reads,
 and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools loads it.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `extend_model`, `open_data`,
-`extend_run`. The engine's task `lora` is made of the same parts; what stands in `main` alone is the script's.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
+and in `main` the model.
 """
 
 import sys
@@ -70,14 +70,9 @@ schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learni
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
-def extend_model(model, args):
-    """Freeze the start weights and put adapters beside them."""
-    adapters.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
-    return model
-
-
 def extend_run(state, tokenizer, train_set, eval_set):
     """Of the model only its adapters are written."""
+    adapters.check_that_adapters_alone_are_trained(state.model)
     state.save_fn = adapters.save_adapter
 
 
@@ -106,10 +101,10 @@ def main() -> None:
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
-    # 6. Model with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    # 6. Model, frozen, with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     weight = utils.start_weights(args, run, checkpoint)
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args))
-    model = extend_model(model, args)
+    adapters.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

@@ -9,8 +9,8 @@ much reward was to be expected at each token, and tokens after which it was more
 updates are made of each rollout. Starts from out/full_sft_<hidden_size>[_moe].pth, and the critic from a copy of it;
 writes the policy alone as out/ppo_actor_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `extend_model`, `open_data`,
-`extend_run`. The engine's task `ppo` is made of the same parts; what stands in `main` alone is the script's.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
+and in `main` the model.
 """
 
 import sys
@@ -74,11 +74,6 @@ schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learni
 open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None) prompts
 
 
-def extend_model(model, args):
-    """Policy and critic as one model."""
-    return ppo.ActorCritic(model)
-
-
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
     add_rollouts(state, tokenizer, kind=ppo.ValuedRollouts)
@@ -110,10 +105,10 @@ def main() -> None:
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
-    # 6. Policy and critic, wrapped in DDP, and one optimizer with two rates.
+    # 6. Policy and critic as one model, wrapped in DDP, and one optimizer with two rates.
     weight = utils.start_weights(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
-    model = extend_model(model, args)
+    policy, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
+    model = ppo.ActorCritic(policy)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

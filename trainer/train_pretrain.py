@@ -8,8 +8,8 @@
 Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len becomes several
 samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which train_full_sft.py starts.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`. The
-engine's task `pretrain` is made of the same parts; what stands in `main` alone is the script's.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`, and in
+`main` the model. The engine's task `pretrain` has the same parts; what you change in `main` is the script's alone.
 """
 
 import sys

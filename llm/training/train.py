@@ -25,7 +25,7 @@ from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import DistributedManager, Logger
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
-from llm.training.tasks.language_model import STAGES
+from llm.training.tasks.language_model import FullSFT, Pretrain
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.components.device import check_dtype, select_device
 from trainer.components.failures import training_errors, translated_failures
@@ -33,7 +33,11 @@ from trainer.components.run_files import run_name
 from trainer.components.signals import StopRequest
 
 C = TypeVar("C")
-AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {"regression": RegressionTask, **STAGES}
+AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
+    "regression": RegressionTask,
+    "pretrain": Pretrain,
+    "full_sft": FullSFT,
+}
 
 
 def find_task(name: str) -> type[TrainingTask]:

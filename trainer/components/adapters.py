@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.durable_files import atomic_write
 from common.errors import UserError, reason
-from model.lora import LoRALinear
+from model.linear import LoRALinear, is_plain
 from trainer.components.checkpoint import UNREADABLE, Writer
 from trainer.components.distributed import Logger, is_main_process
 from trainer.components.model_files import Description, description_of, write_description
@@ -48,7 +48,7 @@ def unknown_targets(targets: str) -> str:
 
 def add_adapters(model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> None:
     """Freeze a model and give its layers of these names adapters, in place; those of experts included. From now on the
-    model's state dict is that of its adapters alone."""
+    model's state dict holds only what is trained. Raises UserError for a layer that no adapter fits."""
     model.requires_grad_(False)
     for module, name in [(module, name) for module in model.modules() for name in targets if hasattr(module, name)]:
         setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
@@ -60,12 +60,26 @@ def add_adapters(model: "MiniMindForCausalLM", rank: int, alpha: float, dropout:
 
 
 def _leave_out_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict) -> None:
-    for name in [name for name in state if ".lora_" not in name]:
+    trained = trained_parameters(module)
+    for name in [name for name in state if name.removeprefix(prefix) not in trained]:
         del state[name]
 
 
 def _expect_no_frozen(module: nn.Module, keys: Any) -> None:
-    keys.missing_keys[:] = [name for name in keys.missing_keys if ".lora_" in name]
+    trained = trained_parameters(module)
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
+
+
+def trained_parameters(model: nn.Module) -> set[str]:
+    """The names of the parameters that are trained."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def check_that_adapters_alone_are_trained(model: nn.Module) -> None:
+    """Raise UserError if a parameter is trained that is none of an adapter: `save_adapter` would not write it."""
+    others = sorted(name for name in trained_parameters(unwrap(model)) if ".lora_" not in name)
+    if others:
+        raise UserError(f"{others[0]} is trained besides the adapters, whose file cannot hold it; freeze it")
 
 
 def save_adapter(model: nn.Module, path: Path, writer: Writer, description: Description | None = None) -> Path:
@@ -120,8 +134,15 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
     if not set(config["target_modules"]) <= set(TARGETS):
         raise UserError(f"adapter {folder}: its targets must be of {', '.join(TARGETS)}")
     wanted = {}
-    for name in (name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in config["target_modules"]):
-        out, into = model.get_parameter(f"{name}.weight").shape
+    for name, layer in model.named_modules():
+        if name.rsplit(".", 1)[-1] not in config["target_modules"]:
+            continue
+        if not (is_plain(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter)):
+            raise UserError(
+                f"adapter {folder}: it cannot be merged into {name}, which is no plain nn.Linear (it is a "
+                f"{type(layer).__name__}, or has hooks)"
+            )
+        out, into = layer.weight.shape
         wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
     given = {name: tuple(value.shape) for name, value in tensors.items()}
     if given != wanted:

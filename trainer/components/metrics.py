@@ -76,7 +76,9 @@ class MetricsLog:
         self.bar = tqdm(total=total_updates, initial=last_update or 0, **options)
 
     def sync(self) -> None:
-        """Flush to the disk, before the checkpoint that counts these records."""
+        """Flush to the disk, before the checkpoint that counts these records; nothing to do when it is closed."""
+        if self.file.closed:
+            return
         with suppress(OSError):  # a full disk was reported by write
             self.file.flush()
             os.fsync(self.file.fileno())

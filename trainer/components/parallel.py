@@ -5,6 +5,7 @@ All average the gradients over the ranks, once per update. Their other differenc
 the checkpoints.
 """
 
+import copy
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -206,23 +207,36 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model for decoding: a copy with whole weights where it is sharded (a collective), with matrices in `dtype`
-    where that is not float32, vectors as they are; else itself. The copy shares its buffers."""
-    from torch.distributed.fsdp import FSDPModule
-
+    where that is not float32, vectors as they are; else itself. The copy shares its buffers. Raises UserError if the
+    model is sharded and has other layers than a new model of its config."""
     if dtype == torch.float32 and not is_sharded(model):
         return model
-    own_class = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}  # id in the model -> in the copy
+    for value in model.parameters():  # tied ones are there once
+        full = full_tensor(value.detach())
+        tensors[id(value)] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
+    if not is_sharded(model):
+        return copy.deepcopy(model, tensors).eval()
+    classes = [class_before_sharding(module) for module in model.modules()]
     with torch.device("meta"):
-        whole = own_class(model.config).eval()
-    tensors: dict[Tensor, nn.Parameter] = {}  # tied ones are there once
+        whole = classes[0](cast(Any, model).config).eval()
+    if classes != [type(module) for module in whole.modules()]:
+        raise UserError(
+            f"--parallel: the rollouts of a sharded model are written by a new {classes[0].__name__} of its config, "
+            "which has not the layers that were put into it; use --parallel ddp"
+        )
     for copied, module in zip(whole.modules(), model.modules(), strict=True):
         copied._buffers = module._buffers
         for name, value in module.named_parameters(recurse=False):
-            if value not in tensors:
-                full = full_tensor(value.detach())
-                tensors[value] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
-            setattr(copied, name, tensors[value])
+            setattr(copied, name, tensors[id(value)])
     return whole
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, which `fully_shard` replaces by a subclass of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
 def full_tensor(value: Tensor) -> Tensor:

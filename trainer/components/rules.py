@@ -8,7 +8,9 @@ import math
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.errors import UserError
 from common.settings import AUTO, StageArgs
+from dataset.lm_dataset import TokenDataset
 from trainer.components.distributed import Logger, world_size
 from trainer.components.resume import largest_divisor
 
@@ -73,16 +75,20 @@ def chosen(args: A, data: Any, ranks: int) -> A:
 
 
 def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
-    """`chosen` for a run on these data; a resumed run keeps the numbers that it began with."""
-    if AUTO not in (args.learning_rate, args.batch_size):
+    """`chosen` for a run on these data; a resumed run keeps the numbers that it began with. Raises UserError if the
+    data do not say how many tokens they have."""
+    flags = [f"--{name} auto" for name in ("learning_rate", "batch_size") if getattr(args, name) == AUTO]
+    if not flags:
         return args
-    if checkpoint is not None:
+    if checkpoint is not None and "run" in checkpoint:  # else it is not of this project, which `check_resume` tells
         run = checkpoint["run"]
         if args.batch_size == AUTO:  # at most as large as it was; `keep_global_batch` adapts the accumulation
             before = run["global_batch"] // (args.accumulation_steps * checkpoint["world_size"])
             of_rank = max(1, run["global_batch"] // world_size())
             args = replace(args, batch_size=largest_divisor(of_rank, max(1, before)))
         return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
+    if not isinstance(data, TokenDataset):
+        raise UserError(f"{flags[0]}: the rules know text and SFT data, not a {type(data).__name__}; give a number")
     args = chosen(args, data, world_size())
     Logger(f"auto: --batch_size {args.batch_size} --learning_rate {args.learning_rate:g}")
     return args

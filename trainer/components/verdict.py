@@ -81,7 +81,6 @@ class History:
     lowest_update: int = 0  # the last of them
     rewards: Series = field(default_factory=Series)  # means of rollouts
     false_at: dict[str, int] = field(default_factory=dict)  # condition -> the last update for which it did not hold
-    eval_data: str | None = None  # the held-out data of the evaluations
     evaluations: list[Evaluation] = field(default_factory=list)
     distinct_trigrams: float | None = None  # share, in the answers of the last evaluation
 
@@ -102,6 +101,9 @@ class Verdict(Hooks):
         values = dict(saved["verdict"])
         values |= {name: Series(**values[name]) for name in ("losses", "rewards")}
         self.history = History(**values | {"evaluations": [Evaluation(**each) for each in values["evaluations"]]})
+
+    def forget_evaluations(self, state: TrainState) -> None:
+        self.history.evaluations, self.history.distinct_trigrams = [], None
 
     def fetch(self) -> None:
         """Bring the losses of the updates since the last time to the host. Sync point."""
@@ -257,10 +259,8 @@ class Verdict(Hooks):
     # ---- evaluations
 
     def add_evaluation(self, state: TrainState, update: int, held_out: float) -> None:
-        """Take in an eval_loss; warn if it rises. Those of other held-out data, before a resume, are forgotten."""
-        history, data = self.history, held_out_fingerprint(state.eval_loader)
-        if data != history.eval_data:
-            history.eval_data, history.evaluations = data, []
+        """Take in an eval_loss; warn if it rises."""
+        history = self.history
         training = history.losses.end() if history.losses.number else None
         history.evaluations.append(Evaluation(update, held_out, training))
         if history.rewards.number:

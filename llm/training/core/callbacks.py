@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from common.errors import UserError, reason, warn
 from trainer.components.run_hooks import Patience, TensorBoardCurves
@@ -184,9 +184,10 @@ class TensorBoardLogger(Callback):
 
 
 class LRSchedulerCallback(Callback):
-    """Steps the scheduler of torch that the task's `build_scheduler` returned: after each update or epoch, as its
+    """Steps the scheduler of torch that the task's `build_scheduler` returned: after each epoch or update, as its
     `scheduler_interval` says, `ReduceLROnPlateau` after each validation. Records the learning rate: `rates` has each
-    change, {update: rate}, as seen at the log points."""
+    change, {update: rate}, as seen at the log points. Raises UserError before training if the scheduler is made for
+    another number of steps."""
 
     def __init__(self):
         self.scheduler: LRScheduler | None = None
@@ -204,6 +205,8 @@ class LRSchedulerCallback(Callback):
             if self.scheduler.mode != training.mode:
                 modes = f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has --mode"
                 raise UserError(f"{modes} {training.mode}; give both the same")
+        else:
+            engine.logger.info(steps_ahead(self.scheduler, engine.task, training.epochs, engine.state.total_updates))
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
             self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the resume: no warning
@@ -226,7 +229,7 @@ class LRSchedulerCallback(Callback):
     def _step(self, engine: Engine, interval: str, count: int) -> None:
         if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
             return
-        if interval == engine.task.scheduler_interval and count > self.done:
+        if interval == (engine.task.scheduler_interval or "epoch") and count > self.done:
             self.scheduler.step()
             self.done = count
 
@@ -241,3 +244,23 @@ class LRSchedulerCallback(Callback):
 
     def load_state_dict(self, state: State) -> None:
         self.done, self.saved, self.rates = state["done"], state["scheduler"], dict(state.get("rates", {}))
+
+
+def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) -> str:
+    """When a scheduler of torch is stepped, as a line for people. Raises UserError if the task's `scheduler_interval`
+    is unknown, or not the one that the scheduler is made for."""
+    name, given = type(scheduler).__name__, task.scheduler_interval
+    if given not in ("epoch", "update", None):
+        raise UserError(f"{type(task).__name__}.scheduler_interval must be 'epoch' or 'update', not {given!r}")
+    steps = updates if given == "update" else epochs
+    made_for = [getattr(scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
+    if given is None and updates in made_for and updates != epochs:
+        raise UserError(
+            f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after each of "
+            f'{epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is meant'
+        )
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
+        raise UserError(f"OneCycleLR is made for {scheduler.total_steps} steps, but there will be {steps}")
+    if given == "update":
+        return f"{name} is stepped after each update: {steps:,} times"
+    return f'{name} is stepped after each epoch: {steps:,} times (scheduler_interval = "update" makes it {updates:,})'

@@ -54,11 +54,7 @@ class DataConfig(settings.DataConfig):
 class TrainingConfig(settings.TrainingConfig):
     """How the model is trained."""
 
-    task: str = setting(
-        "",
-        "what to train: regression, a stage (pretrain, full_sft, lora, dpo, distillation, grpo, agent, ppo), or "
-        "package.module:ClassName for your own",
-    )
+    task: str = setting("", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own")
 
 
 @dataclass(kw_only=True)

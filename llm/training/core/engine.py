@@ -92,6 +92,7 @@ class TrainingEngine(Hooks):
         state.hooks.append(self)
         utils.begin_run(state, checkpoint, data, None, task.code_files())
         self.resumed_update = state.resumed_update
+        self.saved_update = state.update if checkpoint is not None else None
 
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
         return checked_loss(self.task, self.task.train_step(model, batch))
@@ -111,6 +112,9 @@ class TrainingEngine(Hooks):
             if not any(isinstance(each, LRSchedulerCallback) for each in callbacks.values()):
                 callbacks["LRSchedulerCallback"] = LRSchedulerCallback()
             return lambda update, total_updates, args: None
+        if not (scheduler is None or callable(scheduler)):
+            returned = f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}"
+            raise UserError(f"{returned}; it must return a function of the update, a scheduler of torch, or None")
         return lambda update, total_updates, args: scheduler(update) if scheduler is not None else None
 
     def run(self) -> None:
@@ -129,6 +133,8 @@ class TrainingEngine(Hooks):
             with training_files(self.state, self.wandb):
                 for epoch in range(self.state.epoch, self.state.args.epochs):
                     self._run_epoch(epoch)
+                if self.saved_update != self.state.update:  # stopped where no save was due
+                    self.checkpoint_manager.save_checkpoint()
             self.dispatch("on_train_end")
         except BaseException as error:
             self.dispatch("on_exception", error)
@@ -172,6 +178,7 @@ class TrainingEngine(Hooks):
         self.dispatch("on_optimizer_step", state.update)
 
     def checkpoint_saved(self, state: TrainState, path: Path) -> None:
+        self.saved_update = state.update
         self.dispatch("on_checkpoint_saved", path)
 
     def validate(self, state: TrainState, evaluate: Callable) -> dict[str, float] | None:

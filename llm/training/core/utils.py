@@ -22,6 +22,7 @@ from trainer.components.run_files import run_name
 from trainer.components.run_hooks import KeptStates
 from trainer.components.saving import save_checkpoint
 from trainer.components.state import TrainState
+from trainer.loop import read_meter
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
 
 
@@ -147,10 +148,15 @@ class CheckpointManager(KeptStates):
         self.state: TrainState | None = None  # of the engine, once it is set up
 
     def save_checkpoint(self, state: TrainState | None = None) -> None:
-        """Write the state of the last update now, by default the engine's, as the newest checkpoint; all ranks
-        together. The loop does it at --save_interval and at the end of each epoch. A callback should call it in
-        `on_batch_start` or `on_epoch_end`, when the update before is complete."""
-        save_checkpoint(cast(TrainState, state or self.state))
+        """Write the state of the last update, by default the engine's, as the newest checkpoint, and wait until it is
+        on the disk; all ranks together. The loop saves at --save_interval and at the end of each epoch, without
+        waiting. A callback should call it in `on_batch_start` or `on_epoch_end`, when the update before is complete."""
+        state = cast(TrainState, state or self.state)
+        read_meter(state)
+        state.expert_load.read(unwrap(state.model))
+        state.bad_updates.read()
+        save_checkpoint(state)
+        state.writer.wait()
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
         """The checkpoint to continue from: the one at `path`, a file or a folder, else what --resume_from and

@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,7 +34,7 @@ class TrainingTask(ABC):
 
     data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
     stage_args: ClassVar[type[StageArgs] | None] = None  # the settings of the stage that it is, whose flags it takes
-    scheduler_interval: ClassVar[Literal["update", "epoch"]] = "update"  # when a scheduler of torch is stepped
+    scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None  # of steps of a scheduler; None: epoch
     rehearsed: ClassVar[bool] = True  # whether the engine tries the methods on two samples before training
     frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
     metric_names: tuple[str, ...] = ()  # of further sums over the targets, which `train_step` returns as a dict
@@ -43,7 +44,8 @@ class TrainingTask(ABC):
 
     def __init__(self, config: Config):
         self.config = config
-        self.args = config.to_args()  # all settings, flat
+        args = config.to_args()
+        self.args = replace(args, from_resume=args.from_resume or args.resume_from is not None)  # all settings, flat
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
     @abstractmethod
@@ -79,9 +81,9 @@ class TrainingTask(ABC):
     def build_scheduler(
         self, optimizer: torch.optim.Optimizer, total_updates: int
     ) -> Callable[[int], float | None] | LRScheduler | None:
-        """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped as
-        `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a constant rate. By default
-        linear warm-up, then a cosine to a tenth of the peak. It may be declared without
+        """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped at the end
+        of each epoch, or as `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a constant
+        rate. By default linear warm-up, then a cosine to a tenth of the peak. It may be declared without
         `total_updates`, or without both: `self.optimizer` is there."""
         return lambda update: warmup_cosine(update, total_updates, self.args)
 

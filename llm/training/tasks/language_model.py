@@ -1,9 +1,8 @@
-"""MiniMind's stages as tasks, each made from the parts of its stage script: a change there applies here too."""
+"""Pretraining and SFT as tasks, each made from the parts of its stage script that stand above `main`."""
 
 import ast
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -15,10 +14,11 @@ from common.settings import StageArgs, settings_of
 from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
+from trainer import train_full_sft, train_pretrain
 from trainer.components.language_model import flat_size, held_out_loss
 from trainer.components.meter import Size
 from trainer.components.optimizer import build_optimizer
-from trainer.components.state import Batch, TrainState
+from trainer.components.state import Batch
 from trainer.trainer_utils import build_device, init_model, load_tokenizer, start_model_config, start_shape
 
 
@@ -34,8 +34,7 @@ class StageTask(TrainingTask):
         self.args = start_shape(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = start_model_config(self.tokenizer, self.args)
-        self.frozen = getattr(self.script, "frozen", ())
-        self.metric_names = getattr(self.script, "METRICS", ())
+        self.frozen = self.script.frozen
 
     def build_data(self) -> StageDataModule:
         return StageDataModule(self)
@@ -43,7 +42,7 @@ class StageTask(TrainingTask):
     def build_model(self) -> nn.Module:
         args, start = self.args, self.config.checkpoint.from_weight
         model, _ = init_model(self.lm_config, start, args.tokenizer_path, args.save_dir, build_device(args))
-        return self.script.extend_model(model, args) if hasattr(self.script, "extend_model") else model
+        return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         args = self.args
@@ -55,22 +54,14 @@ class StageTask(TrainingTask):
     def build_criterion(self) -> Callable[..., Any]:
         return self.script.loss_fn
 
-    def extend(self, state: TrainState) -> None:
-        called = state.loss_fn, state.eval_fn, state.size_fn  # of the engine: they call the methods below
-        state.loss_fn, state.eval_fn, state.size_fn = self.criterion, held_out_loss, flat_size
-        if hasattr(self.script, "extend_run"):
-            self.script.extend_run(state, self.tokenizer, self.data.train_dataset, self.data.val_dataset)
-        self.criterion, self.held_out, self.size_of = state.loss_fn, state.eval_fn, state.size_fn
-        state.loss_fn, state.eval_fn, state.size_fn = called
-
     def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
         return self.criterion(model, batch, self.args)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return self.held_out(model, batch, self.args)
+        return held_out_loss(model, batch)
 
     def size(self, batch: Batch) -> Size:
-        return self.size_of(batch, self.lm_config)
+        return flat_size(batch, self.lm_config)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.lm_config.own_fields()
@@ -92,12 +83,19 @@ def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
         if rows[name].section == StageArgs.section and getattr(args, name) != rows[name].default:
             raise UserError(
                 f"--{name}: only main() in {script.__file__} implements it, and the engine does not call that; run the "
-                "script, or move it into extend_model or extend_run"
+                "script, or write a task of your own"
             )
 
 
-NAMES = ("pretrain", "full_sft", "lora", "dpo", "distillation", "grpo", "agent", "ppo")
-SCRIPTS = {name: import_module(f"trainer.train_{name}") for name in NAMES}
-STAGES: dict[str, type[StageTask]] = {
-    name: type(name, (StageTask,), {"script": script, "stage_args": script.Args}) for name, script in SCRIPTS.items()
-}
+class Pretrain(StageTask):
+    """As trainer/train_pretrain.py."""
+
+    script = train_pretrain
+    stage_args = train_pretrain.Args
+
+
+class FullSFT(StageTask):
+    """As trainer/train_full_sft.py."""
+
+    script = train_full_sft
+    stage_args = train_full_sft.Args

@@ -80,16 +80,15 @@ class Six(TrainingTask):
         return {"loss": self.criterion(model(batch["x"]), batch["y"])}
 
 
-class PerEpoch(Six):
-    """Its scheduler is stepped at the end of an epoch."""
+class PerUpdate(Six):
+    """Its scheduler is stepped at each update."""
 
-    scheduler_interval = "epoch"
-    data_module = SyntheticDataModule
+    scheduler_interval = "update"
 
 
-@pytest.mark.parametrize("task", [Six, PerEpoch])
+@pytest.mark.parametrize("task", [Six, PerUpdate])
 def test_six_methods_are_a_task(tmp_path, task):
-    """The rates are those of torch's scheduler in a plain loop: per update, or per epoch if the task says so."""
+    """The rates are those of torch's scheduler in a plain loop: per epoch, or per update if the task says so."""
     recorded = LRSchedulerCallback()
     engine = made(task, tmp_path, [MetricsLogger(), recorded], epochs=3)
     for name in ("_setup_components", "_run_epoch", "_run_validation_epoch", "run"):
@@ -101,7 +100,7 @@ def test_six_methods_are_a_task(tmp_path, task):
         found[-1]["eval_loss"] < found[0]["loss"]
         and engine.performance_monitor.summary()["loss"] == found[-1]["mean_loss"]
     )
-    steps = [(r["update"] - 1) if task is Six else r["epoch"] for r in found]
+    steps = [r["epoch"] if task is Six else r["update"] - 1 for r in found]
     rates = {r["update"]: r["learning_rate"] for r in found}
     assert list(rates.values()) == pytest.approx([0.1 * 0.5 ** (step // 2) for step in steps])
     changes = [u for u in rates if u == 1 or rates[u] != rates[u - 1]]
@@ -114,7 +113,7 @@ def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys)
         "from llm.training.data.synthetic import SyntheticDataModule as Points; import os\n"
     )
     config = config_of(tmp_path, epochs=1)
-    assert isinstance(PerEpoch(config).build_data(), SyntheticDataModule)
+    assert isinstance(RegressionTask(config).build_data(), SyntheticDataModule)
     with pytest.raises(UserError, match="Six has no data: set its data_module, or give --data_module"):
         Six(config).build_data()
     assert named_class("--data_module", "named:Points", DataModule) is SyntheticDataModule
@@ -132,7 +131,7 @@ def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys)
 
 
 def test_no_scheduler_is_a_constant_rate(tmp_path):
-    class Constant(PerEpoch):
+    class Constant(Six):
         def build_scheduler(self):
             assert self.optimizer.param_groups[0]["lr"] == 0.1
 
@@ -323,6 +322,70 @@ def test_the_rehearsal_changes_nothing(tmp_path, monkeypatch):
     assert torch.equal(streams[0], others[0]) and streams[1:] == others[1:]
 
 
+# --- schedulers of torch
+
+
+def scheduled(make, interval=None) -> type[TrainingTask]:
+    """A task with this scheduler."""
+    build = {"build_scheduler": lambda self, optimizer, total_updates: make(optimizer, total_updates)}
+    return type("Scheduled", (RegressionTask,), build | {"scheduler_interval": interval})
+
+
+def one_cycle(steps):
+    return lambda optimizer, updates: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps or updates)
+
+
+def cosine(optimizer, updates):
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)
+
+
+WRONG_STEPS = {  # 3 epochs of 8 updates
+    "OneCycleLR is made for 24 steps, as many as there are updates, but it is stepped after each of 3": (one_cycle(0),),
+    "CosineAnnealingLR is made for 24 steps, as many as": (cosine,),
+    "OneCycleLR is made for 2 steps, but there will be 3": (one_cycle(2), "epoch"),
+    "OneCycleLR is made for 23 steps, but there will be 24": (one_cycle(23), "update"),
+    "Scheduled.scheduler_interval must be 'epoch' or 'update', not 'step'": (cosine, "step"),
+    "Scheduled.build_scheduler returns a int; it must return": (lambda optimizer, updates: 3,),
+}
+
+
+@pytest.mark.parametrize("told", WRONG_STEPS)
+def test_a_scheduler_that_is_stepped_otherwise_than_it_is_made_for_is_refused_at_the_start(tmp_path, told):
+    with pytest.raises(UserError, match=told):
+        made(scheduled(*WRONG_STEPS[told]), tmp_path, epochs=3).run()
+    assert not list(tmp_path.rglob("*.pth"))
+
+
+@pytest.mark.parametrize("make", [cosine, one_cycle(0)])
+def test_a_scheduler_of_all_updates_ends_with_the_last_one(tmp_path, capsys, make):
+    made(scheduled(make, "update"), tmp_path, epochs=3).run()
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")]
+    assert len(rates) == 24 and rates[-1] < 0.1 * max(rates)
+    assert "is stepped after each update: 24 times" in capsys.readouterr().out
+
+
+PER_EPOCH = """
+import torch
+from llm.training.tasks.regression_task import RegressionTask
+def build_scheduler(self, optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+RegressionTask.build_scheduler = build_scheduler
+"""
+
+
+@pytest.mark.parametrize("kill", [15, 16, 17])
+def test_a_scheduler_that_is_stepped_per_epoch_is_resumed(tmp_path, kill):
+    """Killed before, at and after the end of the second of three epochs of 8 updates."""
+    halving = Faults(script=PER_EPOCH)
+    run("engine", regression(tmp_path / "whole", epochs=3, save_interval=1), halving)
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")]
+    assert rates == pytest.approx([1e-2 * 0.5**epoch for epoch in range(3) for _ in range(8)])
+    broken = regression(tmp_path / "broken", epochs=3, save_interval=1, from_resume=1)
+    run("engine", broken, Faults(script=PER_EPOCH, signals={kill: signal.SIGKILL}), status=-9)
+    run("engine", broken, halving)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
+
+
 # --- ReduceLROnPlateau
 
 
@@ -410,6 +473,40 @@ def test_the_process_group_under_its_described_name(tmp_path):
     manager = DistributedManager(config_of(tmp_path))
     assert manager.get_world_size() == 1 and manager.setup() == 0 and manager.reduce_mean(2.5) == 2.5
     manager.cleanup()
+
+
+class Stops(Callback):
+    """Stops the run in one of its calls."""
+
+    def __init__(self, *place):
+        self.place = place
+
+    def on_train_start(self, engine):
+        if self.place == ("train",):
+            engine.stop("asked")
+
+    def on_batch_start(self, engine, update):
+        if self.place == ("start", update):
+            engine.stop("asked")
+
+    def on_batch_end(self, engine, update, record):
+        if self.place == ("end", update):
+            engine.stop("asked")
+
+
+@pytest.mark.parametrize("place", [("train",), ("start", 1), ("end", 3), ("end", 8)])
+def test_a_run_that_a_callback_stops_anywhere_is_saved_there_and_can_go_on(tmp_path, place):
+    """Also before its first record, which comes at the end of an epoch of 8 updates."""
+    settings = {"epochs": 2, "log_interval": 100}
+    made(RegressionTask, tmp_path / "whole", **settings).run()
+    made(RegressionTask, tmp_path / "stopped", [Stops(*place)], **settings).run()
+    assert saved_state(tmp_path / "stopped", NAME)["update"] == (0 if place == ("train",) else place[1])
+    resumed = made(RegressionTask, tmp_path / "stopped", **settings, from_resume=1)
+    resumed.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
+    (tmp_path / f"stopped/checkpoints/{NAME}_resume.pth").unlink()
+    resumed.checkpoint_manager.save_checkpoint()  # also after the run
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
 
 
 # --- the log

@@ -167,6 +167,7 @@ from llm.training.tasks.regression_task import RegressionTask
 def build_scheduler(self, optimizer, total_updates):
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
 RegressionTask.build_scheduler = build_scheduler
+RegressionTask.scheduler_interval = "update"
 """
 
 

@@ -1,4 +1,4 @@
-"""Every stage as an engine task: the numbers, files and checkpoints of its script, bit for bit."""
+"""Pretraining and SFT as engine tasks: the numbers, files and checkpoints of their scripts, bit for bit."""
 
 import json
 import signal
@@ -10,44 +10,33 @@ import torch
 from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from llm.training.core.config import Config
-from llm.training.tasks.language_model import STAGES, refuse_flags_of_main
+from llm.training.tasks.language_model import refuse_flags_of_main
 from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
-from tests.trainer.rollout_runs import write_prompts
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
 from trainer import train_dpo
 from trainer.components.metrics import read_metrics
 from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 
-ROLLOUTS = {"reward": "length,repetition=0.5", "max_gen_len": 4, "batch_size": 4, "max_seq_len": 32, "epochs": 1}
-ROLLOUTS |= {"from_weight": "start", "eval_interval": 3, "save_interval": 2, "learning_rate": 1e-3}
 TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9, "keep_every": 3}
 SPLIT = {"eval_data_path": "none", "eval_share": 0.2}
-TEACHER = {"from_teacher_weight": "start", "teacher_use_moe": "0"}
-# stage -> its data, its settings and the stem of its files
-RUNS = {
-    "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}, "pretrain"),
-    "full_sft": ("sft", TRAINED | {"use_moe": 1}, "full_sft"),
-    "lora": ("sft", TRAINED | SPLIT | {"lora_rank": 4}, "lora_medical"),
-    "dpo": ("dpo", TRAINED | SPLIT | {"beta": 0.2, "rpo_alpha": 0.5, "batch_size": 4}, "dpo"),
-    "distillation": ("sft", TRAINED | TEACHER | {"alpha": 0.3}, "full_dist"),
-    "grpo": ("rl", ROLLOUTS | SPLIT | {"num_generations": 2, "beta": 0.1}, "grpo"),
-    "agent": ("rl", ROLLOUTS | {"num_generations": 2, "max_seq_len": 400, "max_total_len": 420}, "agent"),
-    "ppo": ("rl", ROLLOUTS | {"num_iterations": 2, "critic_learning_rate": 1e-2}, "ppo_actor"),
+RUNS = {  # stage -> its data and its settings
+    "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}),
+    "full_sft": ("sft", TRAINED | {"use_moe": 1}),
 }
 
 
 @pytest.fixture(scope="module")
 def data(corpus, tmp_path_factory) -> dict[str, Path]:
-    """The data of all stages, and weights to start from."""
+    """The data, and weights to start from."""
     folder = tmp_path_factory.mktemp("stages")
     for moe in (False, True):
         torch.manual_seed(3)
         shape = StageArgs(hidden_size=32, num_hidden_layers=2, use_moe=moe)
         model, _ = init_model(model_config(load_tokenizer(ROOT / "model"), shape), "none")
         save_weights(model, folder / f"start_32{'_moe' * moe}.pth")
-    return corpus | {name: path for name, path in write_prompts(folder).items() if name != "cache"} | {"start": folder}
+    return corpus | {"start": folder}
 
 
 def argv(data, folder: Path, stage: str, **extra) -> list[str]:
@@ -55,9 +44,8 @@ def argv(data, folder: Path, stage: str, **extra) -> list[str]:
     (folder / "out").mkdir(parents=True, exist_ok=True)
     for path in data["start"].glob("*.pth"):
         (folder / "out" / path.name).write_bytes(path.read_bytes())
-    kind, settings, _ = RUNS[stage]
-    mixed = {"data_path": f"{data['sft']}:0.3,{data['sft_eval']}:0.7"} if stage == "lora" else {}
-    return flags(data, folder, kind, **(settings | mixed | extra))
+    kind, settings = RUNS[stage]
+    return flags(data, folder, kind, **(settings | extra))
 
 
 def everything(folder: Path, name: str) -> tuple:
@@ -72,7 +60,7 @@ def everything(folder: Path, name: str) -> tuple:
 @pytest.mark.parametrize("stage", RUNS)
 def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     """The run of the script, and one that the engine begins, is stopped in and goes on with."""
-    name = f"{RUNS[stage][2]}_32{'_moe' * RUNS[stage][1].get('use_moe', 0)}"
+    name = f"{stage}_32{'_moe' * RUNS[stage][1].get('use_moe', 0)}"
     script = "sft" if stage == "full_sft" else stage
     run(script, argv(data, tmp_path / "script", stage))
     again = ["--task", stage, *argv(data, tmp_path / "engine", stage, from_resume=1)]
@@ -87,13 +75,46 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     assert [start["update"] for start in about[0]["starts"]] == [0] and len(about[1]["starts"]) == 2
 
 
-def test_every_stage_is_a_task_with_the_flags_and_defaults_of_its_script():
-    scripts = {path.stem.removeprefix("train_") for path in (ROOT / "trainer").glob("train_*.py")}
-    assert set(STAGES) == scripts == set(RUNS) == set(AVAILABLE_TASKS) - {"regression"}
-    for name, task in STAGES.items():
-        config = Config.from_args_and_env(["--task", name], {}, find_task)
-        args, own = config.to_args(), task.script.Args()
-        assert args.values().items() >= own.values().items() and isinstance(args, task.script.Args)
+@pytest.mark.parametrize("stage", RUNS)
+def test_a_task_has_the_flags_and_defaults_of_its_script(stage):
+    task = AVAILABLE_TASKS[stage]
+    args, own = Config.from_args_and_env(["--task", stage], {}, find_task).to_args(), task.script.Args()
+    assert args.values().items() >= own.values().items() and isinstance(args, task.script.Args)
+
+
+def test_the_start_weights_are_not_needed_to_resume(data, tmp_path):
+    started = argv(data, tmp_path, "full_sft")
+    run("engine", ["--task", "full_sft", *started])
+    (tmp_path / "out/start_32_moe.pth").unlink()
+    state = tmp_path / "checkpoints/full_sft_32_moe_update_00000003.pth"
+    assert "update 3 of" in run("engine", ["--task", "full_sft", *started, "--resume_from", state]).out
+
+
+CHANGED = """
+from trainer import train_full_sft as stage
+from trainer.components.language_model import next_token_loss
+def doubled(model, batch, args):
+    loss, aux_loss = next_token_loss(model, batch)
+    return 2 * loss, aux_loss
+def nobodys(*args):
+    raise AssertionError("the script does not call it")
+stage.loss_fn, stage.frozen = doubled, ("model.layers.0.",)
+stage.schedule = lambda update, total_updates, args: args.learning_rate / update
+stage.extend_model = stage.extend_run = nobodys
+"""
+
+
+def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
+    """What is changed above `main`; and what the script does not call, the engine does not call either."""
+    changed = Faults(script=CHANGED)
+    run("sft", argv(data, tmp_path / "script", "full_sft"), changed)
+    run("engine", ["--task", "full_sft", *argv(data, tmp_path / "engine", "full_sft")], changed)
+    (one, log), (other, others) = (everything(tmp_path / each, "full_sft_32_moe") for each in ("script", "engine"))
+    assert_same_tensors(one, other)
+    assert log == others and log[2]["learning_rate"] == pytest.approx(1e-3 / log[2]["update"])
+    start = torch.load(data["start"] / "start_32_moe.pth")
+    trained = {name for name, value in start.items() if not torch.equal(one["model"][name].half(), value)}
+    assert trained and not any(name.startswith("model.layers.0.") for name in trained)
 
 
 def test_a_flag_that_only_main_implements_is_refused(tmp_path, monkeypatch):

@@ -8,9 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
+from model.linear import LoRALinear
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.components.test_parallel import flat_batch
-from trainer.components.adapters import TARGETS, add_adapters, merge_adapter, save_adapter, unknown_targets
+from trainer.components.adapters import (
+    TARGETS,
+    add_adapters,
+    check_that_adapters_alone_are_trained,
+    merge_adapter,
+    save_adapter,
+    unknown_targets,
+)
 from trainer.components.checkpoint import Writer
 from trainer.trainer_utils import next_token_loss, target_logits
 
@@ -168,3 +176,38 @@ def test_minimind_s_file_of_an_adapter(tmp_path):
     path.write_bytes(b"no")
     with pytest.raises(UserError, match="it is not readable"):
         merge_adapter(base(), path)
+
+
+def test_what_is_trained_beside_the_adapters_is_in_the_state_and_told_before_training():
+    model, other = adapted(), adapted()
+    check_that_adapters_alone_are_trained(model)
+    for each in (model, other):
+        each.model.norm.requires_grad_(True)
+    model.model.norm.weight.data.fill_(3.0)
+    other.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(other.model.norm.weight, model.model.norm.weight)
+    with pytest.raises(UserError, match=r"model\.norm\.weight is trained besides the adapters"):
+        check_that_adapters_alone_are_trained(model)
+
+
+def test_an_adapter_is_merged_into_plain_layers_only(tmp_path):
+    """Beside a layer of another class it is trained; the product of that layer is not known."""
+
+    class Bent(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input).sin()
+
+    def bent_base() -> MiniMindForCausalLM:
+        model = base()
+        for layer in model.model.layers:
+            plain, layer.mlp.up_proj = layer.mlp.up_proj, Bent(32, 128, bias=False)
+            layer.mlp.up_proj.weight = plain.weight
+        return model
+
+    model = bent_base()
+    add_adapters(model, 4, 8.0, 0.0, ("up_proj",))
+    assert isinstance(model.model.layers[0].mlp.up_proj, LoRALinear)
+    folder = written(model, tmp_path)
+    with pytest.raises(UserError, match=r"cannot be merged into model\.layers\.0\.mlp\.up_proj, which is no plain"):
+        merge_adapter(bent_base(), folder)
+    assert merge_adapter(base(), folder)

@@ -2,12 +2,13 @@
 
 import signal
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from common.settings import AUTO
 from dataset.lm_dataset import TokenDataset
 from tests.stage_process import Faults, run
@@ -18,8 +19,13 @@ from trainer.components import resume, rules
 TOKENS, WIDTHS = st.floats(1e3, 1e12), st.integers(1, 128).map(lambda n: 16 * n)
 
 
-class Data(SimpleNamespace):
-    mean_tokens = TokenDataset.mean_tokens
+class Data(TokenDataset):
+    """Data of so many items and tokens."""
+
+    num_tokens = 0
+
+    def __init__(self, num_tokens: int, items: int):
+        self.num_tokens, self.items = num_tokens, items
 
     def __len__(self) -> int:
         return self.items
@@ -45,6 +51,18 @@ def test_an_update_is_near_the_rule_and_never_empty(items, length, epochs, ranks
         assert abs(chosen.batch_size * of_ranks - wanted) <= of_ranks / 2 + 1e-6 * wanted
     explicit = replace(args, batch_size=7, learning_rate=0.25)
     assert rules.chosen(explicit, data, ranks) == explicit
+
+
+def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
+    for name in ("batch_size", "learning_rate"):
+        args = train_pretrain.Args(**{name: AUTO})
+        with pytest.raises(UserError, match=f"--{name} auto: the rules know text and SFT data, not a list"):
+            rules.apply_rules(args, None, [1, 2, 3])
+    path = tmp_path / "theirs.pth"
+    torch.save({"model": {}, "optimizer": {}, "epoch": 0, "step": 3, "world_size": 1, "wandb_id": None}, path)
+    settings = {"resume_from": path, "batch_size": "auto", "learning_rate": "auto"}
+    done = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), status=2)
+    assert "is not one of a stage script" in done.error_lines[-1]
 
 
 def test_only_stages_that_were_measured_take_auto():

@@ -1,0 +1,308 @@
+"""Other layers than those of the model, put in their place: each is called, or refused in one line; none is passed over
+by the forms that compute layers without calling them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from common.errors import UserError
+from model import feed_forward, model_minimind
+from model.feed_forward import FeedForward, MOEFeedForward
+from model.generation import Decoder
+from model.linear import LoRALinear
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import Sampling
+from tests.model.test_model_minimind import build, flat_batch, ragged
+from trainer.components.adapters import add_adapters
+from trainer.components.parallel import transformer_layers, whole_model
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Bent(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).sin()
+
+
+class BentWeight(nn.Module):
+    """Of `parametrize`."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 3 * weight.sin()
+
+
+def subclass(layer: nn.Linear) -> nn.Module:
+    other = Bent(layer.in_features, layer.out_features, bias=False)
+    other.weight = layer.weight
+    return other
+
+
+def biased(layer: nn.Linear) -> nn.Module:
+    layer.bias = nn.Parameter(torch.randn(layer.out_features, generator=torch.Generator().manual_seed(5)))
+    return layer
+
+
+def with_own_forward(layer: nn.Linear) -> nn.Module:
+    plain = layer.forward
+    layer.forward = lambda x: plain(x).sin()
+    return layer
+
+
+def hooked(layer: nn.Linear) -> nn.Module:
+    layer.register_forward_hook(lambda _, inputs, out: out.sin())
+    return layer
+
+
+def hooked_before(layer: nn.Linear) -> nn.Module:
+    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].sin(),))
+    return layer
+
+
+def hooked_backward(layer: nn.Linear) -> nn.Module:
+    layer.register_full_backward_hook(lambda _, of_inputs, of_outputs: (of_inputs[0] * 0.2,))
+    return layer
+
+
+def parametrized(layer: nn.Linear) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", BentWeight())
+
+
+CHANGES = {
+    "subclass": subclass,
+    "bias": biased,
+    "own forward": with_own_forward,
+    "hook": hooked,
+    "hook before": hooked_before,
+    "hook of the backward pass": hooked_backward,
+    "parametrized": parametrized,
+    "Sequential": lambda layer: nn.Sequential(layer, nn.Tanh()),
+}
+
+
+def changed(shape: str, change: str, adapters: bool) -> MiniMindForCausalLM:
+    """A model whose projections are changed, all of them, and that has adapters around them."""
+    model = build(shape)
+    parents = [(module, name) for module in model.modules() for name in PROJECTIONS if hasattr(module, name)]
+    for module, name in parents:
+        setattr(module, name, CHANGES[change](getattr(module, name)))
+    if adapters:
+        add_adapters(model, 4, 8.0, 0.0, PROJECTIONS)
+        generator = torch.Generator().manual_seed(7)
+        for layer in model.modules():
+            if isinstance(layer, LoRALinear):
+                layer.lora_A.weight.data = 0.2 * torch.randn(layer.lora_A.weight.shape, generator=generator)
+                layer.lora_B.weight.data = 0.2 * torch.randn(layer.lora_B.weight.shape, generator=generator)
+    return model
+
+
+def mixture_by_calls(self: MOEFeedForward, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The forward of a mixture in plain words: each expert is called for each token, and weighted."""
+    flat = x.reshape(-1, x.shape[-1])
+    flat = flat.to(feed_forward.product_dtype(flat))
+    probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
+    weight, chosen = probs.topk(self.top_k, dim=-1)
+    weight = weight / weight.sum(dim=-1, keepdim=True)
+    share = torch.zeros_like(probs).scatter(1, chosen, weight)  # [N, E]
+    out = sum(share[:, i, None].to(flat.dtype) * expert(flat) for i, expert in enumerate(self.experts))
+    return out.view(x.shape), (probs, chosen)
+
+
+def results(model: MiniMindForCausalLM, dtype: torch.dtype, trains: bool) -> dict[str, Tensor]:
+    """The log-probabilities, and in training the gradients."""
+    batch = flat_batch(ragged([5, 33, 12, 70]))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), torch.set_grad_enabled(trains):
+        out = model.train(trains)(**batch, reduction="none")
+    found = {"loss": out.loss.detach()}
+    if trains:
+        (out.loss.sum() + out.aux_loss).backward()
+        found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def take_cuda_branch(monkeypatch, grouped: bool) -> None:
+    """The joined products, norms and rotations of half precision on a GPU."""
+    monkeypatch.setattr(feed_forward, "has_launches", lambda x: True)
+    monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: True)
+    monkeypatch.setattr(feed_forward, "has_grouped_mm", lambda x: grouped)
+
+
+FORMS = {  # dtype, training, the branch of a GPU, compiled
+    "training": (torch.float32, True, False, False),
+    "training in half precision": (torch.bfloat16, True, False, False),
+    "training on a GPU": (torch.bfloat16, True, True, False),
+    "training, compiled": (torch.float32, True, False, True),
+    "use": (torch.float32, False, False, False),
+    "use on a GPU": (torch.bfloat16, False, True, False),
+}
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "with adapters"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", ["dense", "moe_top2"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_layer_is_called_or_refused(change, shape, form, adapters, monkeypatch):
+    """What is computed is what calls of all layers compute."""
+    dtype, trains, on_gpu, is_compiled = FORMS[form]
+    if change == "Sequential" and adapters:
+        with pytest.raises(UserError, match="no adapter fits a Sequential: it has no in_features"):
+            changed(shape, change, adapters)
+        return
+    model = changed(shape, change, adapters)
+    is_known = shape == "dense" or change == "parametrized"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MOEFeedForward, "forward", mixture_by_calls)
+        want = results(changed(shape, change, adapters), dtype, trains)
+    if on_gpu:
+        take_cuda_branch(monkeypatch, grouped=False)
+    if is_compiled:
+        torch.compiler.reset()
+        for layer in transformer_layers(model):
+            layer.compile(dynamic=True, backend="eager")
+    if not is_known:
+        with pytest.raises(UserError, match=r"_proj of an expert is an? .* which a mixture of experts cannot compute"):
+            results(model, dtype, trains)
+        return
+    got = results(model, dtype, trains)
+    assert got.keys() == want.keys() and len(want) >= (2 if trains else 1)
+    for name, value in want.items():
+        assert (got[name] - value).norm() <= (1e-4 if dtype == torch.float32 else 0.06) * value.norm().clamp(
+            min=1e-3
+        ), name
+
+
+class Smoothed(FeedForward):
+    """An expert as a reader may write it: another activation, a factor, dropout."""
+
+    def __init__(self, config, intermediate_size):
+        super().__init__(config, intermediate_size)
+        self.factor, self.dropout = 0.5, nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.down_proj(self.dropout(F.gelu(self.gate_proj(x)) + self.factor * self.up_proj(x)))
+
+
+class Normed(FeedForward):
+    """One with a layer that has parameters and is no linear one."""
+
+    def __init__(self, config, intermediate_size):
+        super().__init__(config, intermediate_size)
+        self.norm = nn.LayerNorm(config.hidden_size)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+def mixture(expert_class: type[FeedForward], monkeypatch) -> MOEFeedForward:
+    monkeypatch.setattr(feed_forward, "FeedForward", expert_class)
+    torch.manual_seed(0)
+    return MOEFeedForward(MiniMindConfig(hidden_size=32, use_moe=True, num_experts=3, num_experts_per_tok=2))
+
+
+def test_experts_compute_what_their_forward_says(monkeypatch):
+    layer, x = mixture(Smoothed, monkeypatch), torch.randn(50, 32)
+    torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="norm of an expert is a LayerNorm, which a mixture of experts cannot compute"):
+        mixture(Normed, monkeypatch)
+    layer.experts[2].register_forward_hook(lambda *_: None)
+    with pytest.raises(UserError, match=r"must all be of one class \(Smoothed\) and without hooks"):
+        layer(x)
+
+
+@pytest.mark.parametrize("spoil", ["one without", "another scale", "another rank", "another dropout"])
+def test_adapters_of_experts_that_are_not_alike_are_refused(spoil):
+    model = build("moe_top2")
+    add_adapters(model, 4, 8.0, 0.0, PROJECTIONS)
+    expert = model.model.layers[1].mlp.experts[3]
+    other = {"another scale": (4, 3.0, 0.0), "another rank": (2, 2.0, 0.0), "another dropout": (4, 2.0, 0.5)}
+    expert.up_proj = expert.up_proj.base if spoil == "one without" else LoRALinear(expert.up_proj.base, *other[spoil])
+    with pytest.raises(UserError, match="up_proj: all experts of a mixture, or none, must have an adapter, and of one"):
+        results(model, torch.float32, True)
+
+
+class UnwrittenRows(torch.autograd.Function):
+    """`grouped_mm`, whose unwritten rows hold NaN, also those of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weights, ends):
+        ctx.save_for_backward(x, weights, ends)
+        with torch.enable_grad():
+            ctx.inputs = [x.detach().requires_grad_(), weights.detach().requires_grad_()]
+            ctx.out = GROUPED_MM(*ctx.inputs, offs=ends)
+        return ctx.out.detach().index_fill(0, torch.arange(int(ends[-1]), len(x)), torch.nan)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        of_x, of_weights = torch.autograd.grad(ctx.out, ctx.inputs, grads[0])
+        return of_x.index_fill(0, torch.arange(int(ctx.saved_tensors[2][-1]), len(of_x)), torch.nan), of_weights, None
+
+
+GROUPED_MM = F.grouped_mm
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "with adapters"])
+def test_nothing_reads_the_rows_that_grouped_mm_does_not_write(adapters, monkeypatch):
+    want = results(changed("moe_top2", "parametrized", adapters), torch.float32, True)
+    calls = []
+
+    def grouped_mm(x, weights, offs):
+        calls.append(int(offs[-1]) < len(x))
+        return UnwrittenRows.apply(x, weights, offs)
+
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm)
+    got = results(changed("moe_top2", "parametrized", adapters), torch.float32, True)
+    assert any(calls) and len(calls) == 2 * 3 * (3 if adapters else 1)
+    torch.testing.assert_close(got, want, equal_nan=False)
+
+
+@pytest.mark.parametrize("change", ["another class", "a hook", "another epsilon"])
+def test_other_norms_of_queries_and_keys_are_called(change, monkeypatch):
+    """On a GPU in half precision norm and rotation are one kernel, which knows RMSNorm only."""
+
+    def model() -> MiniMindForCausalLM:
+        model = build("dense")
+        for layer in model.model.layers:
+            norm = layer.self_attn.k_norm
+            if change == "another class":
+                layer.self_attn.k_norm = nn.LayerNorm(norm.weight.shape[0])
+            elif change == "a hook":
+                norm.register_forward_hook(lambda _, inputs, out: out.sin())
+            else:
+                norm.eps = 3.0
+        return model
+
+    want = results(model(), torch.bfloat16, True)
+    take_cuda_branch(monkeypatch, grouped=False)
+    got = results(model(), torch.bfloat16, True)
+    usual = results(build("dense"), torch.bfloat16, True)
+    assert (got["loss"] - want["loss"]).norm() <= 0.01 * want["loss"].norm() < (usual["loss"] - want["loss"]).norm()
+
+
+@torch.no_grad()
+def test_another_head_writes_the_answers():
+    """Of many answers at once the head's product is a kernel of oneDNN, and not a call."""
+    model, answers = build("dense"), []
+    model.config.tie_word_embeddings = False
+    for head in (model.lm_head, subclass(model.lm_head)):
+        model.lm_head = head
+        for many in (2, 20):
+            decoder = Decoder(model, slots=many, length=30, end_ids=[])
+            answer, *_ = decoder.add([5, 6, 7], [Sampling(temperature=0.0)] * many, 12)
+            while decoder.rows:
+                decoder.step()
+            answers.append(answer.tokens)
+    assert answers[0] == answers[1] != answers[2] == answers[3]
+
+
+@pytest.mark.parametrize("change", ["subclass", "hook", "parametrized", "Sequential"])
+def test_a_copy_for_decoding_has_the_models_own_layers(change):
+    model = changed("dense", change, adapters=False)
+    copied, ids = whole_model(model, torch.bfloat16), ragged([9])[0][None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want, got = model(ids).logits, copied(ids).logits
+    assert (got - want).abs().max() <= 0.05 * want.abs().max()
+    assert {p.dtype for p in copied.parameters() if p.ndim > 1} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
