@@ -61,7 +61,7 @@ def clone(tmp_path) -> Path:
         shutil.copy(ROOT / name, clone / name)
     added = {
         "dataset/tokenizing.py": IN_EACH_PROCESS,
-        "dataset/token_cache.py": "\nSMALL, blocks.BLOCK_BYTES = 0, 2000\n",
+        "dataset/token_cache.py": "\nPARALLEL_ABOVE, blocks.BLOCK_BYTES = 0, 2000\n",
         "common/machine.py": "\navailable_cores = lambda: 2\n",
         "trainer/loop.py": "\nimport multiprocessing\nmultiprocessing.set_start_method('spawn', force=True)\n",
     }

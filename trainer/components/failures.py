@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -60,7 +61,26 @@ def translated_failures() -> Iterator[None]:
             raise LostRank(lost_rank_message(error)) from error
         if any(phrase in text for phrase in NO_LOADER):
             raise UserError(_loader_message(error)) from error
+        if "OSError" in text and was_compiling(error):  # wrapped
+            raise _compiler_error(error) from error
         raise
+    except OSError as error:
+        if was_compiling(error):
+            raise _compiler_error(error) from error
+        raise
+
+
+def was_compiling(error: BaseException) -> bool:
+    """Whether an error was raised within torch's compiler."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("_inductor" in frame.filename or "_dynamo" in frame.filename for frame in frames)
+
+
+def _compiler_error(error: Exception) -> UserError:
+    return UserError(
+        f"--use_compile: the compiler cannot write its cache ({reason(error)}); make room, or name another folder in "
+        "the environment variable TORCHINDUCTOR_CACHE_DIR, or give --use_compile 0"
+    )
 
 
 def _gpu_memory() -> str:

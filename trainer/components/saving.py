@@ -214,7 +214,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
-        if is_main_process():
+        if is_main_process() and not state.can_continue:
             mark_finished(state, run_files.settings_path(path))
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
         for line in filter(None, [hook.verdict(state) for hook in state.hooks]):

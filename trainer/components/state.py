@@ -132,6 +132,7 @@ class TrainState:
     meter: Meter = field(default_factory=Meter)  # of this process
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
+    can_continue: bool = False  # a callback ended the run early: started again, it goes on
     resumed_update: int | None = None  # the last update reported before the resume; None in a new run
     is_new_branch: bool = False  # this process begins a branch of the run whose state it has restored
     state_file: Path | None = None  # the newest file with a state of this run, once there is one

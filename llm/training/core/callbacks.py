@@ -206,7 +206,8 @@ class LRSchedulerCallback(Callback):
                 modes = f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has --mode"
                 raise UserError(f"{modes} {training.mode}; give both the same")
         else:
-            engine.logger.info(steps_ahead(self.scheduler, engine.task, training.epochs, engine.state.total_updates))
+            epochs, updates = engine.state.args.epochs, engine.state.total_updates
+            engine.logger.info(steps_ahead(self.scheduler, engine.task, epochs, updates))
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
             self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the resume: no warning

@@ -157,8 +157,9 @@ class TrainingEngine(Hooks):
         return evaluate()
 
     def stop(self, reason: str) -> None:
-        """End training after this update. Must be called on all ranks, at the same update."""
+        """End training after this update. Must be called on all ranks, at the same update. Resumed, the run goes on."""
         self.state.finish(reason)
+        self.state.can_continue = self.state.update < self.state.total_updates
 
     def dispatch(self, name: str, *args: Any) -> None:
         """Call a method of every callback."""
