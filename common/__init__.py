@@ -1,12 +1,13 @@
 """What every package uses.
 
-Each command imports this package before torch, which reads GOMP_SPINCOUNT when it is loaded: threads that wait for
-others then sleep early instead of spinning, which is several times faster where other programs want the cores, and
-hardly slower where none do (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays.
+Each command imports this package before torch, which reads GOMP_SPINCOUNT when it is loaded: threads that
+wait for others then sleep early instead of spinning, which is several times faster where other programs want
+the cores, and hardly slower where none do (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays.
 
 A rank asks here, before it loads torch for seconds, to end with its torchrun.
 
-Where the requirements are missing, as with a virtual environment that was not activated, one line says what to do.
+Where the requirements are missing, as with a virtual environment that was not activated, one line says what
+to do.
 """
 
 import importlib.util
@@ -21,6 +22,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 REQUIRED = ("torch", "transformers", "numpy", "pydantic", "yaml")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
-    advice = "activate the virtual environment (source .venv/bin/activate), or pip install -r requirements.txt"
+    advice = (
+        "activate the virtual environment (source .venv/bin/activate), or pip install -r requirements.txt"
+    )
     print(f"error: {sys.executable} has no {', '.join(missing)}: {advice}", file=sys.stderr)
     sys.exit(2)

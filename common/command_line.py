@@ -35,7 +35,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if is_shown else super()._get_help_string(action)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)  # keeps paths in one piece
+        # keeps paths in one piece
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,13 +55,15 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Wrap a command's `main()`: a UserError becomes one line on stderr and exit status 2, a signal 128 + its number.
+    """Wrap a command's `main()`: a UserError becomes one line on stderr and exit status 2, a signal 128 + its
+    number.
 
-    Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then terminates
-    the others before they repeat it. Each rank leaves its message where torchrun's closing report finds it.
+    Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then
+    terminates the others before they repeat it. Each rank leaves its message where torchrun's closing report
+    finds it.
 
-    Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any more, as
-    behind `| head -1`, the command ends silently.
+    Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any
+    more, as behind `| head -1`, the command ends silently.
     """
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -73,9 +76,15 @@ def one_line_errors() -> Iterator[None]:
         line = _about_open_files(error) or (str(error) if isinstance(error, UserError) else "")
         if not line:
             raise
-        _exit(f"error: {line}", 2, print_first=launch().local_rank == 0, is_cause=not isinstance(error, LostRank))
+        _exit(
+            f"error: {line}",
+            2,
+            print_first=launch().local_rank == 0,
+            is_cause=not isinstance(error, LostRank),
+        )
     except Interrupted as error:
-        _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)  # the ranks stop together
+        # the ranks stop together
+        _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)
     except KeyboardInterrupt:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
 
@@ -98,7 +107,8 @@ def _end_with_reader() -> Iterator[None]:
 def _about_open_files(error: BaseException | None) -> str:
     """What to do about an error that comes from the limit on open files; empty for others."""
     while error is not None:
-        if any(phrase in str(error) for phrase in (os.strerror(errno.EMFILE), "ancdata")):  # torch's, of its loaders
+        # torch's, of its loaders
+        if any(phrase in str(error) for phrase in (os.strerror(errno.EMFILE), "ancdata")):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
                 f"too many open files: a process here may have {limit}; raise the hard limit (ulimit -Hn), or use "
@@ -109,24 +119,28 @@ def _about_open_files(error: BaseException | None) -> str:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as the system does: each data loader process, each client of the server, and, where the
-    ranks meet, each rank takes some."""
+    """Allow as many open files as the system does: each data loader process, each client of the server, and,
+    where the ranks meet, each rank takes some."""
     with suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _replace_closed_streams() -> None:
-    """Open /dev/null for a stream that is closed (`>&-`): print would fail, and the next file would get its number."""
+    """Open /dev/null for a stream that is closed (`>&-`): print would fail, and the next file would get its
+    number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
             setattr(sys, name, open(null, "w" if number else "r", closefd=False, encoding="utf-8"))  # noqa: SIM115
 
 
-def _exit(line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False) -> NoReturn:
+def _exit(
+    line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False
+) -> NoReturn:
     distributed = launch().world_size > 1
-    for number in STOP_SIGNALS if distributed else ():  # from here on torchrun may terminate this rank at any moment
+    # from here on torchrun may terminate this rank at any moment
+    for number in STOP_SIGNALS if distributed else ():
         signal.signal(number, signal.SIG_DFL)
     if distributed and is_cause:
         _write_torchrun_error_file(line)
@@ -137,7 +151,8 @@ def _exit(line: str, status: int, print_first: bool = True, is_cause: bool = Tru
         if not silent:
             print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
     if distributed and not is_cause:
-        time.sleep(2)  # torchrun reports the rank that exits first, which must be the one that caused the failure
+        # torchrun reports the rank that exits first, which must be the one that caused the failure
+        time.sleep(2)
     if distributed:
         os._exit(status)  # destroying a process group whose peers are gone can hang
     sys.exit(status)

@@ -1,9 +1,10 @@
-"""Reads settings from a YAML file, the environment, the command line and a task's defaults: for scripts and the engine.
+"""Reads settings from a YAML file, the environment, the command line and a task's defaults: for scripts and
+the engine.
 
-Later sources override earlier ones: the defaults, a YAML file (--config), the environment (MINIMIND_BATCH_SIZE=8), the
-command line (--batch_size 8). Each reader returns the settings that its source gives as {name: (value, where)}, or
-raises one UserError with every mistake in it. Values are text, in YAML as well; the settings table (settings.py, with
-pydantic) converts and checks them.
+Later sources override earlier ones: the defaults, a YAML file (--config), the environment
+(MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8). Each reader returns the settings that its source
+gives as {name: (value, where)}, or raises one UserError with every mistake in it. Values are text, in YAML as
+well; the settings table (settings.py, with pydantic) converts and checks them.
 """
 
 import argparse
@@ -34,8 +35,8 @@ A = TypeVar("A", bound=StageArgs)
 
 
 def option_value(text: str) -> bool | int | float | str | None:
-    """The value of a user's own option: a number as for a flag (1e-4 is a float, 010 ten), true, false, null, or text,
-    which 0x10, 1:30 and dates are."""
+    """The value of a user's own option: a number as for a flag (1e-4 is a float, 010 ten), true, false, null,
+    or text, which 0x10, 1:30 and dates are."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(re.sub(r"(?i)\.(inf|nan)$", r"\1", text))
@@ -45,13 +46,16 @@ def option_value(text: str) -> bool | int | float | str | None:
 def to_yaml(value: Any) -> str:
     """One line of YAML that reads back as the same value."""
     text = yaml.safe_dump(value, allow_unicode=True, width=math.inf).removesuffix("...\n").rstrip("\n")
-    if isinstance(value, str) and (len(text.splitlines()) > 1 or (text == value and option_value(text) != value)):
+    if isinstance(value, str) and (
+        len(text.splitlines()) > 1 or (text == value and option_value(text) != value)
+    ):
         text = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
     return text
 
 
 class Source:
-    """One source of settings: the values it gives, and its mistakes. args_class: the settings that there are."""
+    """One source of settings: the values it gives, and its mistakes. args_class: the settings that there
+    are."""
 
     def __init__(self, args_class: type):
         known = settings_of(args_class)
@@ -69,7 +73,9 @@ class Source:
             return
         before, _ = self.given.setdefault(setting.name, (parsed, where))
         if before != parsed:  # under another name, since no source gives a name twice
-            self.wrong.append(f"{label} {parsed} contradicts {setting.name} {before}; they are one setting, give one")
+            self.wrong.append(
+                f"{label} {parsed} contradicts {setting.name} {before}; they are one setting, give one"
+            )
 
     def option(self, name: str, where: str, label: str, value: Any) -> None:
         """Add an option of a user's own task."""
@@ -83,7 +89,8 @@ class Source:
             self.given[f"{OPTIONS}.{name}"] = value, where
 
     def unknown(self, label: str, name: str, names: Iterable[str], spell: Callable[[str], str] = str) -> None:
-        """Report an unknown name and what to use for one of MiniMind's, else the closest known one, by `spell`."""
+        """Report an unknown name and what to use for one of MiniMind's, else the closest known one, by
+        `spell`."""
         near = difflib.get_close_matches(name.lower(), list(names), 1)
         hint = f"; did you mean {spell(near[0])}" if near else ""
         self.wrong.append(f"{label} is unknown" + (f": {USE_INSTEAD[name]}" if name in USE_INSTEAD else hint))
@@ -102,14 +109,17 @@ def parse_args(
     environ: Mapping[str, str] = os.environ,
     **defaults: Any,
 ) -> A:
-    """The settings of a stage: the defaults of its class (or `defaults`), overridden by file, environment and flags.
+    """The settings of a stage: the defaults of its class (or `defaults`), overridden by file, environment and
+    flags.
 
     Raises:
         UserError: one line with everything that is wrong in a source.
         SystemExit: after `--help` and `--print_config`.
     """
     options, given = read_sources(args_class, settings_parser(args_class, description), argv, environ)
-    args = args_class(**defaults | {name: value for name, (value, _) in given.items()}, given=frozenset(given))
+    args = args_class(
+        **defaults | {name: value for name, (value, _) in given.items()}, given=frozenset(given)
+    )
     if options.print_config:
         places = {name: where for name, (_, where) in given.items()}
         print_once(described(settings_of(args_class), args.values(), places), environ)
@@ -119,10 +129,15 @@ def parse_args(
 
 
 def read_sources(
-    args_class: type, parser: Parser, argv: Sequence[str] | None, environ: Mapping[str, str], first: Given | None = None
+    args_class: type,
+    parser: Parser,
+    argv: Sequence[str] | None,
+    environ: Mapping[str, str],
+    first: Given | None = None,
 ) -> tuple[argparse.Namespace, Given]:
-    """The parsed options that are no settings (`config`, `print_config`, `set`), and the settings that the sources
-    give, after those of `first`. Raises UserError: one line with all unknown names and invalid values of a source."""
+    """The parsed options that are no settings (`config`, `print_config`, `set`), and the settings that the
+    sources give, after those of `first`. Raises UserError: one line with all unknown names and invalid values
+    of a source."""
     options, from_flags = read_command_line(args_class, parser, argv)
     from_file = read_yaml(args_class, options.config) if options.config is not None else {}
     return options, (first or {}) | from_file | read_environment(args_class, environ) | from_flags
@@ -136,7 +151,8 @@ def print_once(text: str, environ: Mapping[str, str]) -> None:
 
 
 def described(settings: Settings, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """Every setting with its value and source, as YAML that `--config` can read. values: also of task_options."""
+    """Every setting with its value and source, as YAML that `--config` can read. values: also of
+    task_options."""
     by_section: dict[str, list[str]] = {}
     for name in dict.fromkeys([*settings, *values]):
         by_section.setdefault(settings[name].section if name in settings else OPTIONS, []).append(name)
@@ -153,8 +169,11 @@ def described(settings: Settings, values: Mapping[str, Any], sources: Mapping[st
 
 
 def settings_parser(args_class: type, description: str | None, **kwargs: Any) -> Parser:
-    """The command line: every setting as a flag whose value stays text, in one group per section, and its aliases."""
-    parser = Parser(description=(description or "").split("\n", 1)[0], argument_default=argparse.SUPPRESS, **kwargs)
+    """The command line: every setting as a flag whose value stays text, in one group per section, and its
+    aliases."""
+    parser = Parser(
+        description=(description or "").split("\n", 1)[0], argument_default=argparse.SUPPRESS, **kwargs
+    )
     text = f"YAML file with settings, in the sections shown here; flags and {PREFIX}... variables override it"
     parser.add_argument("--config", metavar="FILE", default=None, help=text)
     text = "show every setting with its source, as YAML, and exit"
@@ -192,7 +211,9 @@ def read_environment(args_class: type, environ: Mapping[str, str]) -> Given:
     return source.finish()
 
 
-def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Given]:
+def read_command_line(
+    args_class: type, parser: Parser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, Given]:
     """The parsed options, and the settings given as flags."""
     source, where = Source(args_class), "command line"
     options, rest = parser.parse_known_args(argv)
@@ -212,8 +233,8 @@ def read_command_line(args_class: type, parser: Parser, argv: Sequence[str] | No
 
 
 def read_yaml(args_class: type, path: str) -> Given:
-    """Settings from a YAML file: a mapping of sections, each a mapping of settings. Raises UserError: FILE:LINE and the
-    mistake, for all settings at once; or the file cannot be read."""
+    """Settings from a YAML file: a mapping of sections, each a mapping of settings. Raises UserError:
+    FILE:LINE and the mistake, for all settings at once; or the file cannot be read."""
     source = Source(args_class)
     for section, _, settings in _entries(source, path, _read(path), ""):
         for name, where, node in _entries(source, path, settings, f"{section}."):
@@ -225,31 +246,41 @@ def read_yaml(args_class: type, path: str) -> Given:
             elif name not in source.settings:
                 source.unknown(label, name, source.settings)
             elif source.settings[name].section != section:
-                source.wrong.append(f"{label} is unknown; {name} belongs to section {source.settings[name].section}")
+                source.wrong.append(
+                    f"{label} is unknown; {name} belongs to section {source.settings[name].section}"
+                )
             else:
                 source.take(name, where, label, None if node.tag.endswith(":null") else node.value)
     return source.finish()
 
 
 def given_task(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
-    """The name of the engine's task, on which the other settings depend, before they are read; empty for none."""
+    """The name of the engine's task, on which the other settings depend, before they are read; empty for
+    none."""
     parser = Parser(add_help=False)
     parser.add_argument("--task")
     parser.add_argument("--config")
     options = parser.parse_known_args(argv)[0]
     text = options.task or environ.get(f"{PREFIX}TASK")
     if text is None and options.config:
-        with suppress(Exception), open(options.config, encoding="utf-8-sig") as file:  # mistakes are reported later
+        # mistakes are reported later
+        with suppress(Exception), open(options.config, encoding="utf-8-sig") as file:
             return str(yaml.load(file, yaml.BaseLoader)["training"]["task"])
     return text or ""
 
 
-def _entries(source: Source, path: str, node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, str, yaml.Node]]:
+def _entries(
+    source: Source, path: str, node: yaml.Node | None, prefix: str
+) -> Iterator[tuple[str, str, yaml.Node]]:
     """Name, FILE:LINE and value of each entry of a mapping; none for an empty document or section."""
     if node is None or node.tag.endswith(":null"):
         return
     if not isinstance(node, yaml.MappingNode):
-        what = f"section {prefix[:-1]} must be a mapping of settings" if prefix else "must be a mapping of sections"
+        what = (
+            f"section {prefix[:-1]} must be a mapping of settings"
+            if prefix
+            else "must be a mapping of sections"
+        )
         kind = "a list" if isinstance(node, yaml.SequenceNode) else node.value
         source.wrong.append(f"{path}:{node.start_mark.line + 1}: {what}, not {kind}")
         return
@@ -272,7 +303,8 @@ def _read(path: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise UserError(f"{path}:{mark.line + 1 if mark else 1}: is not YAML ({error.problem})") from error
-    except (OSError, ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8
+    # ValueError: not UTF-8
+    except (OSError, ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         raise UserError(
             f"--config {path} cannot be read ({getattr(error, 'strerror', None) or reason(error)})"
         ) from error

@@ -1,4 +1,5 @@
-"""The console of a process: it may go away, lines below a level are hidden, and a log file receives all others.
+"""The console of a process: it may go away, lines below a level are hidden, and a log file receives all
+others.
 
 `sys.stdout` and `sys.stderr` are replaced: the lines of progress bars, warnings, libraries
 and of a `print` in a user's task belong into the log as well.
@@ -19,8 +20,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 class LogFile:
-    """Appends lines with time and level. Several processes may write to one file; a line is one `os.write`. Raises
-    UserError if the file cannot be opened."""
+    """Appends lines with time and level. Several processes may write to one file; a line is one `os.write`.
+    Raises UserError if the file cannot be opened."""
 
     def __init__(self, path: Path):
         try:
@@ -28,7 +29,9 @@ class LogFile:
             self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             why = error.strerror or error
-            raise UserError(f"the log file {path} cannot be written ({why}); give another --log_file") from error
+            raise UserError(
+                f"the log file {path} cannot be written ({why}); give another --log_file"
+            ) from error
         self.path: Path | None = path
 
     def line(self, level: int, text: str) -> None:
@@ -48,10 +51,10 @@ class LogFile:
 class ConsoleStream:
     """Stands in for `sys.stdout` or `sys.stderr`.
 
-    A write that fails (a closed terminal, a `tee` that ended, a full disk behind a log) raises nothing; what the disk
-    cannot take now is written with the next line that it can. A line's level is its beginning (`warning: ...`), else
-    that of its stream; lines below `threshold` are hidden. Of a progress bar, which returns to the beginning of its
-    line, the file receives the last state.
+    A write that fails (a closed terminal, a `tee` that ended, a full disk behind a log) raises nothing; what
+    the disk cannot take now is written with the next line that it can. A line's level is its beginning
+    (`warning: ...`), else that of its stream; lines below `threshold` are hidden. Of a progress bar, which
+    returns to the beginning of its line, the file receives the last state.
     """
 
     def __init__(self, stream: TextIO, usual: int):
@@ -92,7 +95,8 @@ class ConsoleStream:
 
 
 def outlast_console() -> None:
-    """Have nothing that happens to stdout or stderr end this process from now on: training outlives its terminal."""
+    """Have nothing that happens to stdout or stderr end this process from now on: training outlives its
+    terminal."""
     if not isinstance(sys.stdout, ConsoleStream):
         sys.stdout = cast(Any, ConsoleStream(sys.stdout, LEVELS["info"]))
     if not isinstance(sys.stderr, ConsoleStream):
@@ -100,8 +104,8 @@ def outlast_console() -> None:
 
 
 def copy_console(path: Path | None, level: str) -> None:
-    """Show only lines of `level` and above from now on, and append them to the file, if one is given. Calling it again
-    replaces what an earlier call set."""
+    """Show only lines of `level` and above from now on, and append them to the file, if one is given. Calling
+    it again replaces what an earlier call set."""
     outlast_console()
     out, err = cast(list[ConsoleStream], [sys.stdout, sys.stderr])
     if out.file is None or out.file.path != path:

@@ -1,4 +1,5 @@
-"""Files that survive a kill or a power cut at any moment: written beside their place, flushed to the disk, renamed.
+"""Files that survive a kill or a power cut at any moment: written beside their place, flushed to the disk,
+renamed.
 
 A reader finds the old file or the new one, never a half-written one.
 """
@@ -15,9 +16,11 @@ from typing import Any, BinaryIO
 from common.errors import UserError, WriteError
 
 
-def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None) -> None:
-    """Replace `path` by what `write(file)` writes; on failure the old file stays. `rotate(path)` may rename it before.
-    Raises UserError if the disk is full, the folder cannot be written ..."""
+def atomic_write(
+    path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None
+) -> None:
+    """Replace `path` by what `write(file)` writes; on failure the old file stays. `rotate(path)` may rename
+    it before. Raises UserError if the disk is full, the folder cannot be written ..."""
     with _beside(path) as temp:
         with open(temp, "w+b") as file:
             write(file)
@@ -31,7 +34,8 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, under which it is written, and which the block then renames."""
-    temp = path.with_name(f".{path.name}.tmp")  # always the same name, so that what a kill leaves behind is replaced
+    # always the same name, so that what a kill leaves behind is replaced
+    temp = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(temp)  # it may be another user's file, which cannot be written but can be deleted
@@ -65,8 +69,8 @@ def remove(path: Path) -> None:
 
 
 def link(source: str | Path, name: str | Path) -> None:
-    """Give a file a second name (a hard link), or copy it where the file system has no links. Nothing is left behind
-    where neither works."""
+    """Give a file a second name (a hard link), or copy it where the file system has no links. Nothing is left
+    behind where neither works."""
     with suppress(OSError):
         os.link(source, name)
         return
@@ -81,8 +85,8 @@ def link(source: str | Path, name: str | Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename or a new file in it survives a power cut. Some file systems (of
-    network shares, and in user space) do that by themselves and refuse to flush a folder."""
+    """Flush a folder's entries, so that a rename or a new file in it survives a power cut. Some file systems
+    (of network shares, and in user space) do that by themselves and refuse to flush a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,9 +107,9 @@ def write_json(path: Path, content: dict) -> None:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A place to write a new file or folder, which appears at `path` complete and flushed when the block ends, or not
-    at all. The place has the same name, in a temporary folder beside it. Raises UserError if `path` exists already, the
-    disk is full, the folder cannot be written ..."""
+    """A place to write a new file or folder, which appears at `path` complete and flushed when the block
+    ends, or not at all. The place has the same name, in a temporary folder beside it. Raises UserError if
+    `path` exists already, the disk is full, the folder cannot be written ..."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it, or give another name")
     with _beside(path) as temp:

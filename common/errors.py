@@ -6,7 +6,8 @@ from common.launcher import launch
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. The message names the file and line or the flag, and what to do."""
+    """A mistake that the user can correct. The message names the file and line or the flag, and what to
+    do."""
 
 
 class WriteError(UserError):
@@ -14,7 +15,8 @@ class WriteError(UserError):
 
 
 class LostRank(UserError):
-    """A collective failed because another rank ended; that rank's own message or torchrun's report tells why."""
+    """A collective failed because another rank ended; that rank's own message or torchrun's report tells
+    why."""
 
 
 class Interrupted(BaseException):
@@ -31,12 +33,14 @@ def reason(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey or cannot show, except for blanks and line ends."""
+    """The text with escapes for what a terminal would obey or cannot show, except for blanks and line
+    ends."""
     return "".join(c if c.isprintable() or c in "\n\t\u00a0\u3000" else ascii(c)[1:-1] for c in text)
 
 
 def say(text: str) -> None:
-    """Print a line, escaping characters that stdout's encoding lacks (file names and records may hold any)."""
+    """Print a line, escaping characters that stdout's encoding lacks (file names and records may hold
+    any)."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 

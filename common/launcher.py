@@ -1,5 +1,5 @@
-"""Which of a run's processes this is: what torchrun, srun or mpirun wrote into the environment; and ending with
-torchrun."""
+"""Which of a run's processes this is: what torchrun, srun or mpirun wrote into the environment; and ending
+with torchrun."""
 
 import os
 import signal
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """A process among those of its run. The local numbers count the processes of its machine; `problem` says why the
-    environment does not tell (the place is then that of a single process)."""
+    """A process among those of its run. The local numbers count the processes of its machine; `problem` says
+    why the environment does not tell (the place is then that of a single process)."""
 
     rank: int = 0
     world_size: int = 1
@@ -48,7 +48,9 @@ def launch(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def _place(environ: Mapping[str, str]) -> Launch:
-    unreadable = [f"{name}={environ[name]}" for name in TORCHRUN if environ.get(name) and not environ[name].isdecimal()]
+    unreadable = [
+        f"{name}={environ[name]}" for name in TORCHRUN if environ.get(name) and not environ[name].isdecimal()
+    ]
     if unreadable:
         raise ValueError(f"{', '.join(unreadable)}: not a number")
     given = _numbers(TORCHRUN, environ)
@@ -81,7 +83,9 @@ def _checked(place: Launch, environ: Mapping[str, str]) -> Launch:
     missing = [name for name in MEETING_PLACE if not environ.get(name)]
     if missing:
         names = ", ".join(missing)
-        raise ValueError(f"{world_size} processes without {names}; export the name of rank 0's machine and a free port")
+        raise ValueError(
+            f"{world_size} processes without {names}; export the name of rank 0's machine and a free port"
+        )
     if not environ["MASTER_PORT"].isdecimal() or int(environ["MASTER_PORT"]) > 65535:
         raise ValueError(f"MASTER_PORT={environ['MASTER_PORT']} is no port")
     return place
@@ -118,6 +122,7 @@ def _torchrun_has_ended() -> bool:
         socket.create_connection(address, timeout=10).close()
     except ConnectionRefusedError:
         return True
-    except (OSError, KeyError, ValueError):  # a network that is slow, for instance, says nothing about torchrun
+    # a network that is slow, for instance, says nothing about torchrun
+    except (OSError, KeyError, ValueError):
         return False
     return False

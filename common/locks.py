@@ -1,5 +1,5 @@
-"""Locks between processes: record locks (POSIX fcntl), which end with the process, however it ends, and which its
-children do not inherit."""
+"""Locks between processes: record locks (POSIX fcntl), which end with the process, however it ends, and which
+its children do not inherit."""
 
 import contextlib
 import fcntl
@@ -19,8 +19,8 @@ _held: list[TextIO] = []  # lock files of this process, open until it ends
 
 @contextlib.contextmanager
 def locked(path: Path, message: str) -> Iterator[bool]:
-    """Hold a lock file. If another process has it, print `message` and wait. Yields whether it is held: not on a file
-    system without locks, and not where no file can be made."""
+    """Hold a lock file. If another process has it, print `message` and wait. Yields whether it is held: not
+    on a file system without locks, and not where no file can be made."""
     with contextlib.ExitStack() as stack:
         is_held = False
         with contextlib.suppress(OSError):
@@ -35,11 +35,11 @@ def locked(path: Path, message: str) -> Iterator[bool]:
 
 
 def lock_output(run: str, **folders: str) -> None:
-    """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag. A run that
-    has the name is waited for, but not longer than PATIENCE.
+    """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag. A
+    run that has the name is waited for, but not longer than PATIENCE.
 
-    Keeps a second run from writing the same files, and finds folders that cannot be written before any work. Raises
-    UserError if another run has the name, or a folder cannot be written."""
+    Keeps a second run from writing the same files, and finds folders that cannot be written before any work.
+    Raises UserError if another run has the name, or a folder cannot be written."""
     for flag, folder in folders.items() if launch().rank == 0 else ():
         path = Path(folder) / f".{run}_{flag}.lock"
         try:
@@ -47,7 +47,8 @@ def lock_output(run: str, **folders: str) -> None:
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
             _held.append(file)
             with contextlib.suppress(PermissionError):  # it is the file of another user
-                path.chmod(path.parent.stat().st_mode & 0o666)  # who may write into the folder may resume the run
+                # who may write into the folder may resume the run
+                path.chmod(path.parent.stat().st_mode & 0o666)
             _reserve(file, path)
         except OSError as error:
             why = error.strerror or error
@@ -71,8 +72,8 @@ def _reserve(file: TextIO, path: Path) -> None:
 
 
 def _holder(file: TextIO) -> str | None:
-    """Lock a file: "" if that worked, None on a file system without locks. If another process has the lock, who that
-    is, as the file says."""
+    """Lock a file: "" if that worked, None on a file system without locks. If another process has the lock,
+    who that is, as the file says."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -1,4 +1,5 @@
-"""MiniMind's flags that are no flags here, and what to use; those that mean the same are `aliases` of a setting."""
+"""MiniMind's flags that are no flags here, and what to use; those that mean the same are `aliases` of a
+setting."""
 
 SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
 SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"

@@ -14,8 +14,9 @@ from common.errors import Interrupted, UserError, reason
 
 
 def import_named(flag: str, name: str) -> Any:
-    """What `package.module:Name` or `path/file.py:Name` names, given to `flag`. An exception raised inside the module
-    keeps its traceback. Raises UserError if there is no such module, its syntax is wrong, or it has no such name."""
+    """What `package.module:Name` or `path/file.py:Name` names, given to `flag`. An exception raised inside
+    the module keeps its traceback. Raises UserError if there is no such module, its syntax is wrong, or it
+    has no such name."""
     module, _, class_name = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # spawned processes and torchrun do not search it
@@ -24,9 +25,13 @@ def import_named(flag: str, name: str) -> Any:
     except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or not a module name: "", ".x"
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
-        raise UserError(f"{flag} {name} cannot be imported ({reason(error)}); start from its folder") from error
+        raise UserError(
+            f"{flag} {name} cannot be imported ({reason(error)}); start from its folder"
+        ) from error
     except SystemExit as error:
-        raise UserError(f"{flag} {name} cannot be imported: the module calls sys.exit({reason(error)})") from error
+        raise UserError(
+            f"{flag} {name} cannot be imported: the module calls sys.exit({reason(error)})"
+        ) from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
     if not hasattr(imported, class_name):
@@ -51,7 +56,8 @@ def _import_file(path: str) -> ModuleType:
 
 
 def source_files(name: str) -> list[Path]:
-    """The files of the module that `package.module:Name`, which is imported, names, and of the one that defines it."""
+    """The files of the module that `package.module:Name`, which is imported, names, and of the one that
+    defines it."""
     module, _, attribute = name.partition(":")
     definition = getattr(getattr(sys.modules[module], attribute), "__module__", None)
     files = (getattr(sys.modules.get(each or ""), "__file__", None) for each in (module, definition))
@@ -59,15 +65,17 @@ def source_files(name: str) -> list[Path]:
 
 
 class OutOfTime(BaseException):
-    """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch it."""
+    """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch
+    it."""
 
 
 @contextmanager
 def user_code(what: str, where: str, limit: float) -> Iterator[None]:
-    """Around a call of a user's code, in the main thread: whatever it raises, also `SystemExit`, becomes a UserError.
+    """Around a call of a user's code, in the main thread: whatever it raises, also `SystemExit`, becomes a
+    UserError.
 
-    what: which code. where: FILE:LINE of the record. limit: seconds that it may take; code that does not return to
-    Python, as in an extension, is not interrupted.
+    what: which code. where: FILE:LINE of the record. limit: seconds that it may take; code that does not
+    return to Python, as in an extension, is not interrupted.
     """
 
     def interrupt(number: int, frame: object) -> None:

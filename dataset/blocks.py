@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 COMPRESSED = (".gz", ".zst")
-BLOCK_BYTES = 1 << 20  # of a file; large enough to outweigh the cost of passing a block on, small enough for memory
+# of a file; large enough to outweigh the cost of passing a block on, small enough for memory
+BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1024
 FIRST_INDEX = 1 << 40  # a "line" of FIRST_INDEX + i stands for element i of an array
 
 
 def place(path: str, line: int) -> str:
-    """Where a record stands, for messages: FILE:LINE, or FILE[INDEX], from 0, if it is one of several in a line."""
+    """Where a record stands, for messages: FILE:LINE, or FILE[INDEX], from 0, if it is one of several in a
+    line."""
     return f"{path}:{line}" if line < FIRST_INDEX else f"{path}[{line - FIRST_INDEX}]"
 
 
@@ -22,7 +24,8 @@ class Block:
 
     file: int  # index into the list of files
     path: str
-    rows: list[tuple[int, Any]]  # (line, row or index (`place`), record): raw JSON, parsed, or a BadRecord in its place
+    # (line, row or index (`place`), record): raw JSON, parsed, or a BadRecord in its place
+    rows: list[tuple[int, Any]]
     size: int  # bytes of the file that it covers, for the progress
 
 

@@ -1,12 +1,13 @@
-"""Which tokens of a conversation are targets: every assistant turn, with its end-of-turn token, unless the data say
-that it must not be trained.
+"""Which tokens of a conversation are targets: every assistant turn, with its end-of-turn token, unless the
+data say that it must not be trained.
 
-The chat template decides where these are. If it has `{% generation %}` marks, transformers reports the characters
-inside them while rendering; no token patterns are searched for, so a user who writes `<|im_start|>assistant` is not
-mistaken for the assistant. Without marks, the conversation is rendered up to each answer's generation prompt and up to
-its end, and the difference is the answer. Where the prompt closes empty thoughts that the answer fills (MiniMind's and
-Qwen3's templates), the answer begins where the two part, within the thoughts. Each rendering must be a prefix of the
-next, so a template that rewrites earlier turns is refused.
+The chat template decides where these are. If it has `{% generation %}` marks, transformers reports the
+characters inside them while rendering; no token patterns are searched for, so a user who writes
+`<|im_start|>assistant` is not mistaken for the assistant. Without marks, the conversation is rendered up to
+each answer's generation prompt and up to its end, and the difference is the answer. Where the prompt closes
+empty thoughts that the answer fills (MiniMind's and Qwen3's templates), the answer begins where the two part,
+within the thoughts. Each rendering must be a prefix of the next, so a template that rewrites earlier turns is
+refused.
 """
 
 import os
@@ -25,7 +26,8 @@ THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text
 ADD_MARKS = "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
 
 
-Rendered = tuple[str, list[tuple[int, int]]]  # text, and the [start, end) characters of each assistant turn in it
+# text, and the [start, end) characters of each assistant turn in it
+Rendered = tuple[str, list[tuple[int, int]]]
 
 
 class ChatTemplate:
@@ -68,8 +70,11 @@ class ChatTemplate:
             texts[0].encode("utf-8")
         except Exception as error:  # a template is untrusted code that can raise anything
             reason = " ".join(str(error).split())[:200]
-            raise BadRecord(f"the chat template refuses this conversation ({type(error).__name__}: {reason})") from None
-        return texts[0], cast(list[tuple[int, int]], list(spans[0]) if spans else [])  # typed as text by transformers
+            raise BadRecord(
+                f"the chat template refuses this conversation ({type(error).__name__}: {reason})"
+            ) from None
+        # typed as text by transformers
+        return texts[0], cast(list[tuple[int, int]], list(spans[0]) if spans else [])
 
     def _render_by_prefixes(self, chat: Chat) -> Rendered:
         if "add_generation_prompt" not in self.template:
@@ -108,11 +113,13 @@ def _without(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 
 
-def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def token_ranges(
+    starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """[first, last) tokens that overlap each [start, end) span of characters.
 
-    `starts`, `ends` [T]: characters of each token, non-decreasing. A token across the start of a span counts as inside,
-    as in transformers' assistant mask. Empty spans give empty ranges.
+    `starts`, `ends` [T]: characters of each token, non-decreasing. A token across the start of a span counts
+    as inside, as in transformers' assistant mask. Empty spans give empty ranges.
     """
     ranges = []
     for start, end in spans:
@@ -123,5 +130,6 @@ def token_ranges(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int
 
 
 def cut_at_turn(ranges: list[tuple[int, int]], max_length: int) -> int:
-    """Number of tokens up to the end of the last assistant turn that fits; 0 if not even the first one fits."""
+    """Number of tokens up to the end of the last assistant turn that fits; 0 if not even the first one
+    fits."""
     return max((last for first, last in ranges if first < last <= max_length), default=0)

@@ -1,9 +1,9 @@
 """Finds the files of a `--data_path` and reads them in blocks of records.
 
-Files: JSONL, `.json` with either JSON Lines or one array, CSV, TSV and plain text, each also as .gz or .zst; Parquet,
-Arrow and Feather; folders written by `datasets.save_to_disk`. Another kind of file is one more entry of READERS.
-Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1. An element of an array that does not
-begin a line has its index instead (`place`).
+Files: JSONL, `.json` with either JSON Lines or one array, CSV, TSV and plain text, each also as .gz or .zst;
+Parquet, Arrow and Feather; folders written by `datasets.save_to_disk`. Another kind of file is one more entry
+of READERS. Line numbers count from 1; for Parquet and Arrow they are row numbers, from 1. An element of an
+array that does not begin a line has its index instead (`place`).
 """
 
 import glob
@@ -26,8 +26,8 @@ from dataset.table_files import read_arrow, read_csv, read_parquet, read_tsv
 from dataset.text_files import read_text
 
 PLAIN_TEXT = ".txt"
-# Suffix -> what yields (line or row, record) of such a file. A record is a dict, a BadRecord, or raw JSON, which the
-# processes that tokenise parse.
+# Suffix -> what yields (line or row, record) of such a file. A record is a dict, a BadRecord, or raw JSON,
+# which the processes that tokenise parse.
 READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Any]]]] = {
     ".jsonl": read_json_lines,
     ".json": read_json,
@@ -40,11 +40,13 @@ READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Any]]]] = {
 }
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"  # a weight of a source
 DAMAGED = "the compressed file is damaged or cut off"
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of data, of `datasets`
+# of data, of `datasets`
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 def file_kind(path: str | os.PathLike) -> str:
-    """The suffix that tells how a file is read, without that of a compression; any other file is JSON Lines."""
+    """The suffix that tells how a file is read, without that of a compression; any other file is JSON
+    Lines."""
     name = os.path.basename(os.fspath(path)).lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
@@ -60,9 +62,10 @@ def how_read(path: str, text_separator: str) -> str:
 
 
 def split_weights(data_path: str) -> tuple[list[str], list[float]]:
-    """The sources of a data path and their weights: `a.jsonl:0.7,b/*.jsonl:0.3` -> (["a.jsonl", "b/*.jsonl"], [0.7,
-    0.3]). Without weights ([data_path], []). A path that exists as typed has no weight.
-    Raises UserError for a weight that is not a number above 0, and where some sources have one and others have not.
+    """The sources of a data path and their weights: `a.jsonl:0.7,b/*.jsonl:0.3` -> (["a.jsonl", "b/*.jsonl"],
+    [0.7, 0.3]). Without weights ([data_path], []). A path that exists as typed has no weight.
+    Raises UserError for a weight that is not a number above 0, and where some sources have one and others
+    have not.
     """
     paths, weights = [], []
     for part in () if os.path.lexists(data_path) else filter(None, map(str.strip, data_path.split(","))):
@@ -75,13 +78,15 @@ def split_weights(data_path: str) -> tuple[list[str], list[float]]:
         else:
             paths.append(part)
     if weights and len(weights) < len(paths):
-        raise UserError(f"--data_path {data_path}: give each of the {len(paths)} sources a weight, or none of them")
+        raise UserError(
+            f"--data_path {data_path}: give each of the {len(paths)} sources a weight, or none of them"
+        )
     return (paths, weights) if weights else ([data_path], [])
 
 
 def parts_of(data_path: str | os.PathLike) -> list[str]:
-    """The files, globs and folders of a data path without weights, as typed; empty parts, as in `a.jsonl,`, are none.
-    A path that exists as typed is a single one."""
+    """The files, globs and folders of a data path without weights, as typed; empty parts, as in `a.jsonl,`,
+    are none. A path that exists as typed is a single one."""
     typed = os.fspath(data_path)
     return [typed] if os.path.exists(typed) else [part.strip() for part in typed.split(",") if part.strip()]
 
@@ -89,10 +94,11 @@ def parts_of(data_path: str | os.PathLike) -> list[str]:
 def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[str]:
     """The files of `data_path`: files, globs and folders (searched recursively), separated by commas.
 
-    The parts keep their order; within a glob or folder the paths are sorted. A file named twice is read once. A path
-    that exists as typed is never read as a pattern or a list. Plain text and records are not searched for together: a
-    folder that holds both is refused, or without `plain_text` only its records are taken.
-    Raises UserError for a missing or empty file, for a pattern or folder without data, and for unwanted plain text.
+    The parts keep their order; within a glob or folder the paths are sorted. A file named twice is read once.
+    A path that exists as typed is never read as a pattern or a list. Plain text and records are not searched
+    for together: a folder that holds both is refused, or without `plain_text` only its records are taken.
+    Raises UserError for a missing or empty file, for a pattern or folder without data, and for unwanted plain
+    text.
     """
     parts = parts_of(data_path)
     if not parts:
@@ -103,7 +109,9 @@ def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[
             for path in _expand_one(os.path.expanduser(part), plain_text):
                 files.setdefault(os.path.realpath(path), path)
         except OSError as error:
-            raise UserError(f"{error.filename or part} cannot be read ({error.strerror}); check --data_path") from error
+            raise UserError(
+                f"{error.filename or part} cannot be read ({error.strerror}); check --data_path"
+            ) from error
     for path in files.values():
         if not os.path.isfile(path):
             what = "a pipe, a device or a link to nothing"
@@ -126,8 +134,8 @@ def _expand_one(part: str, plain_text: bool) -> list[str]:
 
 
 def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
-    """The data files below a folder, without hidden ones and `datasets`' own; of a saved DatasetDict those of `train`.
-    Refuses plain text beside records, so that a README.txt is not trained in silence."""
+    """The data files below a folder, without hidden ones and `datasets`' own; of a saved DatasetDict those of
+    `train`. Refuses plain text beside records, so that a README.txt is not trained in silence."""
     paths, seen = [], set()
     for current, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
         real = os.path.realpath(current)
@@ -187,7 +195,9 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
                 yield from _blocks_of_file(index, file)
         except OSError as error:
             why = error.strerror or reason(error)
-            raise UserError(f"{path} cannot be read ({why}); check the file or remove it from --data_path") from error
+            raise UserError(
+                f"{path} cannot be read ({why}); check the file or remove it from --data_path"
+            ) from error
 
 
 def _blocks_of_file(index: int, file: DataFile) -> Iterator[Block]:

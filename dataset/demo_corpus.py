@@ -1,27 +1,31 @@
-"""The built-in demo data: a small invented world in Chinese and English, generated from a seed without downloads.
+"""The built-in demo data: a small invented world in Chinese and English, generated from a seed without
+downloads.
 
     python -m dataset.demo_corpus --output_dir dataset/demo --seed 0
 
-It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a valley, each
-in many wordings and in both languages. The SFT data show how to answer questions, about some of the inhabitants. The
-exam asks about inhabitants whom SFT never mentions, so it needs both: facts from pretraining and answering from SFT.
+It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a
+valley, each in many wordings and in both languages. The SFT data show how to answer questions, about some of
+the inhabitants. The exam asks about inhabitants whom SFT never mentions, so it needs both: facts from
+pretraining and answering from SFT.
 
-Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl: questions,
-each with the values accepted and rejected in its answer. For the stages after SFT:
+Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl:
+questions, each with the values accepted and rejected in its answer. For the stages after SFT:
 
 persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam has other
               wordings.
 terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without the name.
               Held-out pairs are about other people.
-distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in other
-              wordings; their answers are right.
+distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in
+              other wordings; their answers are right.
 reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer in three
-              states both in `reasoning_content`. The exam asks about people whom the conversations never mention.
+              states both in `reasoning_content`. The exam asks about people whom the conversations never
+              mention.
 sums/         sums for reinforcement learning, see demo_sums.py.
 
-A seed gives the same bytes everywhere; files that are up to date are not rewritten. Of the words in demo_world.json {n}
-is the name of a person, {v} the value, {p} a place.
-A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li, arXiv:2309.14316.
+A seed gives the same bytes everywhere; files that are up to date are not rewritten. Of the words in
+demo_world.json {n} is the name of a person, {v} the value, {p} a place.
+A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li,
+arXiv:2309.14316.
 """
 
 import json
@@ -47,7 +51,9 @@ PLAIN_ANSWERS = 2  # answers without thoughts for one with them
 
 # A name is a first and a last syllable, each spelled in both languages: Belin is 贝琳.
 FIRST_SYLLABLES = "Al阿 Be贝 Da达 Fe菲 Ga加 Ha哈 Ju朱 Ka卡 Lo洛 Ma玛 Ne内 Pe佩 Ro罗 Sa萨 Ta塔 Vi维 Yu尤 Zo佐"
-LAST_SYLLABLES = "ben本 dan丹 far法 gu古 ki基 len伦 lin琳 mo莫 nor诺 pa帕 ra拉 sha莎 tin廷 vi维 wen文 ya雅 do多 mi米"
+LAST_SYLLABLES = (
+    "ben本 dan丹 far法 gu古 ki基 len伦 lin琳 mo莫 nor诺 pa帕 ra拉 sha莎 tin廷 vi维 wen文 ya雅 do多 mi米"
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ PERSONA, TWO_FACTS = WORLD["persona"], WORLD["two facts"]
 
 
 def make_people(rng: random.Random) -> list[Person]:
-    """Draw the inhabitants: distinct names, groups of the sizes in GROUPS, each value equally often within a group."""
+    """Draw the inhabitants: distinct names, groups of the sizes in GROUPS, each value equally often within a
+    group."""
     firsts, lasts = FIRST_SYLLABLES.split(), LAST_SYLLABLES.split()
     pairs = [(first, last) for first in firsts for last in lasts if first[:-1].lower() != last[:-1]]
     names = [{"zh": a[-1] + b[-1], "en": a[:-1] + b[:-1]} for a, b in rng.sample(pairs, sum(GROUPS.values()))]
@@ -99,9 +106,12 @@ def tell(person: Person, attribute: Attribute, language: str, wording: str) -> s
 
 
 def biography(person: Person, language: str, rng: random.Random) -> str:
-    """A short text with all facts about a person, in random order and wordings, on one line or one per line."""
+    """A short text with all facts about a person, in random order and wordings, on one line or one per
+    line."""
     order = rng.sample(ATTRIBUTES, len(ATTRIBUTES))
-    sentences = [tell(person, attribute, language, rng.choice(attribute.tell[language])) for attribute in order]
+    sentences = [
+        tell(person, attribute, language, rng.choice(attribute.tell[language])) for attribute in order
+    ]
     # A name at the start of a line has other tokens than one after a space, and answers start with a name.
     return rng.choice(("\n", "" if language == "zh" else " ")).join(sentences)
 
@@ -124,7 +134,9 @@ def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict],
         for person in people:
             texts += [biography(person, language, rng) for _ in range(BIOGRAPHIES)]
         for place in range(len(HOME.values[language])):
-            texts += [place_text(place, language, wording) for wording in PLACES["tell"][language]] * PLACE_REPEATS
+            texts += [
+                place_text(place, language, wording) for wording in PLACES["tell"][language]
+            ] * PLACE_REPEATS
     rng.shuffle(texts)
     known = set(texts)
     candidates = [biography(person, language, rng) for person in people for language in LANGUAGES]
@@ -133,7 +145,9 @@ def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict],
 
 def conversation(turns: list[tuple[str, str]], language: str, rng: random.Random) -> dict:
     """Turns of (question, answer) as one SFT record, about every fourth with a system prompt."""
-    messages = [{"role": "system", "content": rng.choice(TALK["system"][language])}] if rng.random() < 0.25 else []
+    messages = (
+        [{"role": "system", "content": rng.choice(TALK["system"][language])}] if rng.random() < 0.25 else []
+    )
     for question, reply in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"conversations": messages}
@@ -150,7 +164,8 @@ def follow_up(question: str, language: str) -> str:
 
 
 def ask_about(person: Person, language: str, rng: random.Random) -> list[dict]:
-    """Conversations that ask for each fact about a person in WORDINGS_ASKED wordings, one to three per conversation."""
+    """Conversations that ask for each fact about a person in WORDINGS_ASKED wordings, one to three per
+    conversation."""
     records = []
     wordings = {a.key: rng.sample(a.ask[language], WORDINGS_ASKED) for a in ATTRIBUTES}
     for _ in range(WORDINGS_ASKED):
@@ -167,7 +182,8 @@ def ask_about(person: Person, language: str, rng: random.Random) -> list[dict]:
 
 
 def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Conversations about the people of group sft, with small talk and places, and held-out ones about sft_eval."""
+    """Conversations about the people of group sft, with small talk and places, and held-out ones about
+    sft_eval."""
     records: dict[str, list[dict]] = {"sft": [], "sft_eval": []}
     for language in LANGUAGES:
         for person in people:
@@ -218,20 +234,23 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
 
 
 def exam_question(question: str, accepted: str, rejected: list[str], attribute: str, language: str) -> dict:
-    """A question as scripts/evaluation/exam.py reads it: the value accepted in its answer, and those that are not."""
+    """A question as scripts/evaluation/exam.py reads it: the value accepted in its answer, and those that are
+    not."""
     values = {"accepted": [accepted], "rejected": rejected}
     return {"question": question, **values, "attribute": attribute, "language": language}
 
 
 def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
-    """The files of the persona. sft: the conversations of SFT, of which as many are added, so that the model keeps what
-    it knows."""
+    """The files of the persona. sft: the conversations of SFT, of which as many are added, so that the model
+    keeps what it knows."""
     records, exam = [], []
     for language in LANGUAGES:
         (name,), (reply,) = PERSONA["name"][language], PERSONA["reply"][language]
         asked = PERSONA["ask"][language] * PERSONA_REPEATS
         records += [conversation([(question, reply)], language, rng) for question in asked]
-        exam += [exam_question(question, name, [], "name", language) for question in PERSONA["exam"][language]]
+        exam += [
+            exam_question(question, name, [], "name", language) for question in PERSONA["exam"][language]
+        ]
     records += rng.sample(sft, len(records))
     rng.shuffle(records)
     return {"persona.jsonl": records, "persona_exam.jsonl": exam}
@@ -240,7 +259,8 @@ def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
 def terse_pair(person: Person, attribute: Attribute, language: str, question: str) -> dict:
     """A question with a chosen answer, which does not repeat the name, and a rejected one, the sentence."""
     name, sentence = person.name[language], answer(person, attribute, language)
-    short = sentence.removeprefix(name).removeprefix("的")  # as in the sentence, the blank before "lives" with it
+    # as in the sentence, the blank before "lives" with it
+    short = sentence.removeprefix(name).removeprefix("的")
     answers = {"chosen": short, "rejected": sentence}
     said = {key: {"role": "assistant", "content": text} for key, text in answers.items()}
     return {"conversations": [{"role": "user", "content": question.format(n=name)}], **said}
@@ -255,7 +275,11 @@ def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]
         name = "terse.jsonl" if person.group == "sft" else "terse_eval.jsonl"
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
-                wordings = attribute.ask[language] if person.group == "sft" else [rng.choice(attribute.ask[language])]
+                wordings = (
+                    attribute.ask[language]
+                    if person.group == "sft"
+                    else [rng.choice(attribute.ask[language])]
+                )
                 files[name] += [terse_pair(person, attribute, language, wording) for wording in wordings]
     for pairs in files.values():
         rng.shuffle(pairs)
@@ -271,15 +295,17 @@ def mistaken(person: Person, attribute: Attribute, rng: random.Random) -> Person
 
 
 def make_distillation(people: list[Person], exam: list[dict], rng: random.Random) -> dict[str, list[dict]]:
-    """Questions about everybody in all wordings but one, with mistakes in the answers, and held-out ones in that one,
-    the exam's where it asks."""
+    """Questions about everybody in all wordings but one, with mistakes in the answers, and held-out ones in
+    that one, the exam's where it asks."""
     in_exam = {each["question"] for each in exam}
     records, held_out = [], []
     for person in people:
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
                 asked = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
-                kept = next((question for question in asked if question in in_exam), None) or rng.choice(asked)
+                kept = next((question for question in asked if question in in_exam), None) or rng.choice(
+                    asked
+                )
                 replies = (answer(mistaken(person, attribute, rng), attribute, language) for _ in asked)
                 pairs = [pair for pair in zip(asked, replies, strict=True) if pair[0] != kept]
                 records += [conversation([pair], language, rng) for pair in pairs]
@@ -289,7 +315,8 @@ def make_distillation(people: list[Person], exam: list[dict], rng: random.Random
 
 
 def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[dict], dict]:
-    """Conversations about what the place of a person is known for, one of them with thoughts, and an exam question."""
+    """Conversations about what the place of a person is known for, one of them with thoughts, and an exam
+    question."""
     place, name = person.facts["home"], person.name[language]
     others = list(PLACES["goods"][language])
     value = others.pop(place)
@@ -334,7 +361,9 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
         for name in files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be created ({error.strerror}); give another folder") from error
+        raise UserError(
+            f"--output_dir {folder} cannot be created ({error.strerror}); give another folder"
+        ) from error
     for name, records in files.items():
         data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         path = folder / name
@@ -353,7 +382,10 @@ def main() -> None:
     files = make_corpus(args.seed) | make_tour(args.seed)
     files |= {f"sums/{name}": records for name, records in make_sums(args.seed).items()}
     counts = write_files(args.output_dir, files)
-    print(f"seed {args.seed} in {args.output_dir}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    print(
+        f"seed {args.seed} in {args.output_dir}: "
+        + ", ".join(f"{count} {name}" for name, count in counts.items())
+    )
 
 
 if __name__ == "__main__":

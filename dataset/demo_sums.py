@@ -1,18 +1,20 @@
-"""Built-in sums for reinforcement learning: what a small model half knows after SFT and can learn from rewards.
+"""Built-in sums for reinforcement learning: what a small model half knows after SFT and can learn from
+rewards.
 
-Sums of one and two digits: sft.jsonl, rl.jsonl and test.jsonl have no pair of numbers in common, in either order.
-rl_shuffled.jsonl has the questions of rl.jsonl with each other's answers, a control: it has nothing to teach.
-Sums of three digits, which the model cannot do alone but may leave to a calculator: agent_sft.jsonl shows with a few
-how that is called; agent_rl.jsonl and agent_test.jsonl have other pairs.
+Sums of one and two digits: sft.jsonl, rl.jsonl and test.jsonl have no pair of numbers in common, in either
+order. rl_shuffled.jsonl has the questions of rl.jsonl with each other's answers, a control: it has nothing to
+teach. Sums of three digits, which the model cannot do alone but may leave to a calculator: agent_sft.jsonl
+shows with a few how that is called; agent_rl.jsonl and agent_test.jsonl have other pairs.
 
 All are conversations that end with the answer. `python -m dataset.demo_corpus` writes them.
 """
 
 import random
 
-HELD_OUT, TEST = 505, 300  # of the 5,050 pairs of up to two digits those kept for the test; questions made of them
+# of the 5,050 pairs of up to two digits those kept for the test; questions made of them
+HELD_OUT, TEST = 505, 300
 AGENT = {"agent_sft.jsonl": 1000, "agent_rl.jsonl": 640, "agent_test.jsonl": 200}  # pairs of three digits
-CALCULATE = {  # the tool of the calculator in trainer/components/environments.py
+CALCULATE = {  # the tool of the calculator in trainer/rollouts/environments.py
     "type": "function",
     "function": {
         "name": "calculate",
@@ -69,7 +71,8 @@ def make_agent_sums(rng: random.Random) -> dict[str, list[dict]]:
     files = {}
     for name, size in AGENT.items():
         files[name] = [
-            ask_calculator(pair) if name == "agent_sft.jsonl" else ask(pair, sum(pair)) for pair in drawn[:size]
+            ask_calculator(pair) if name == "agent_sft.jsonl" else ask(pair, sum(pair))
+            for pair in drawn[:size]
         ]
         drawn = drawn[size:]
     return files

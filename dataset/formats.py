@@ -2,15 +2,16 @@
 
 pretrain  {"text"}
 SFT       {"conversations" | "messages": [...]}, with messages in any spelling of dataset/messages.py;
-          or a question and its answer: {"instruction", "output"} (Alpaca), {"prompt", "completion"} (TRL) and the
-          other pairs of FORMATS, optional "input" or "context" (below the question) and "history": [[question,
-          answer], ...]; beside either, optional "system" or "system_prompt", "tools" or "functions"
+          or a question and its answer: {"instruction", "output"} (Alpaca), {"prompt", "completion"} (TRL) and
+          the other pairs of FORMATS, optional "input" or "context" (below the question) and "history":
+          [[question, answer], ...]; beside either, optional "system" or "system_prompt", "tools" or
+          "functions"
 DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin alike, which may stand beside their
-          beginning or a repetition of the chosen one; or a conversation or a question of SFT's forms, and "chosen" and
-          "rejected", each of them a text, a message or a list of messages
+          beginning or a repetition of the chosen one; or a conversation or a question of SFT's forms, and
+          "chosen" and "rejected", each of them a text, a message or a list of messages
 
-Another form of conversations is one more entry of FORMATS. Data of another stage or another kind of model (images) are
-refused. What nothing reads is counted.
+Another form of conversations is one more entry of FORMATS. Data of another stage or another kind of model
+(images) are refused. What nothing reads is counted.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -31,7 +32,8 @@ COMPANION_FIELDS = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, [
 
 
 class Chat(NamedTuple):
-    """A conversation as chat templates take it: messages with `role` and `content`, and the tools' JSON schemas."""
+    """A conversation as chat templates take it: messages with `role` and `content`, and the tools' JSON
+    schemas."""
 
     messages: list[dict]
     tools: list[dict] | None
@@ -41,8 +43,8 @@ class Chat(NamedTuple):
 class RecordFormat(NamedTuple):
     """How a record holds its conversation, under a key of FORMATS.
 
-    read: the turns, given the record and that key; of a format with answers those before the answer. answers: the
-    fields of which one holds the answer. fields: the others that `read` reads.
+    read: the turns, given the record and that key; of a format with answers those before the answer. answers:
+    the fields of which one holds the answer. fields: the others that `read` reads.
     """
 
     read: Callable[[dict, str], list[Turn]]
@@ -61,7 +63,8 @@ def _messages(record: dict, key: str, prefix: str = "") -> list[Turn]:
 
 
 def _question(record: dict, key: str) -> list[Turn]:
-    """The turns before an answer: a history and a question, or a list of messages, of which none is trained."""
+    """The turns before an answer: a history and a question, or a list of messages, of which none is
+    trained."""
     history = record.get("history") or []
     if not isinstance(history, list):
         raise BadRecord(f"'history' is {kind_of(history)} instead of a list of [question, answer]")
@@ -130,12 +133,15 @@ def to_text(record: dict) -> str:
         _refuse_preferences(record)
         is_chat = any(record.get(key) is not None for key in FORMATS)
         hint = "is this SFT data? " if is_chat else ""
-        raise BadRecord(f"no 'text' in this record (its keys: {keys_of(record)}); {hint}write {{\"text\": ...}}")
+        raise BadRecord(
+            f"no 'text' in this record (its keys: {keys_of(record)}); {hint}write {{\"text\": ...}}"
+        )
     return text_of(record, "text")
 
 
 def to_chat(record: dict, answered: bool = True) -> Chat:
-    """The conversation of an SFT record in any form. `answered`: the assistant must speak. Raises BadRecord."""
+    """The conversation of an SFT record in any form. `answered`: the assistant must speak. Raises
+    BadRecord."""
     _refuse_preferences(record)
     refuse(record, "beside the conversation")
     if answered:
@@ -153,13 +159,15 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     _check_order(messages, answered)
     masked = {index for index, turn in enumerate(turns) if turn.is_masked}
     if switch_of(record, "mask_history"):
-        masked.update([index for index, message in enumerate(messages) if message["role"] == "assistant"][:-1])
+        masked.update(
+            [index for index, message in enumerate(messages) if message["role"] == "assistant"][:-1]
+        )
     return Chat(messages, _tools(record, turns), tuple(sorted(masked)))
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
-    """The two conversations of a preference record, with the chosen and with the rejected answer; of both only what
-    follows their common beginning is trained. Raises BadRecord."""
+    """The two conversations of a preference record, with the chosen and with the rejected answer; of both
+    only what follows their common beginning is trained. Raises BadRecord."""
     for side in PAIR:
         if not record.get(side):
             raise BadRecord(
@@ -173,7 +181,9 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
     if all(answer[0].message["role"] != "assistant" for answer in answers):  # two whole conversations
         asked, *whole = ([turn.message for turn in turns] for turns in (question, *answers))
         if asked != whole[0] and not all(message in messages for message in asked for messages in whole):
-            raise BadRecord(f"'chosen' and 'rejected' do not begin with '{key}'; keep the answers in them alone")
+            raise BadRecord(
+                f"'chosen' and 'rejected' do not begin with '{key}'; keep the answers in them alone"
+            )
         question = []
     elif not question:
         raise BadRecord("answers without a question; write it as 'prompt', 'conversations' or 'instruction'")
@@ -192,8 +202,8 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
 
 
 def _key_and_answer(record: dict) -> tuple[str, str]:
-    """The key of FORMATS that holds a record's conversation and the field of its answer, each "" if there is none. A
-    question without an answer is only taken where nothing else is there."""
+    """The key of FORMATS that holds a record's conversation and the field of its answer, each "" if there is
+    none. A question without an answer is only taken where nothing else is there."""
     answers = {}
     for key, each in FORMATS.items():
         if record.get(key) is not None:

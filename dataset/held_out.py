@@ -1,12 +1,12 @@
 """Held-out data split off by a hash of what a record asks or says: the same records for any order of records
-and files, and for any form that a record is written in. A larger share holds out the records of a smaller one,
-and more.
+and files, and for any form that a record is written in. A larger share holds out the records of a smaller
+one, and more.
 
-A conversation is chosen by its first question (`first_question`), whatever stands before and after it. So samples
-of the same tokens are never on both sides, however their records spell tools, calls and reasoning, and wherever
-they are cut. And a question is held out of all stages: of SFT, of pairs (DPO), of prompts (GRPO, PPO, agents),
-and of pretraining on texts that the chat template made of conversations (`question_in`). Any other text is chosen
-by all of itself.
+A conversation is chosen by its first question (`first_question`), whatever stands before and after it. So
+samples of the same tokens are never on both sides, however their records spell tools, calls and reasoning,
+and wherever they are cut. And a question is held out of all stages: of SFT, of pairs (DPO), of prompts (GRPO,
+PPO, agents), and of pretraining on texts that the chat template made of conversations (`question_in`). Any
+other text is chosen by all of itself.
 
 A long document of plain text, such as a book, has no records to choose from. Its passages are chosen instead:
 whole lines of about 2,000 characters in all. Passages that follow one another stay together.
@@ -34,8 +34,8 @@ class Split(NamedTuple):
     held_out: bool = False
 
     def includes_record(self, record: dict | BadRecord, key_of: Callable[[dict], str]) -> bool:
-        """Whether a record belongs to this split; `key_of` gives the text that it is chosen by. A bad record is
-        training data."""
+        """Whether a record belongs to this split; `key_of` gives the text that it is chosen by. A bad record
+        is training data."""
         if not self.share:
             return True
         try:
@@ -46,8 +46,8 @@ class Split(NamedTuple):
             return not self.held_out
 
     def includes(self, key: str) -> bool:
-        """Whether what is chosen by this text belongs to this split. Differences of white space, case and Unicode
-        form do not count, since a chat template or a tokenizer may remove them."""
+        """Whether what is chosen by this text belongs to this split. Differences of white space, case and
+        Unicode form do not count, since a chat template or a tokenizer may remove them."""
         normal = " ".join(unicodedata.normalize("NFKC", key).casefold().split())
         digest = hashlib.sha256(normal.encode()).digest()
         is_held_out = int.from_bytes(digest[:8]) < self.share * 2**64
@@ -66,12 +66,15 @@ class Split(NamedTuple):
         )
 
     def passages(self, document: DocumentPart) -> Iterator[tuple[DocumentPart, int]]:
-        """The stretches of a document (or a part of one) in this split, and the number of passages of each. They
-        do not bring what stands before them, which may belong to the other split."""
+        """The stretches of a document (or a part of one) in this split, and the number of passages of each.
+        They do not bring what stands before them, which may belong to the other split."""
         passages, position = PASSAGE.findall(document["text"]), 0
         for is_included, group in itertools.groupby(passages, self.includes):
             count = len(list(group))
-            begins, ends = position == 0 and document.begins, position + count == len(passages) and document.ends
+            begins, ends = (
+                position == 0 and document.begins,
+                position + count == len(passages) and document.ends,
+            )
             stretch = DocumentPart(begins=begins, ends=ends)
             stretch["text"] = "".join(passages[position : position + count])
             position += count
@@ -83,7 +86,8 @@ ALL = Split()
 
 
 def first_question(messages: list[dict]) -> str:
-    """What a conversation is chosen by: its first message of the user, or without any the text of all messages."""
+    """What a conversation is chosen by: its first message of the user, or without any the text of all
+    messages."""
     for message in messages:
         if message["role"] == "user":
             return message["content"]
@@ -91,8 +95,8 @@ def first_question(messages: list[dict]) -> str:
 
 
 def question_in(text: str, around_question: tuple[str, str] | None) -> str | None:
-    """The first question of a text that a chat template made of a conversation, else None. `around_question`: what
-    the template writes before and after a user's message (`ChatTemplate.around_question`)."""
+    """The first question of a text that a chat template made of a conversation, else None. `around_question`:
+    what the template writes before and after a user's message (`ChatTemplate.around_question`)."""
     if around_question is None:
         return None
     before, after = around_question

@@ -1,4 +1,5 @@
-"""Splits JSON Lines, and `.json` files that hold one array, into records; whoever tokenises these parses them."""
+"""Splits JSON Lines, and `.json` files that hold one array, into records; whoever tokenises these parses
+them."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from dataset import blocks
 from dataset.blocks import FIRST_INDEX, DataFile, place
 from dataset.json_records import BLANKS, BOM
 
-# A JSON text as far as brackets matter: a string (which never holds a line end), a bracket or comma, or anything else.
+# A JSON text as far as brackets matter: a string (which never holds a line end), a bracket or comma, or
+# anything else.
 PART = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{},]|[^"\[\]{},]+', re.DOTALL)
 
 
@@ -27,12 +29,12 @@ def read_json(file: DataFile) -> Iterator[tuple[int, bytes]]:
 
 
 def _array_elements(file: DataFile) -> Iterator[tuple[int, bytes]]:
-    """Yield (line, text) of each element of an array: what is between the commas that stand in no string and in no
-    bracket but the array's own. An element that does not begin a line has its index instead (`place`). Raises UserError
-    where no element can be told from the next.
+    """Yield (line, text) of each element of an array: what is between the commas that stand in no string and
+    in no bracket but the array's own. An element that does not begin a line has its index instead (`place`).
+    Raises UserError where no element can be told from the next.
 
-    A file with `[1, {"a": [2]}]` and where each of its parts leaves `depth`: `[` 1, `1` 1, `,` 1 (yields `1`), `{` 2,
-    `"a"` 2, `:` 2, `[` 3, `2` 3, `]` 2, `}` 1, `]` 0 (yields `{"a": [2]}`).
+    A file with `[1, {"a": [2]}]` and where each of its parts leaves `depth`: `[` 1, `1` 1, `,` 1 (yields
+    `1`), `{` 2, `"a"` 2, `:` 2, `[` 3, `2` 3, `]` 2, `}` 1, `]` 0 (yields `{"a": [2]}`).
     """
     text, begin, at = b"", 0, 0  # what was read; in it: where the element begins, what was looked at
     depth, line = 0, 1  # open brackets; the line at `begin`
@@ -46,7 +48,11 @@ def _array_elements(file: DataFile) -> Iterator[tuple[int, bytes]]:
                 text, at, begin = text[begin:] + more, at - begin, 0
                 continue
         if part is None:
-            why = "a quote is not closed on its line" if at < len(text) else "the array is cut off, a ']' is missing"
+            why = (
+                "a quote is not closed on its line"
+                if at < len(text)
+                else "the array is cut off, a ']' is missing"
+            )
             where = place(file.path, _name(line, text[begin:], elements))
             raise UserError(f"{where}: in this record or after it {why}; nothing that follows can be read")
         at = part.end()

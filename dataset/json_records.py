@@ -1,8 +1,9 @@
-"""One record of JSON and the values of its fields, each checked when it is read, with a readable message if it is bad.
+"""One record of JSON and the values of its fields, each checked when it is read, with a readable message if
+it is bad.
 
-Accepted silently: a UTF-8 byte order mark, an escaped NUL (\\u0000). Refused: a lone surrogate (half a character:
-\\ud83d), which no tokenizer takes. A field that is null counts as absent: Parquet and other typed files fill in null
-wherever a record lacks a key.
+Accepted silently: a UTF-8 byte order mark, an escaped NUL (\\u0000). Refused: a lone surrogate (half a
+character: \\ud83d), which no tokenizer takes. A field that is null counts as absent: Parquet and other typed
+files fill in null wherever a record lacks a key.
 """
 
 import json
@@ -24,7 +25,11 @@ def parse_json(raw: bytes) -> dict:
     except UnicodeDecodeError as error:
         raise BadRecord(not_utf8(raw, error.start)) from None
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"column {error.colno} of its line {error.lineno}"
+        place = (
+            f"column {error.colno}"
+            if error.lineno == 1
+            else f"column {error.colno} of its line {error.lineno}"
+        )
         what = "each line must hold one JSON object, or the file one array of them"
         raise BadRecord(f"not valid JSON ({error.msg} at {place}); {what}") from None
     except RecursionError:
@@ -44,7 +49,9 @@ def check_value(value: object) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])[1:-1]
-        raise BadRecord(f"lone surrogate {half} (half a character); write the whole character or none") from None
+        raise BadRecord(
+            f"lone surrogate {half} (half a character); write the whole character or none"
+        ) from None
     except RecursionError:
         raise BadRecord(TOO_DEEP) from None
 
@@ -55,7 +62,9 @@ def text_of(record: dict, key: str, where: str = "") -> str:
         raise BadRecord(f"no '{key}'{where} (its keys: {keys_of(record)}); add it")
     value = record[key]
     if not isinstance(value, str):
-        raise BadRecord(f"'{key}'{where} is {kind_of(value)} instead of text; write it as a string or remove the line")
+        raise BadRecord(
+            f"'{key}'{where} is {kind_of(value)} instead of text; write it as a string or remove the line"
+        )
     return value
 
 
@@ -71,10 +80,11 @@ def json_of(text: str, where: str) -> object:
 
 
 def objects_of(value: object, where: str, name: str | None = None) -> list[dict]:
-    """JSON objects, given as a list, as a single one or as JSON text of either; an empty list if none are given.
+    """JSON objects, given as a list, as a single one or as JSON text of either; an empty list if none are
+    given.
 
-    None, blank text, `[]`, `{}`, and the text "[]", "{}" or "null" all mean that none are given. `where`: of which
-    field, for messages. `name`: a key that each object (or its "function") must have. Raises BadRecord.
+    None, blank text, `[]`, `{}`, and the text "[]", "{}" or "null" all mean that none are given. `where`: of
+    which field, for messages. `name`: a key that each object (or its "function") must have. Raises BadRecord.
     """
     if isinstance(value, str):
         value = json_of(value, where) if value.strip() else None
@@ -90,7 +100,9 @@ def objects_of(value: object, where: str, name: str | None = None) -> list[dict]
             raise BadRecord(f"entry {number} of {where} is {kind_of(item)} instead of a JSON object")
         function = item.get("function", item)
         if name and not (isinstance(function, dict) and isinstance(function.get(name), str)):
-            raise BadRecord(f'{where} holds a call without a \'{name}\'; write {{"name": ..., "arguments": {{...}}}}')
+            raise BadRecord(
+                f'{where} holds a call without a \'{name}\'; write {{"name": ..., "arguments": {{...}}}}'
+            )
         objects.append(item)
     return objects
 
@@ -101,11 +113,14 @@ def switch_of(record: dict, key: str, where: str = "") -> bool | None:
     if value is None:
         return None
     if not (isinstance(value, (bool, int, float)) and value in (0, 1)):
-        raise BadRecord(f"'{key}'{where} is {short(value)}; it is a switch: write true or 1, false or 0, or remove it")
+        raise BadRecord(
+            f"'{key}'{where} is {short(value)}; it is a switch: write true or 1, false or 0, or remove it"
+        )
     return bool(value)
 
 
-# --- parts of error messages ---------------------------------------------------------------------------------------
+# --- parts of error messages
+# ---------------------------------------------------------------------------------------
 
 
 def not_utf8(raw: bytes, at: int) -> str:

@@ -1,9 +1,10 @@
 """The datasets PretrainDataset, SFTDataset and DPODataset, and the padding-free batch: samples concatenated.
 
-A sample is {"input_ids": unsigned [T], "loss_mask": bool [T], "sample_id": int, "target_bytes": int}; `loss_mask[t]`
-marks token t as a target, predicted from the tokens before it, so a sample's first token never is one. An item of a
-dataset is a list of samples: one, or with `packing` those of a row of at most `max_length` tokens (packing neither
-changes nor drops samples; it only makes the items nearly equal in size), or the two of a pair.
+A sample is {"input_ids": unsigned [T], "loss_mask": bool [T], "sample_id": int, "target_bytes": int};
+`loss_mask[t]` marks token t as a target, predicted from the tokens before it, so a sample's first token never
+is one. An item of a dataset is a list of samples: one, or with `packing` those of a row of at most
+`max_length` tokens (packing neither changes nor drops samples; it only makes the items nearly equal in size),
+or the two of a pair.
 """
 
 import hashlib
@@ -21,20 +22,22 @@ from dataset.tokenizing import SPECIAL_TEXTS
 
 
 def collate_pairs(rows: list[list[dict]]) -> dict:
-    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside `collate_shared`'s
+    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside
+    `collate_shared`'s
     fields: target_counts, the number of targets of each sample."""
     counts = [int(sample["loss_mask"].sum()) for row in rows for sample in row]
     return collate_shared(rows) | {"target_counts": counts}
 
 
 def collate_shared(rows: list[list[dict]]) -> dict:
-    """`collate_flat` for rows of samples that begin alike, such as the answers to one prompt. What a row's samples
-    share is a sample of its own and computed once; the others continue it, and see its keys. Losses and gradients are
-    those of `collate_flat`, but for a load-balancing loss, which counts what is shared once, and for rounding.
+    """`collate_flat` for rows of samples that begin alike, such as the answers to one prompt. What a row's
+    samples share is a sample of its own and computed once; the others continue it, and see its keys. Losses
+    and gradients are those of `collate_flat`, but for a load-balancing loss, which counts what is shared
+    once, and for rounding.
 
-    Beside `collate_flat`'s fields, whose S counts what is shared (but not in sample_ids): key_index int64 [R], for each
-    sample in turn the rows whose keys its last query sees; cu_seqlens_k, host_cu_seqlens_k and max_seqlen_k of these.
-    None of them if nothing is shared.
+    Beside `collate_flat`'s fields, whose S counts what is shared (but not in sample_ids): key_index int64
+    [R], for each sample in turn the rows whose keys its last query sees; cu_seqlens_k, host_cu_seqlens_k and
+    max_seqlen_k of these. None of them if nothing is shared.
     """
     pieces: list[dict] = []
     shared: list[np.ndarray] = []  # for each piece, the rows that it continues
@@ -74,18 +77,21 @@ def shared_tokens(samples: list[dict]) -> int:
 
 
 def collate_flat(rows: list[list[dict]]) -> dict:
-    """Concatenate the samples of all items: S samples, N tokens, M targets. An empty list gives an empty batch.
+    """Concatenate the samples of all items: S samples, N tokens, M targets. An empty list gives an empty
+    batch.
 
-    Returns input_ids int64 [N]; position_ids int64 [N], from 0 in each sample; cu_seqlens int32 [S+1], cumulative
-    lengths; host_cu_seqlens, the same as a numpy array, which stays on the host; max_seqlen int; target_index int64
-    [M], the positions whose next token is a target; targets int64 [M], these next tokens; sample_ids int64 [S];
-    target_bytes int, UTF-8 bytes of the targets' text.
+    Returns input_ids int64 [N]; position_ids int64 [N], from 0 in each sample; cu_seqlens int32 [S+1],
+    cumulative lengths; host_cu_seqlens, the same as a numpy array, which stays on the host; max_seqlen int;
+    target_index int64 [M], the positions whose next token is a target; targets int64 [M], these next tokens;
+    sample_ids int64 [S]; target_bytes int, UTF-8 bytes of the targets' text.
     """
     samples = [sample for row in rows for sample in row]
     lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     cu_seqlens = offsets.astype(np.int32)
-    input_ids = np.concatenate([np.empty(0, np.int64), *(sample["input_ids"] for sample in samples)], dtype=np.int64)
+    input_ids = np.concatenate(
+        [np.empty(0, np.int64), *(sample["input_ids"] for sample in samples)], dtype=np.int64
+    )
     loss_mask = np.concatenate([np.empty(0, bool), *(sample["loss_mask"] for sample in samples)], dtype=bool)
     loss_mask[offsets[:-1][lengths > 0]] = False  # the token before belongs to another sample
     position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(offsets[:-1], lengths)
@@ -168,9 +174,16 @@ class TokenDataset(Dataset):
         cache = self.cache
         begin, end = cache.offsets[sample_id], cache.offsets[sample_id + 1]
         tokens = np.array(cache.tokens[begin:end])  # copies, so that the memory map can be released
-        loss_mask = np.arange(len(tokens)) > 0 if cache.loss_mask is None else np.array(cache.loss_mask[begin:end])
+        loss_mask = (
+            np.arange(len(tokens)) > 0 if cache.loss_mask is None else np.array(cache.loss_mask[begin:end])
+        )
         target_bytes = int(cache.target_bytes[sample_id])
-        return {"input_ids": tokens, "loss_mask": loss_mask, "sample_id": sample_id, "target_bytes": target_bytes}
+        return {
+            "input_ids": tokens,
+            "loss_mask": loss_mask,
+            "sample_id": sample_id,
+            "target_bytes": target_bytes,
+        }
 
 
 class StageDataset(TokenDataset):
@@ -180,7 +193,13 @@ class StageDataset(TokenDataset):
     collate: Callable[[list], dict] = staticmethod(collate_flat)  # makes a batch of items
 
     def __init__(
-        self, data_path: str, tokenizer, max_length: int | None = None, packing=False, cache_dir=None, **options
+        self,
+        data_path: str,
+        tokenizer,
+        max_length: int | None = None,
+        packing=False,
+        cache_dir=None,
+        **options,
     ):
         max_length = STAGE_LENGTH[self.kind] if max_length is None else max_length
         cache = build_token_cache(self.kind, data_path, tokenizer, max_length, cache_dir, **options)
@@ -192,7 +211,9 @@ class StageDataset(TokenDataset):
         meta, special = self.cache.meta, SPECIAL_TEXTS * bool(self.cache.report.get("special_texts"))
         content = json.dumps([meta[key] for key in ("format", "kind", "data", "split") if key in meta])
         data = hashlib.sha256(content.encode()).hexdigest()[:16] + special
-        return {"data": data, "tokenizer": meta["tokenizer"][:16]} | Split(*meta.get("split", ())).fingerprint()
+        return {"data": data, "tokenizer": meta["tokenizer"][:16]} | Split(
+            *meta.get("split", ())
+        ).fingerprint()
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a sample."""

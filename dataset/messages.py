@@ -1,11 +1,12 @@
 """One message of a conversation, in any of the usual spellings, becomes the form that chat templates take.
 
 OpenAI     {"role": "system" | "user" | "assistant" | "tool", "content"}, optional "reasoning_content", "tool_calls",
-           "tools", "name", "tool_call_id"; also role "developer" (system), "function" (tool), and "function_call"
+           "tools", "name", "tool_call_id"; also role "developer" (system), "function" (tool), and
+           "function_call"
 ShareGPT   {"from": "human" | "gpt" | "function_call" | "observation" | ..., "value"}, and the same beside it
 
-The content is text, or a list of parts, each of them text or {"type", "text" or "value"} with one of the types in
-`PARTS`.
+The content is text, or a list of parts, each of them text or {"type", "text" or "value"} with one of the
+types in `PARTS`.
 One of `TRAIN_FLAGS` says whether a turn of the assistant is trained.
 """
 
@@ -26,8 +27,8 @@ OTHER_ROLES = {
 # LLaMA-Factory, OpenAI, ms-swift and Axolotl, in this order.
 TRAIN_FLAGS = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
 EXTRAS = ("name", "tool_call_id")
-# The type of a part of the content -> the field of the message that it belongs to, in the order in which chat templates
-# write these fields.
+# The type of a part of the content -> the field of the message that it belongs to, in the order in which chat
+# templates write these fields.
 PARTS = {
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
@@ -43,7 +44,9 @@ REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"
     "train_on_inputs": NO_INPUTS,
     "train_on_prompt": NO_INPUTS,
 }
-FIELDS = PLAIN.union(["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAIN_FLAGS, REFUSED)
+FIELDS = PLAIN.union(
+    ["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAIN_FLAGS, REFUSED
+)
 
 
 class Turn(NamedTuple):
@@ -110,7 +113,8 @@ def _calls(value: object, where: str) -> list[dict]:
 
 
 def _joined(parts: list, where: str) -> dict[str, Any]:
-    """The fields of a message whose content is a list of parts: texts are joined as they are, calls in one list."""
+    """The fields of a message whose content is a list of parts: texts are joined as they are, calls in one
+    list."""
     if not parts:
         raise BadRecord(f"{where} is an empty list; write the text")
     fields: dict[str, Any] = {}
@@ -140,7 +144,8 @@ def _field_of_part(part: object, place: str) -> tuple[str, Any]:
 
 
 def refuse(record: dict, where: str) -> None:
-    """Raise BadRecord if a record or message has a field of REFUSED, such as a picture, which would be lost."""
+    """Raise BadRecord if a record or message has a field of REFUSED, such as a picture, which would be
+    lost."""
     for key, why in REFUSED.items():
         if record.get(key):
             raise BadRecord(f"'{key}' {where}: {why}")
@@ -148,9 +153,15 @@ def refuse(record: dict, where: str) -> None:
 
 def _is_masked(item: dict, role: str, where: str) -> bool:
     """Whether the switches of a message turn the training of the assistant's turn off."""
-    asked = {key: switch_of(item, key, f" of {where}") for key in sorted(TRAIN_FLAGS) if item.get(key) is not None}
+    asked = {
+        key: switch_of(item, key, f" of {where}") for key in sorted(TRAIN_FLAGS) if item.get(key) is not None
+    }
     if len(set(asked.values())) > 1:
-        raise BadRecord(f"{where} is to be trained and not to be trained ({', '.join(asked)}); keep one of them")
+        raise BadRecord(
+            f"{where} is to be trained and not to be trained ({', '.join(asked)}); keep one of them"
+        )
     if role != "assistant" and True in asked.values():
-        raise BadRecord(f"'{min(asked)}' of {where} asks to train the role {role}; only the assistant is trained")
+        raise BadRecord(
+            f"'{min(asked)}' of {where} asks to train the role {role}; only the assistant is trained"
+        )
     return role == "assistant" and False in asked.values()

@@ -1,5 +1,5 @@
-"""The report of a token cache: what became of the records, lengths of the samples, fields that nothing reads; whether
-bad records are skipped or end the run."""
+"""The report of a token cache: what became of the records, lengths of the samples, fields that nothing reads;
+whether bad records are skipped or end the run."""
 
 from collections import Counter
 
@@ -30,7 +30,8 @@ MOST_FIELDS = 12  # of the fields that nothing reads, the most frequent ones sta
 
 
 def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_length: int) -> dict:
-    """All counts under fixed names, and the lengths of the samples [S]. The same data give the same report."""
+    """All counts under fixed names, and the lengths of the samples [S]. The same data give the same
+    report."""
     percentiles = np.percentile(lengths, PERCENTILES) if len(lengths) else []
     return {
         **{name: int(counts[name]) for name in (*TOTALS, *COUNTS)},
@@ -83,8 +84,8 @@ def stop_at_bad_record(line: str, on_bad_data: str) -> None:
 def judge_bad_records(first: str, count: int, records: int, listed: str, max_share: float) -> None:
     """Report how many bad records are skipped. Raises UserError if they are more than `max_share` of all.
 
-    first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are. listed:
-    where all of them stand.
+    first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are.
+    listed: where all of them stand.
     """
     share = f"{count:,} of {records:,} records ({count / records:.1%})"
     if count > max_share * records:

@@ -1,11 +1,13 @@
 """Prompts of reinforcement learning: conversations for which the model writes the next turn.
 
-A record is a conversation, whose last turn, if the assistant speaks it, is the reference answer and no part of the
-prompt, unless it is blank or MiniMind's placeholder for that; or {"prompt": text or messages, "answer": reference},
-beside it "system" and "tools". MiniMind's "gt", a list, is a reference, too. Without a reference answer the reward must
-do without one. Every other field is left for the reward, which receives the record as it is.
+A record is a conversation, whose last turn, if the assistant speaks it, is the reference answer and no part
+of the prompt, unless it is blank or MiniMind's placeholder for that; or {"prompt": text or messages,
+"answer": reference}, beside it "system" and "tools". MiniMind's "gt", a list, is a reference, too. Without a
+reference answer the reward must do without one. Every other field is left for the reward, which receives the
+record as it is.
 
-Prompts are held in memory with their records: there are few of them, compared with the texts that are written to them.
+Prompts are held in memory with their records: there are few of them, compared with the texts that are written
+to them.
 """
 
 import hashlib
@@ -48,7 +50,10 @@ class RolloutPrompt(NamedTuple):
 
 def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
     """A micro-batch of prompts; the rollout makes a flat batch of it."""
-    return {"prompts": prompts, "sample_ids": np.array([prompt.sample_id for prompt in prompts], dtype=np.int64)}
+    return {
+        "prompts": prompts,
+        "sample_ids": np.array([prompt.sample_id for prompt in prompts], dtype=np.int64),
+    }
 
 
 class PromptDataset(Dataset):
@@ -87,7 +92,9 @@ class PromptDataset(Dataset):
         self.paths = expand_paths(data_path, plain_text=False)
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
-            raise UserError("--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it")
+            raise UserError(
+                "--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it"
+            )
         hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
         described = json.dumps([hashes, tools, template, *([split] if split.share else [])], sort_keys=True)
         data = hashlib.sha256(described.encode()).hexdigest()[:16]
@@ -122,7 +129,9 @@ class PromptDataset(Dataset):
                 "tokens; raise --max_seq_len"
             )
         if launch().local_rank == 0:
-            left_out = f", {self.too_long:,} left out (more than {self.max_length} tokens)" if self.too_long else ""
+            left_out = (
+                f", {self.too_long:,} left out (more than {self.max_length} tokens)" if self.too_long else ""
+            )
             say(f"{len(self):,} prompts{left_out}")
 
     def _add(self, source: str, record: dict) -> None:
@@ -170,7 +179,9 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
     if record.get("prompt") is not None:
         prompt = record["prompt"]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        others = {name: value for name, value in record.items() if name not in ("prompt", "answer", "completion")}
+        others = {
+            name: value for name, value in record.items() if name not in ("prompt", "answer", "completion")
+        }
         answer = record.get("completion") if answer is None else answer
         return to_chat(others | {"conversations": messages}, answered=False), answer
     chat = to_chat(record, answered=False)

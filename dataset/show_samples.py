@@ -3,8 +3,8 @@
     python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 2
     python -m dataset.show_samples --kind sft --data_path data/sft.jsonl --samples 0
 
-The samples' targets stand between ⟦ and ⟧; with --eval_share those of the training data come first, then those held
-out. The second command builds the token cache ahead of a run, and shows nothing but the report.
+The samples' targets stand between ⟦ and ⟧; with --eval_share those of the training data come first, then
+those held out. The second command builds the token cache ahead of a run, and shows nothing but the report.
 """
 
 import itertools
@@ -56,7 +56,10 @@ def main() -> None:
     parser = Parser(prog="python -m dataset.show_samples", description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
     rows = settings_of(StageArgs)
-    add_flags(parser, (rows[name] for name in ("data_path", "eval_share", "tokenizer_path", "max_seq_len", *OPTIONS)))
+    add_flags(
+        parser,
+        (rows[name] for name in ("data_path", "eval_share", "tokenizer_path", "max_seq_len", *OPTIONS)),
+    )
     parser.set_defaults(max_seq_len=None)  # that of the stage
     parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
     parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")

@@ -1,6 +1,7 @@
 """Reads tables: Parquet, Arrow and Feather with pyarrow, CSV and TSV with Python's `csv`. A row is a record.
 
-Columns have the names that keys have in JSON. Conversations and histories may also be JSON text, as CSV needs it.
+Columns have the names that keys have in JSON. Conversations and histories may also be JSON text, as CSV needs
+it.
 """
 
 import csv
@@ -26,7 +27,8 @@ def read_parquet(file: DataFile) -> Iterator[tuple[int, Any]]:
 
 
 def read_arrow(file: DataFile) -> Iterator[tuple[int, Any]]:
-    """Yield (row, record) of an Arrow file: the file format (also Feather) or the streaming format (of `datasets`)."""
+    """Yield (row, record) of an Arrow file: the file format (also Feather) or the streaming format (of
+    `datasets`)."""
     import pyarrow.ipc
 
     def batches() -> Iterator:
@@ -64,11 +66,14 @@ def _check_names(file: DataFile, names: list[str]) -> None:
     """Raise UserError if two columns that could be read have one name."""
     twice = [name for name in names if names.count(name) > 1 and name in known_fields()]
     if twice:
-        raise UserError(f"{file.path}:1: two columns are named {short(twice[0])}; rename or remove one of them")
+        raise UserError(
+            f"{file.path}:1: two columns are named {short(twice[0])}; rename or remove one of them"
+        )
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without the keys that are null in its objects: typed files fill them in where a key is lacking."""
+    """The value without the keys that are null in its objects: typed files fill them in where a key is
+    lacking."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -98,7 +103,9 @@ def read_csv(file: DataFile, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
         except csv.Error as error:
             if "unexpected end" in str(error):
                 why = "a quote that this row opens is never closed, so nothing that follows can be read; close it"
-                raise UserError(f'{file.path}:{line}: {why}, or double it if it is part of the text ("")') from error
+                raise UserError(
+                    f'{file.path}:{line}: {why}, or double it if it is part of the text ("")'
+                ) from error
             how = 'put text with quotes into quotes and double those inside ("")'
             yield line, BadRecord(f"not valid CSV ({error}); {how}")
             continue
@@ -110,13 +117,17 @@ def read_csv(file: DataFile, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
             if known_fields().isdisjoint(header):
                 names = ", ".join(map(short, header[:8]))
                 wanted = "text, conversations, messages, instruction"
-                raise UserError(f"{file.path}:1: no known column in the header ({names}); name one of them {wanted}")
+                raise UserError(
+                    f"{file.path}:1: no known column in the header ({names}); name one of them {wanted}"
+                )
         elif cells and len(cells) != len(header):
             what = f"{len(cells)} cells, but the header names {len(header)} columns"
             yield line, BadRecord(f"{what}; quote text with delimiters")
         elif cells:
             lists = list_fields()
-            record = {key: value for key, value in zip(header, cells, strict=True) if value or key not in lists}
+            record = {
+                key: value for key, value in zip(header, cells, strict=True) if value or key not in lists
+            }
             yield line, _with_lists(record)
 
 

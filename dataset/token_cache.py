@@ -1,14 +1,15 @@
 """The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
-The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is a hash of
-the data's content, the tokenizer and the settings, so a change of any of them builds another cache. It is built in a
-temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the others wait,
-and a half-built cache is never used.
+The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is
+a hash of the data's content, the tokenizer and the settings, so a change of any of them builds another cache.
+It is built in a temporary folder and renamed when complete, under a lock: of several ranks or runs, one
+builds while the others wait, and a half-built cache is never used.
 
-    <cache_dir>/<key>/  NAME.bin for each array of TokenCache, without a header; meta.json, bad_records.txt (if any)
+    <cache_dir>/<key>/  NAME.bin for each array of TokenCache, without a header; meta.json, bad_records.txt
+    (if any)
 
-meta.json has the SHA-256, size and times of each file. A file changed since is noticed when the cache is opened, which
-builds it again.
+meta.json has the SHA-256, size and times of each file. A file changed since is noticed when the cache is
+opened, which builds it again.
 """
 
 import contextlib
@@ -98,8 +99,8 @@ class TokenCache:
         return len(self.target_bytes)
 
     def release(self) -> None:
-        """Unmap the pages of a large cache read so far; otherwise all of it would in the end count as this process's
-        memory. They stay in the page cache: mapping them again costs about a microsecond each."""
+        """Unmap the pages of a large cache read so far; otherwise all of it would in the end count as this
+        process's memory. They stay in the page cache: mapping them again costs about a microsecond each."""
         arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
         if sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE:
             for array in arrays:
@@ -115,7 +116,8 @@ class TokenCache:
 
 
 def target_mask(cache: TokenCache, begin: int, end: int) -> np.ndarray:
-    """Which of the tokens from `begin` to `end` are targets, bool [end - begin]; no sample's first token is one."""
+    """Which of the tokens from `begin` to `end` are targets, bool [end - begin]; no sample's first token is
+    one."""
     labels = cache.loss_mask
     mask = np.ones(end - begin, bool) if labels is None else np.array(labels[begin:end])
     first, last = np.searchsorted(cache.offsets, (begin, end))
@@ -139,10 +141,11 @@ def build_token_cache(
     """Open the token cache of these data, tokenizer and settings, building it first if necessary.
 
     kind: one of KINDS. data_path: files, globs and folders, separated by commas. tokenizer: a transformers
-    tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository. num_proc:
-    processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip" and list each.
-    max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the line between
-    documents of .txt files. split: the records to read. Raises UserError.
+    tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository.
+    num_proc: processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip"
+    and list each.
+    max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the
+    line between documents of .txt files. split: the records to read. Raises UserError.
     """
     if max_length < 2:
         raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
@@ -181,16 +184,19 @@ def build_token_cache(
     return cache
 
 
-def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple) -> None:
-    """Build the cache in `folder` unless another process has; `stamps`: `_stamp` of each file when it was hashed."""
+def _build_once(
+    folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple
+) -> None:
+    """Build the cache in `folder` unless another process has; `stamps`: `_stamp` of each file when it was
+    hashed."""
     message = f"waiting for the token cache {folder.name}, which another process builds"
     with locked(folder.with_suffix(".lock"), message) as is_held:
         if _is_complete(folder):
             return
         if folder.exists():
             warn(f"the token cache {folder} is damaged or was changed; it is built again")
-        # Under the lock a machine builds in one place, where a killed build may have left files. Some shared file
-        # systems have locks that hold on one machine only, others have none.
+        # Under the lock a machine builds in one place, where a killed build may have left files. Some shared
+        # file systems have locks that hold on one machine only, others have none.
         host = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
         building = folder.with_suffix(f".tmp-{host if is_held else uuid.uuid4().hex}")
         try:
@@ -205,10 +211,14 @@ def _build_once(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, sett
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _build(folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple) -> None:
+def _build(
+    folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple
+) -> None:
     begin = time.monotonic()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    report, types = _build_arrays(folder, list(stamps), spec, settings["kind"], settings["max_length"], *options)
+    report, types = _build_arrays(
+        folder, list(stamps), spec, settings["kind"], settings["max_length"], *options
+    )
     changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
     if changed:
         raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
@@ -232,9 +242,10 @@ def _build_arrays(
     text_separator: str,
     split: Split,
 ) -> tuple[dict, dict[str, str]]:
-    """Tokenise the files into `folder`: an array in NAME.bin for each array of TokenCache, and bad_records.txt. Returns
-    the report, and the type of each array. Several processes tokenise blocks, which are written in order, so the result
-    does not depend on their number, nor the memory on the size of the corpus."""
+    """Tokenise the files into `folder`: an array in NAME.bin for each array of TokenCache, and
+    bad_records.txt. Returns the report, and the type of each array. Several processes tokenise blocks, which
+    are written in order, so the result does not depend on their number, nor the memory on the size of the
+    corpus."""
     total = sum(os.path.getsize(path) for path in paths)
     tokenizer = TOKENIZERS[kind](spec, max_length, split)  # also validates the tokenizer
     num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
@@ -247,7 +258,9 @@ def _build_arrays(
         files["offsets"].write(np.zeros(1, dtype=np.int64).data)
         text = {"encoding": "utf-8", "errors": "backslashreplace"}
         listed = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
-        progress = stack.enter_context(tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS))
+        progress = stack.enter_context(
+            tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS)
+        )
         if num_proc > 1 and total > PARALLEL_ABOVE:
             results = in_processes(unread, (spec, kind, max_length, split), num_proc)
         else:
@@ -263,7 +276,9 @@ def _build_arrays(
                 listed.writelines(f"{line}\n" for line in lines)
             _write(files, block, samples, counts)
             progress.update(block.size)
-    lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(np.min_scalar_type(max_length))
+    lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(
+        np.min_scalar_type(max_length)
+    )
     report = {"kind": kind, "max_length": max_length, "files": len(paths), "first_bad_record": first_bad}
     report["held_out"] = split.held_out
     report |= make_report(counts, unused, lengths, max_length)
@@ -277,7 +292,9 @@ def _build_arrays(
             f"({describe_records(report)}{first and f'; the first bad one: {first}'}); raise --max_seq_len or check "
             "the data with python -m dataset.show_samples"
         )
-    types = {name: dtype for name, dtype in ARRAYS.items() if name in files} | {"tokens": tokenizer.dtype.name}
+    types = {name: dtype for name, dtype in ARRAYS.items() if name in files} | {
+        "tokens": tokenizer.dtype.name
+    }
     for name, values in zip(("row_samples", "row_offsets"), pack(lengths, max_length), strict=True):
         types[name] = np.min_scalar_type(len(lengths)).name
         values.astype(types[name]).tofile(folder / f"{name}.bin")
@@ -303,20 +320,26 @@ def _write(files: Mapping[str, BinaryIO], block: Block, samples: Samples, counts
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether all files are those that meta.json, which is written last, describes. A file is read only if its size or
-    its times have changed since it was built, and since it was last read (`file_hash`)."""
+    """Whether all files are those that meta.json, which is written last, describes. A file is read only if
+    its size or its times have changed since it was built, and since it was last read (`file_hash`)."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        changed = {name: digest for name, (digest, stamp) in meta["files"].items() if _stamp(folder / name) != stamp}
+        changed = {
+            name: digest for name, (digest, stamp) in meta["files"].items() if _stamp(folder / name) != stamp
+        }
         return all(file_hash(str(folder / name), folder.parent) == digest for name, digest in changed.items())
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def file_hash(path: str, cache_dir: Path) -> str:
-    """SHA-256 of a file's content, remembered in the cache folder by path, size and times, so that later runs do not
-    read the file again."""
-    known = cache_dir / "hashes" / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
+    """SHA-256 of a file's content, remembered in the cache folder by path, size and times, so that later runs
+    do not read the file again."""
+    known = (
+        cache_dir
+        / "hashes"
+        / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
+    )
     stamp, begin = _stamp(path), time.time()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads(known.read_text(encoding="utf-8"))
@@ -327,11 +350,14 @@ def file_hash(path: str, cache_dir: Path) -> str:
     try:
         digest = _sha256(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the file and its permissions") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); check the file and its permissions"
+        ) from error
     # A file modified just now may change again within the same time stamp, so its hash is not stored.
     if _stamp(path) == stamp and max(stamp[1:]) < (begin - 2) * 1e9:
         entry = json.dumps({"path": path, "stamp": stamp, "sha256": digest}).encode()
-        with contextlib.suppress(OSError, UserError):  # a read-only folder, a full disk: then it is not remembered
+        # a read-only folder, a full disk: then it is not remembered
+        with contextlib.suppress(OSError, UserError):
             known.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(known, lambda file: file.write(entry))
     return digest
@@ -345,7 +371,8 @@ def _sha256(path: str | Path) -> str:
 
 
 def _stamp(path: str | Path) -> list[int]:
-    """Size and times of a file. Whoever sets the modification time back cannot set back the time of that change."""
+    """Size and times of a file. Whoever sets the modification time back cannot set back the time of that
+    change."""
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 

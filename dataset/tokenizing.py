@@ -1,23 +1,24 @@
-"""Turns a block of raw records into training samples. Runs in worker processes, so nothing here imports torch.
+"""Turns a block of raw records into training samples. Runs in worker processes, so nothing here imports
+torch.
 
-pretrain: BOS + document + EOS. A document longer than `max_length` becomes consecutive samples, each of which begins
-with the last token of the previous one, so that every token but the first is a target exactly once. (A document of
-plain text may arrive in parts, one block each; see dataset/text_files.py.) If the tokenizer
-has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they end with the padding token; if it has none
-of the three, documents are not delimited and their first token is not a target.
+pretrain: BOS + document + EOS. A document longer than `max_length` becomes consecutive samples, each of which
+begins with the last token of the previous one, so that every token but the first is a target exactly once. (A
+document of plain text may arrive in parts, one block each; see dataset/text_files.py.) If the tokenizer
+has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they end with the padding token; if
+it has none of the three, documents are not delimited and their first token is not a target.
 
-SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after the last
-assistant turn that fits, or inside the first one if not even that fits; without any label left it is dropped. All of
-this is counted.
+SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after
+the last assistant turn that fits, or inside the first one if not even that fits; without any label left it is
+dropped. All of this is counted.
 
-DPO: the conversations with the chosen and the rejected answer, as two samples in this order; their labels are what
-follows the common beginning. Both are cut off at `max_length`; a pair of which one has no label left, or whose samples
-are then the same, is dropped and counted.
+DPO: the conversations with the chosen and the rejected answer, as two samples in this order; their labels are
+what follows the common beginning. Both are cut off at `max_length`; a pair of which one has no label left, or
+whose samples are then the same, is dropped and counted.
 
-In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is text, as
-for the server (model/prompts.py). A document of pretraining has no template: there it becomes that token.
-Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and none for BOS and
-EOS; in SFT those of the assistant's text, and none for special tokens.
+In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is
+text, as for the server (model/prompts.py). A document of pretraining has no template: there it becomes that
+token. Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and
+none for BOS and EOS; in SFT those of the assistant's text, and none for special tokens.
 """
 
 import hashlib
@@ -42,12 +43,14 @@ from dataset.json_records import TOO_DEEP, BadRecord
 from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
 
-SPECIAL_TEXTS = "+special_texts"  # ends the hash of data with such text: early versions made special tokens of it
+# ends the hash of data with such text: early versions made special tokens of it
+SPECIAL_TEXTS = "+special_texts"
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Everything of a tokenizer that determines tokens and labels, in a picklable form for worker processes."""
+    """Everything of a tokenizer that determines tokens and labels, in a picklable form for worker
+    processes."""
 
     backend: str  # JSON of the `tokenizers` backend
     chat_template: str | dict | None
@@ -57,7 +60,8 @@ class TokenizerSpec:
 
     @classmethod
     def of(cls, tokenizer) -> "TokenizerSpec":
-        """The spec of a transformers tokenizer. Raises UserError for one that is not backed by `tokenizers`."""
+        """The spec of a transformers tokenizer. Raises UserError for one that is not backed by
+        `tokenizers`."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UserError(
@@ -105,7 +109,8 @@ class BlockTokenizer(ABC):
         size = 1 + max(vocabulary.values(), default=0)
         self.dtype = np.min_scalar_type(size - 1)  # the smallest unsigned type that holds every id
         self.is_byte_level = '"ByteLevel"' in json.dumps(json.loads(spec.backend)["decoder"])
-        self.entry_lengths = np.zeros(size, dtype=np.int64)  # in a byte-level vocabulary, a character for each byte
+        # in a byte-level vocabulary, a character for each byte
+        self.entry_lengths = np.zeros(size, dtype=np.int64)
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
 
     @abstractmethod
@@ -122,7 +127,8 @@ class BlockTokenizer(ABC):
 
     def __call__(self, block: Block) -> Samples:
         """The samples of a block. Raises UserError for problems of the tokenizer rather than of a record."""
-        self.samples: list[tuple[np.ndarray, np.ndarray, int, int]] = []  # tokens, loss_mask, target bytes, line
+        # tokens, loss_mask, target bytes, line
+        self.samples: list[tuple[np.ndarray, np.ndarray, int, int]] = []
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
         bad = []
@@ -137,7 +143,9 @@ class BlockTokenizer(ABC):
                 bad.append((line, str(error) if isinstance(error, BadRecord) else TOO_DEEP))
             except UserError as error:
                 raise UserError(f"{place(block.path, line)}: {error}") from None
-        tokens, masks, bytes_per_token, lines = zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
+        tokens, masks, bytes_per_token, lines = (
+            zip(*self.samples, strict=True) if self.samples else ([], [], [], [])
+        )
         return Samples(
             tokens=np.concatenate([np.empty(0, dtype=self.dtype), *tokens]),
             lengths=np.array([len(each) for each in tokens], dtype=np.int64),
@@ -159,7 +167,9 @@ class BlockTokenizer(ABC):
         """Token ids int64 [T] of a text and their [start, end) characters int64 [T, 2]."""
         token_ids, offsets, begin = [], [np.empty((0, 2), np.int64)], 0
         for text, is_plain in pieces:
-            encoding = (self.plain_backend if is_plain else self.backend).encode(text, add_special_tokens=False)
+            encoding = (self.plain_backend if is_plain else self.backend).encode(
+                text, add_special_tokens=False
+            )
             token_ids += encoding.ids
             offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin)
             begin += len(text)
@@ -168,13 +178,13 @@ class BlockTokenizer(ABC):
     def byte_ends(self, text: str, token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """int64 [T]: UTF-8 bytes of the text up to the end of each token.
 
-        The entries of a byte-level vocabulary say how many bytes they spell; if the sum is that of the text, no
-        normaliser has changed it. Otherwise the offsets say it, in characters: a character that several tokens share
-        counts for the first one, and text after the last token is part of it.
+        The entries of a byte-level vocabulary say how many bytes they spell; if the sum is that of the text,
+        no normaliser has changed it. Otherwise the offsets say it, in characters: a character that several
+        tokens share counts for the first one, and text after the last token is part of it.
 
-        Example: "a河b" is 1 + 3 + 1 bytes, so `edges` is [0, 1, 4, 5]. The tokens are "a", two bytes of "河", its third
-        byte, and "b". A byte-level vocabulary reaches [1, 3, 4, 5]. By the offsets their characters end at 1, 2, 2 and
-        3, which is at the bytes [1, 4, 4, 5].
+        Example: "a河b" is 1 + 3 + 1 bytes, so `edges` is [0, 1, 4, 5]. The tokens are "a", two bytes of "河",
+        its third byte, and "b". A byte-level vocabulary reaches [1, 3, 4, 5]. By the offsets their characters
+        end at 1, 2, 2 and 3, which is at the bytes [1, 4, 4, 5].
         """
         if len(token_ids) == 0:
             return np.zeros(0, dtype=np.int64)
@@ -185,7 +195,9 @@ class BlockTokenizer(ABC):
             reached[-1] = edges[-1]
         return reached
 
-    def add_sample(self, tokens: np.ndarray, mask: np.ndarray, bytes_per_token: np.ndarray, line: int) -> None:
+    def add_sample(
+        self, tokens: np.ndarray, mask: np.ndarray, bytes_per_token: np.ndarray, line: int
+    ) -> None:
         """Add a sample, unless it has no target. tokens, bytes_per_token: integers [T]. mask: bool [T]."""
         mask[:1] = False  # the first token has no context to be predicted from
         if mask.any():
@@ -222,7 +234,8 @@ class DocumentTokenizer(BlockTokenizer):
         return super().chosen(record)
 
     def add(self, record: dict, line: int) -> None:
-        """Split a document, or a part of one, into samples; each begins with the last token of the one before."""
+        """Split a document, or a part of one, into samples; each begins with the last token of the one
+        before."""
         part = record if isinstance(record, DocumentPart) else DocumentPart()
         self.counts["records"] -= bool(part.context)  # it was counted when it began
         text = to_text(record)
@@ -230,16 +243,24 @@ class DocumentTokenizer(BlockTokenizer):
         token_ids, offsets = self.encode([Piece(text, False)])
         self.counts["documents"] += part.begins
         if len(token_ids) or not part.begins:
-            before, after = ([] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end))
+            before, after = (
+                [] if token_id is None else [token_id] for token_id in (self.spec.start, self.spec.end)
+            )
             if not part.begins:
                 before = self.backend.encode(part.context, add_special_tokens=False).ids[-1:]
             after = after if part.ends else []
             bytes_per_token = np.diff(self.byte_ends(text, token_ids, offsets), prepend=0)
-            bytes_per_token = np.concatenate([[0] * len(before), bytes_per_token, [0] * len(after)]).astype(np.int64)
+            bytes_per_token = np.concatenate([[0] * len(before), bytes_per_token, [0] * len(after)]).astype(
+                np.int64
+            )
             token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
-            self.counts["documents_split"] += part.begins and (len(token_ids) > self.max_length or not part.ends)
+            self.counts["documents_split"] += part.begins and (
+                len(token_ids) > self.max_length or not part.ends
+            )
             for first in range(0, max(1, len(token_ids) - 1), self.max_length - 1):
-                tokens, of_tokens = (each[first : first + self.max_length] for each in (token_ids, bytes_per_token))
+                tokens, of_tokens = (
+                    each[first : first + self.max_length] for each in (token_ids, bytes_per_token)
+                )
                 self.add_sample(tokens, np.ones(len(tokens), dtype=bool), of_tokens, line)
         else:
             self.counts["empty_documents"] += 1
@@ -260,7 +281,9 @@ class ChatTokenizer(BlockTokenizer):
     def __init__(self, spec: TokenizerSpec, max_length: int, split: Split = ALL):
         super().__init__(spec, max_length, split)
         if not isinstance(spec.chat_template, str):
-            has = "several chat templates; keep the one" if spec.chat_template else "no chat template; add one"
+            has = (
+                "several chat templates; keep the one" if spec.chat_template else "no chat template; add one"
+            )
             raise UserError(f"--tokenizer_path: this tokenizer has {has} for SFT")
         self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
         self.special = SpecialTexts(self.backend)

@@ -1,8 +1,8 @@
 """Tokenises blocks in several processes; if any of them fails, all end at once.
 
-Each worker has its own pipe, whose other end nobody else holds. If the worker dies at any point, the thread that waits
-for its answer reads the end of the file; if this process dies, however it does, the worker reads it and ends. (In
-concurrent.futures a worker killed while it sends a large result blocks its parent forever.)
+Each worker has its own pipe, whose other end nobody else holds. If the worker dies at any point, the thread
+that waits for its answer reads the end of the file; if this process dies, however it does, the worker reads
+it and ends. (In concurrent.futures a worker killed while it sends a large result blocks its parent forever.)
 """
 
 import multiprocessing
@@ -54,7 +54,8 @@ def in_processes(
             raise samples
         return block, samples
 
-    with ThreadPoolExecutor(num_proc) as threads, ExitStack() as stack:  # workers end first, which ends the threads
+    # workers end first, which ends the threads
+    with ThreadPoolExecutor(num_proc) as threads, ExitStack() as stack:
         try:
             for _ in range(num_proc):
                 threads.submit(prepare, _start_worker(stack))
@@ -75,7 +76,8 @@ def in_processes(
 
 
 def _start_worker(stack: ExitStack) -> Connection:
-    """The pipe to a new worker, which ends when `stack` is left. In a process group of its own it gets no signal that
+    """The pipe to a new worker, which ends when `stack` is left. In a process group of its own it gets no
+    signal that
     is meant for the whole run: that is for this process, which then ends it."""
     here, there = multiprocessing.Pipe()
     stack.callback(here.close)

@@ -1,4 +1,5 @@
-"""What an answer's text consists of: reasoning, content and tool calls, by the marks of chat_template.jinja."""
+"""What an answer's text consists of: reasoning, content and tool calls, by the marks of
+chat_template.jinja."""
 
 import json
 import re
@@ -10,16 +11,21 @@ REASONING = re.compile(rf"\s*{THINK}(.*?)(?:{END_THINK}\s*|\Z)", re.DOTALL)
 
 
 def parse_call(body: str) -> dict[str, Any] | None:
-    """The call {"name", "arguments"} that the text between the marks of a call spells; None if it is not well formed.
-    Arguments may also be the text of a JSON object. Nothing is executed."""
+    """The call {"name", "arguments"} that the text between the marks of a call spells; None if it is not well
+    formed. Arguments may also be the text of a JSON object. Nothing is executed."""
     try:
         call = json.loads(body, parse_constant=_refuse)
         name, arguments = call["name"], call.get("arguments") or {}
         arguments = json.loads(arguments, parse_constant=_refuse) if isinstance(arguments, str) else arguments
-        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()  # 1e999, half a character: \ud83d
+        # 1e999, half a character: \ud83d
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
+    return (
+        {"name": name, "arguments": arguments}
+        if isinstance(name, str) and isinstance(arguments, dict)
+        else None
+    )
 
 
 def _refuse(name: str) -> None:
@@ -27,7 +33,8 @@ def _refuse(name: str) -> None:
 
 
 def answer_message(text: str) -> dict[str, Any]:
-    """The assistant's message that an answer spells: `content`, and `reasoning_content` and `tool_calls` if it has any.
+    """The assistant's message that an answer spells: `content`, and `reasoning_content` and `tool_calls` if
+    it has any.
 
     A call that is not well formed is left in the text.
     """

@@ -1,7 +1,7 @@
 """Causal attention over flat and padded batches; which of torch's kernels computes it.
 
-Shape legend: N tokens of a flat batch, S samples, R keys of them all, B batch, T padded length, H query heads, G
-key/value heads, D head size.
+Shape legend: N tokens of a flat batch, S samples, R keys of them all, B batch, T padded length, H query
+heads, G key/value heads, D head size.
 """
 
 from typing import NamedTuple, cast
@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 class Spans(NamedTuple):
-    """Where the samples of a flat batch begin and end. With `keys`, the queries of a sample see other keys than its own
+    """Where the samples of a flat batch begin and end. With `keys`, the queries of a sample see other keys
+    than its own
     as well: rows [R] in their order, and where those of each sample begin and end."""
 
     cu_seqlens: Tensor  # [S + 1] on the device
@@ -22,7 +23,8 @@ class Spans(NamedTuple):
 
 
 def has_varlen_kernel(values: Tensor) -> bool:
-    """Whether torch has a variable-length attention kernel for these values: in half precision, on GPUs from Ampere."""
+    """Whether torch has a variable-length attention kernel for these values: in half precision, on GPUs from
+    Ampere."""
     half, head_dim = values.dtype in (torch.float16, torch.bfloat16), values.shape[-1]
     fits = values.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256
     return fits and torch.cuda.get_device_capability() >= (8, 0)
@@ -32,21 +34,27 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """Causal attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
     Which tokens see which is said in three places, one for each form of input: here for training, in
-    `MiniMindForCausalLM.forward` for padded batches, and in `MiniMindModel.visible` for the answers that are decoded.
+    `MiniMindForCausalLM.forward` for padded batches, and in `MiniMindModel.visible` for the answers that are
+    decoded.
 
-    One variable-length FlashAttention kernel (torch.nn.attention.varlen) where there is one; else one call per sample,
-    which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for every new length)."""
+    One variable-length FlashAttention kernel (torch.nn.attention.varlen) where there is one; else one call
+    per sample, which computes no masked blocks (on a CPU in float32: the bfloat16 kernel is compiled for
+    every new length)."""
     if not len(q):
-        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)  # empty micro-batch: a zero gradient, not None, for DDP
+        # empty micro-batch: a zero gradient, not None, for DDP
+        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
     seen = spans
     if spans.keys is not None:
         rows, seen = spans.keys
         k, v = (take_rows(x, rows) for x in (k, v))
     if has_varlen_kernel(v):
-        from torch.nn.attention.varlen import varlen_attn  # brings in the compiler, which other devices do not need
+        from torch.nn.attention.varlen import (
+            varlen_attn,  # brings in the compiler, which other devices do not need
+        )
 
         ends = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
-        out = varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *ends, window_size=(-1, 0), enable_gqa=True)  # causal
+        # causal
+        out = varlen_attn(q.to(v.dtype), k.to(v.dtype), v, *ends, window_size=(-1, 0), enable_gqa=True)
         return cast(Tensor, out)
     return attention_by_sample(q, k, v, spans.host_cu_seqlens, seen.host_cu_seqlens)
 
@@ -54,15 +62,17 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
 @torch.compiler.disable
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows [R] of x [N, ...], some of them several times."""
-    # The gradients of a row must be summed in the same order each time. On CUDA indexing does so, but not index_select,
-    # which uses atomic additions; nor do the compiler's kernels, so this stays outside its graphs.
+    # The gradients of a row must be summed in the same order each time. On CUDA indexing does so, but not
+    # index_select, which uses atomic additions; nor do the compiler's kernels, so this stays outside its
+    # graphs.
     return x.index_select(0, rows) if x.device.type == "cpu" else x[rows]
 
 
 @torch.compiler.disable
 def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """`flat_attention` with one call per sample, whose queries are the last of its keys. It reads `cu_seqlens` and
-    `cu_seqlens_k`, so a compiled graph breaks here, and on the host: ones on the device make the host wait."""
+    """`flat_attention` with one call per sample, whose queries are the last of its keys. It reads
+    `cu_seqlens` and `cu_seqlens_k`, so a compiled graph breaks here, and on the host: ones on the device make
+    the host wait."""
     lengths, lengths_k = cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist()
     lengths += [len(q) - sum(lengths)]  # the padding rows
     lengths_k += [len(k) - sum(lengths_k)]
@@ -76,11 +86,13 @@ def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_
 
 
 def sample_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sample, whose queries q [T, H, D] are the last of its keys [T', G, D] -> [T, H, D]."""
+    """Causal attention of one sample, whose queries q [T, H, D] are the last of its keys [T', G, D] -> [T, H,
+    D]."""
     before, mask = len(k) - len(q), None
     if 1 < len(q) <= before:
         mask = q.new_ones(len(q), len(k), dtype=torch.bool).tril(before)
-    elif before and len(q) > 1:  # pad the queries: the causal kernel skips the future, with a mask it computes all
+    # pad the queries: the causal kernel skips the future, with a mask it computes all
+    elif before and len(q) > 1:
         q = F.pad(q, (0, 0, 0, 0, before, 0))
         return padded_attention(q[None], k[None], v[None], mask=None)[0, before:]
     return padded_attention(q[None], k[None], v[None], mask)[0]
@@ -92,9 +104,11 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention of q [B, T, H, D] over k, v [B, T', G, D]; `mask` [B, 1, T, T'] replaces the causal one."""
+    """Causal attention of q [B, T, H, D] over k, v [B, T', G, D]; `mask` [B, 1, T, T'] replaces the causal
+    one."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if q.shape[1] == 1:  # decoding: the heads that share a key take the place of queries, so no key is repeated
+    # decoding: the heads that share a key take the place of queries, so no key is repeated
+    if q.shape[1] == 1:
         shape = (len(q), k.shape[1], q.shape[2] // k.shape[1], q.shape[-1])
         grouped = q.reshape(shape)
         if q.device.type == "cpu" and len(q) > 1 and mask is not None and mask.is_floating_point():

@@ -17,8 +17,10 @@ from model.linear import LoRALinear, is_plain, is_plain_product
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-GROUP = 16  # each expert's rows are padded to a multiple: CUDA's grouped_mm needs 8, and oneDNN caches few shapes
-RANK = 8  # the rank of adapters is padded to a multiple: CUDA's grouped_mm wants rows that are multiples of 16 bytes
+# each expert's rows are padded to a multiple: CUDA's grouped_mm needs 8, and oneDNN caches few shapes
+GROUP = 16
+# the rank of adapters is padded to a multiple: CUDA's grouped_mm wants rows that are multiples of 16 bytes
+RANK = 8
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -28,8 +30,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class JoinedLinear(torch.autograd.Function):
-    """Linear layers of x [..., in] side by side -> [..., sum of out]: one product, one cast of all weights and one of
-    their gradients. The weights are joined again for the backward pass, so no copy of them is kept."""
+    """Linear layers of x [..., in] side by side -> [..., sum of out]: one product, one cast of all weights
+    and one of their gradients. The weights are joined again for the backward pass, so no copy of them is
+    kept."""
 
     @staticmethod
     def join(weights: tuple[Tensor, ...] | list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -47,7 +50,9 @@ class JoinedLinear(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (grad,), (x, *weights) = grads, ctx.saved_tensors
         of_weights = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(weights[0].dtype)
-        return grad @ JoinedLinear.join(weights, x.dtype), *of_weights.split([len(weight) for weight in weights])
+        return grad @ JoinedLinear.join(weights, x.dtype), *of_weights.split(
+            [len(weight) for weight in weights]
+        )
 
 
 def has_launches(x: Tensor) -> bool:
@@ -56,9 +61,14 @@ def has_launches(x: Tensor) -> bool:
 
 
 def can_join(x: Tensor, *layers: Any) -> bool:
-    """Whether to compute linear layers of x as one product: in training in half precision, where most weights must be
-    cast anyway, and only layers that are a plain product. A compiler fuses by itself."""
-    if not has_launches(x) or x.dtype == torch.float32 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    """Whether to compute linear layers of x as one product: in training in half precision, where most weights
+    must be cast anyway, and only layers that are a plain product. A compiler fuses by itself."""
+    if (
+        not has_launches(x)
+        or x.dtype == torch.float32
+        or not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+    ):
         return False
     return all(map(is_plain_product, layers))
 
@@ -87,15 +97,17 @@ class FeedForward(nn.Module):
 
 
 def has_grouped_mm(x: Tensor) -> bool:
-    """Whether torch multiplies groups of rows of x without a host sync: on a CPU, and in bfloat16 on Hopper and
-    Blackwell data-centre GPUs. On other GPUs its grouped_mm is a loop that reads the groups on the host."""
+    """Whether torch multiplies groups of rows of x without a host sync: on a CPU, and in bfloat16 on Hopper
+    and Blackwell data-centre GPUs. On other GPUs its grouped_mm is a loop that reads the groups on the
+    host."""
     if x.is_cuda:
         return product_dtype(x) == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
     return x.device.type == "cpu"
 
 
 def group_size(rows: int, experts: int) -> int:
-    """Rows per group without grouped_mm: multiples of 16 so large that there are at most 5 groups for each expert."""
+    """Rows per group without grouped_mm: multiples of 16 so large that there are at most 5 groups for each
+    expert."""
     return GROUP * (rows // (4 * GROUP * experts) + 1)
 
 
@@ -116,7 +128,9 @@ class Stacked(torch.autograd.Function):
 
 def lie_together(weights: Sequence[Tensor]) -> bool:
     """Whether matrices of one shape lie one behind the other in one storage."""
-    places = [(each.untyped_storage()._cdata, each.storage_offset(), each.is_contiguous()) for each in weights]
+    places = [
+        (each.untyped_storage()._cdata, each.storage_offset(), each.is_contiguous()) for each in weights
+    ]
     storage, begin, _ = places[0]
     return places == [(storage, begin + i * weights[0].numel(), True) for i in range(len(weights))]
 
@@ -124,13 +138,16 @@ def lie_together(weights: Sequence[Tensor]) -> bool:
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, group: int) -> Tensor:
     """The product of rows [ends[i-1], ends[i]) of x [R, in] with weights[i] of [E, out, in] -> [R, out].
 
-    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync). Rows behind the last end are
-    undefined, and so are their gradients: grouped_mm leaves them unwritten. Whoever calls this must not read them."""
+    `ends` [E] and R are multiples of `group`. `ends` stays on the device (no host sync). Rows behind the last
+    end are
+    undefined, and so are their gradients: grouped_mm leaves them unwritten. Whoever calls this must not read
+    them."""
     dtype = product_dtype(x)
     weights = weights.to(dtype).transpose(1, 2)  # [E, in, out]
     if not has_grouped_mm(x):
         starts = torch.arange(0, len(x), group, dtype=ends.dtype, device=x.device)
-        owner = torch.bucketize(starts, ends, right=True).clamp(max=len(weights) - 1)  # spare groups: rows of zeros
+        # spare groups: rows of zeros
+        owner = torch.bucketize(starts, ends, right=True).clamp(max=len(weights) - 1)
         return GroupedProduct.apply(x.to(dtype).view(-1, group, x.shape[-1]), weights, owner).flatten(0, 1)
     if torch.compiler.is_compiling() and dtype != torch.bfloat16:
         return untraced_grouped_mm(x.to(dtype), weights, ends)
@@ -146,7 +163,8 @@ def untraced_grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 class GroupedProduct(torch.autograd.Function):
     """x [B, group, in] times the matrices weights [E, in, out], of which group b takes number owner[b].
 
-    As batched products, with a copy of its matrix for each group; the copies are not kept for the backward pass."""
+    As batched products, with a copy of its matrix for each group; the copies are not kept for the backward
+    pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, owner: Tensor) -> Tensor:
@@ -157,14 +175,15 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (grad,), (x, weights, owner) = grads, ctx.saved_tensors
         of_groups = x.transpose(1, 2).bmm(grad)  # [B, in, out]
-        owners = F.one_hot(owner, len(weights)).to(grad.dtype)  # summed by a product: always in the same order
+        # summed by a product: always in the same order
+        owners = F.one_hot(owner, len(weights)).to(grad.dtype)
         of_weights = (owners.T @ of_groups.flatten(1)).view_as(weights)
         return grad.bmm(weights.index_select(0, owner).transpose(1, 2)), of_weights, None
 
 
 def operands(layers: Sequence[Any], name: str) -> tuple[list[Tensor], list[LoRALinear]]:
-    """The weights [out, in] of the same layer of all experts and their adapters, none or one for each: all that a
-    product needs which never calls the layers.
+    """The weights [out, in] of the same layer of all experts and their adapters, none or one for each: all
+    that a product needs which never calls the layers.
 
     Raises UserError if a layer computes something else than these say."""
     weights: list[Tensor] = []
@@ -196,16 +215,20 @@ def unknown_layer(layer: nn.Module) -> str:
 
 
 class AllExperts:
-    """Takes the place of `self` in an expert's forward method, which then computes all experts at once: each linear
-    layer is one grouped product of the rows [R, in] of all experts, those of each expert with its own weight.
+    """Takes the place of `self` in an expert's forward method, which then computes all experts at once: each
+    linear layer is one grouped product of the rows [R, in] of all experts, those of each expert with its own
+    weight.
 
-    So a mixture computes what the `forward` of its experts says, as long as that treats each row by itself. What has
-    parameters and is not known to `operands` is refused. For `ends` and `group` see `grouped_linear`."""
+    So a mixture computes what the `forward` of its experts says, as long as that treats each row by itself.
+    What has parameters and is not known to `operands` is refused. For `ends` and `group` see
+    `grouped_linear`."""
 
     def __init__(self, experts: Sequence[nn.Module], ends: Tensor, group: int):
         kind = type(experts[0])
         if not all(is_plain(expert, kind) for expert in experts):
-            raise UserError(f"the experts of a mixture must all be of one class ({kind.__name__}) and without hooks")
+            raise UserError(
+                f"the experts of a mixture must all be of one class ({kind.__name__}) and without hooks"
+            )
         self.experts, self.ends, self.group = experts, ends, group
 
     def __getattr__(self, name: str) -> Any:
@@ -216,13 +239,17 @@ class AllExperts:
 
     def product(self, weights: list[Tensor], adapters: list[LoRALinear], x: Tensor) -> Tensor:
         """A linear layer of all experts: x [R, in] -> [R, out]."""
-        joined = torch.stack(weights) if torch.compiler.is_compiling() else cast(Tensor, Stacked.apply(*weights))
+        joined = (
+            torch.stack(weights) if torch.compiler.is_compiling() else cast(Tensor, Stacked.apply(*weights))
+        )
         out = grouped_linear(x, joined, self.ends, self.group)
         if not adapters:
             return out
         extra = -adapters[0].lora_A.out_features % RANK  # zeros
-        into = F.pad(torch.stack([adapter.lora_A.weight for adapter in adapters]), (0, 0, 0, extra))  # [E, rank, in]
-        out_of = F.pad(torch.stack([adapter.lora_B.weight for adapter in adapters]), (0, extra))  # [E, out, rank]
+        # [E, rank, in]
+        into = F.pad(torch.stack([adapter.lora_A.weight for adapter in adapters]), (0, 0, 0, extra))
+        # [E, out, rank]
+        out_of = F.pad(torch.stack([adapter.lora_B.weight for adapter in adapters]), (0, extra))
         low = grouped_linear(adapters[0].dropout(x), into, self.ends, self.group)
         return out + grouped_linear(low, out_of, self.ends, self.group) * adapters[0].scale
 
@@ -235,48 +262,61 @@ def is_stateless(value: Any) -> bool:
 
 
 class MOEFeedForward(nn.Module):
-    """Top-k routed experts (Qwen3-MoE's arithmetic): softmax over the experts, the best K of them, weighted sum."""
+    """Top-k routed experts (Qwen3-MoE's arithmetic): softmax over the experts, the best K of them, weighted
+    sum."""
 
     def __init__(self, config: "PretrainedConfig"):
         super().__init__()
-        self.num_experts, self.top_k, self.norm = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
+        self.num_experts, self.top_k, self.norm = (
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+        )
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         experts = [FeedForward(config, config.moe_intermediate_size) for _ in range(config.num_experts)]
         self.experts = nn.ModuleList(experts)
         self.lay_together()
         self.tokens_per_expert: Tensor
-        self.register_buffer("tokens_per_expert", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "tokens_per_expert", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False
+        )
 
     def lay_together(self) -> None:
-        """Put the experts' matrices into one tensor for each layer: gate and up [E, I, C], down [E, C, I]. Each matrix
-        stays a parameter of its own, so files, optimizers, adapters and shards do not notice."""
+        """Put the experts' matrices into one tensor for each layer: gate and up [E, I, C], down [E, C, I].
+        Each matrix stays a parameter of its own, so files, optimizers, adapters and shards do not notice."""
         for name, layer in self.experts[0].named_children():
             if is_stateless(layer):
                 continue
             weights, _ = operands([getattr(expert, name) for expert in self.experts], name)
             if isinstance(weights[0], nn.Parameter) and not lie_together(weights):
-                for weight, part in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
+                for weight, part in zip(
+                    weights, torch.stack([weight.data for weight in weights]), strict=True
+                ):
                     weight.data = part
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if not any(hasattr(weight, "device_mesh") for weight in self.parameters()):  # shards lie where FSDP puts them
+        # shards lie where FSDP puts them
+        if not any(hasattr(weight, "device_mesh") for weight in self.parameters()):
             self.lay_together()  # to another device or dtype each went alone
         return self
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N, K])."""
+        """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N,
+        K])."""
         flat = x.reshape(-1, x.shape[-1]).to(product_dtype(x))  # [N, C]
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
         weight = weight / weight.sum(dim=-1, keepdim=True) if self.norm else weight
-        # Sort the rows by expert; each expert's rows are padded to a multiple of `group`. Say group = 4, and the chosen
-        # experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the rows go to the places 4 0 5 6 1.
+        # Sort the rows by expert; each expert's rows are padded to a multiple of `group`. Say group = 4, and
+        # the chosen experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the rows go to the places 4 0
+        # 5 6 1.
         count, expert = chosen.numel(), chosen.flatten()
         group = GROUP if has_grouped_mm(flat) else group_size(count, self.num_experts)
-        picked = expert == torch.arange(self.num_experts, device=expert.device)[:, None]  # [E, N * K]: scanned by row
-        # In training an expert without rows gets a group of zeros: on sm_100 grouped_mm leaves the gradient of a matrix
-        # without rows unwritten (pytorch issue 172439).
+        # [E, N * K]: scanned by row
+        picked = expert == torch.arange(self.num_experts, device=expert.device)[:, None]
+        # In training an expert without rows gets a group of zeros: on sm_100 grouped_mm leaves the gradient
+        # of a matrix without rows unwritten (pytorch issue 172439).
         loads = picked.sum(dim=1).clamp(min=int(torch.is_grad_enabled()))  # [E]
         ends = ((loads + group - 1) // group * group).cumsum(0)  # [E]
         begin = F.pad(ends[:-1], (1, 0))
@@ -297,9 +337,9 @@ def load_balancing_loss(
     """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, for one layer.
 
     f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
-    arXiv:2101.03961, eq. 4). Taken per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) it is a sum that does not depend
-    on how samples are cut into micro-batches and ranks. `probs` [N, E], `chosen` [N, K], `sample` [N]; sample number
-    `num_samples` marks padding.
+    arXiv:2101.03961, eq. 4). Taken per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) it is a sum that does
+    not depend on how samples are cut into micro-batches and ranks. `probs` [N, E], `chosen` [N, K], `sample`
+    [N]; sample number `num_samples` marks padding.
     `tokens_per_expert` [E] grows by the tokens that each expert got."""
     picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
     totals = probs.new_zeros(num_samples + 1, probs.shape[-1])

@@ -1,5 +1,6 @@
-"""Batched decoding: many answers are written at once, over one cache of keys and values; they join and leave between
-two steps. For serving, and for whoever needs many answers (`generate`); no threads, no text and no network here.
+"""Batched decoding: many answers are written at once, over one cache of keys and values; they join and leave
+between two steps. For serving, and for whoever needs many answers (`generate`); no threads, no text and no
+network here.
 
     decoder = Decoder(model, slots=64, length=2048, end_ids=[2])
     answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)   one prefill, two answers
@@ -7,10 +8,11 @@ two steps. For serving, and for whoever needs many answers (`generate`); no thre
         for answer in decoder.step():       # every answer that got a token: answer.tokens, answer.finish
             ...
 
-The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except where two
-tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
+The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except
+where two tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
 
-On a GPU the host waits for the device once in `decode`, however many tokens that writes, and once in `prefill`.
+On a GPU the host waits for the device once in `decode`, however many tokens that writes, and once in
+`prefill`.
 
 Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads, D head size, V vocabulary.
 """
@@ -26,21 +28,24 @@ from torch import Tensor
 from model.linear import is_plain_product
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
-FEW, ONEDNN = 8, "_linear_pointwise"  # rows from which oneDNN multiplies by a vocabulary faster than torch's MKL does
+# rows from which oneDNN multiplies by a vocabulary faster than torch's MKL does
+FEW, ONEDNN = 8, "_linear_pointwise"
 SLOTS = 128  # answers written at once on a CPU
-BURST = {"cpu": 1}  # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
+# tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
+BURST = {"cpu": 1}
 
 
 @dataclass(eq=False)
 class Answer:
-    """One answer that is being written. finish: None while it is; "stop" after an end token (which is the last of its
-    tokens), "length" if it has all tokens that it may have."""
+    """One answer that is being written. finish: None while it is; "stop" after an end token (which is the
+    last of its tokens), "length" if it has all tokens that it may have."""
 
     sampling: Sampling
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
-    top: int | None = None  # how many of the likeliest tokens `details` names beside each; None: it stays empty
+    # how many of the likeliest tokens `details` names beside each; None: it stays empty
+    top: int | None = None
     details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
     finish: str | None = None
     slot: int = -1  # row of the cache that has its keys and values; -1: none has
@@ -58,20 +63,25 @@ class PromptRow:
 
 
 class KeyValueCache:
-    """Keys and values of `slots` rows of `length` tokens, allocated once. It takes the place of a transformers cache in
-    the model's attention: before a forward `rows` and `positions` say where its tokens belong, `end` what they see."""
+    """Keys and values of `slots` rows of `length` tokens, allocated once. It takes the place of a
+    transformers cache in the model's attention: before a forward `rows` and `positions` say where its tokens
+    belong, `end` what they see."""
 
     def __init__(self, model: Any, slots: int, length: int):
         config, weight = model.config, model.lm_head.weight
         shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
         # zeros, not empty: a masked value that is not a number would still spoil the sum
-        self.keys, self.values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)
+        )
         self.rows: slice | Tensor = slice(0)
-        self.index: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # rows and positions to write, [R, T]
+        # rows and positions to write, [R, T]
+        self.index: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
         self.end = 0
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Store k, v [R, G, T, D] of a layer; returns the keys and values that its rows attend to, [R, G, end, D]."""
+        """Store k, v [R, G, T, D] of a layer; returns the keys and values that its rows attend to, [R, G,
+        end, D]."""
         rows, positions = self.index
         keys, values = self.keys[layer], self.values[layer]
         keys[rows, :, positions], values[rows, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
@@ -94,19 +104,25 @@ class Running:
 
     def __init__(self, answers: list[Answer], vocabulary: int, device: torch.device):
         slots = [answer.slot for answer in answers]
-        self.rows = slice(len(slots)) if slots == [*range(len(slots))] else on_device(slots, device)  # of the cache
+        # of the cache
+        self.rows = slice(len(slots)) if slots == [*range(len(slots))] else on_device(slots, device)
         self.slots = on_device(slots, device)[:, None]  # [R, 1]
-        self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]  # the last ones [R, 1]
-        self.positions = on_device([answer.cached for answer in answers], device)[:, None]  # where they belong
+        # the last ones [R, 1]
+        self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]
+        # where they belong
+        self.positions = on_device([answer.cached for answer in answers], device)[:, None]
         self.draws = Draws([answer.sampling for answer in answers], vocabulary, device)
 
 
-Written = list[list[tuple[int, float, list[TokenLogprob]]]]  # the same as numbers, step by step for each answer
-Drawn = tuple[Tensor, Tensor | None, list[list[TokenLogprob]]]  # of a step: tokens [R], log-probabilities [R], details
+# the same as numbers, step by step for each answer
+Written = list[list[tuple[int, float, list[TokenLogprob]]]]
+# of a step: tokens [R], log-probabilities [R], details
+Drawn = tuple[Tensor, Tensor | None, list[list[TokenLogprob]]]
 
 
-# Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are being
-# read, without gaps, so that a step of all answers works on one slice. `_settle` puts them there before a forward.
+# Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are
+# being read, without gaps, so that a step of all answers works on one slice. `_settle` puts them there before
+# a forward.
 #
 #   A0 A1 A2 | P0 P1        three answers, two prompts
 #   A0 A2 | P0 P1           A1 has ended: A2 and P1 moved to the gaps
@@ -116,9 +132,9 @@ Drawn = tuple[Tensor, Tensor | None, list[list[TokenLogprob]]]  # of a step: tok
 class Decoder:
     """Decodes up to `slots` answers at once, each with its prompt of up to `length` tokens.
 
-    model: a `MiniMindForCausalLM`. end_ids: tokens that end an answer. prefill_tokens: how many tokens of prompts a
-    step reads at most, so that a long prompt does not hold up the answers that are being written. with_logprobs: keep
-    the tokens' log-probabilities.
+    model: a `MiniMindForCausalLM`. end_ids: tokens that end an answer. prefill_tokens: how many tokens of
+    prompts a step reads at most, so that a long prompt does not hold up the answers that are being written.
+    with_logprobs: keep the tokens' log-probabilities.
     """
 
     def __init__(
@@ -137,7 +153,8 @@ class Decoder:
             self.cache = KeyValueCache(model, slots, length)
         self.answers: list[Answer] = []  # that are being written
         self.prompts: list[PromptRow] = []  # that are being read, the first ones first
-        self.running: Running | None = None  # of all answers; None: since it was made, some joined, left or failed
+        # of all answers; None: since it was made, some joined, left or failed
+        self.running: Running | None = None
         self.broken = False  # since moving rows failed, rows and cache do not agree: only `clear` helps
 
     @property
@@ -151,10 +168,14 @@ class Decoder:
         return self.slots - len(self.answers) - sum(len(row.answers) for row in self.prompts)
 
     def add(
-        self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int, top: int | None = None
+        self,
+        prompt: Sequence[int],
+        samplings: Sequence[Sampling],
+        max_new_tokens: int,
+        top: int | None = None,
     ) -> list[Answer]:
-        """Begin one answer for each sampling; the prompt is read once. Raises ValueError if there is no room for so
-        many answers, or prompt and answer are longer than the cache.
+        """Begin one answer for each sampling; the prompt is read once. Raises ValueError if there is no room
+        for so many answers, or prompt and answer are longer than the cache.
 
         top: keep the log-probabilities of the tokens and of so many of the likeliest."""
         if not 1 <= len(samplings) <= self.free:
@@ -184,19 +205,20 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, count: int = 1) -> list[Answer]:
-        """Read a chunk of the prompts that wait, and write a token, or `count`, of every answer that is under way.
+        """Read a chunk of the prompts that wait, and write a token, or `count`, of every answer that is under
+        way.
 
         Returns the answers that got tokens; those with a `finish` have left.
         """
         return [*self.decode(count=count), *self.prefill()]
 
-    # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried again with
-    # some of the rows; unless the decoder is `broken` then.
+    # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried
+    # again with some of the rows; unless the decoder is `broken` then.
 
     @torch.inference_mode()
     def decode(self, only: Collection[Answer] | None = None, count: int = 1) -> list[Answer]:
-        """Write a token of every answer that is under way, or of some of them; or up to `count` tokens, a forward for
-        each, before it is looked which answers have ended."""
+        """Write a token of every answer that is under way, or of some of them; or up to `count` tokens, a
+        forward for each, before it is looked which answers have ended."""
         self._settle()
         answers = [answer for answer in self.answers if only is None or answer in only]
         if not answers:
@@ -211,7 +233,8 @@ class Decoder:
             hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
             drawn.append(self._draw(running.draws, answers, self._logits(hidden[:, 0]), uniform))
             tokens = drawn[-1][0][:, None]
-            positions = (positions + 1).clamp(max=self.length - 1)  # an answer that has ended stays in its row
+            # an answer that has ended stays in its row
+            positions = (positions + 1).clamp(max=self.length - 1)
         written = self._read(drawn)
         if only is None:
             running.tokens, running.positions, self.running = tokens, positions, running
@@ -221,8 +244,8 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
-        """One forward over the next tokens of the first prompts, or of those of some answers; answers whose prompt is
-        read get their first token."""
+        """One forward over the next tokens of the first prompts, or of those of some answers; answers whose
+        prompt is read get their first token."""
         chosen: list[PromptRow] = []
         width = 0  # of the padded batch
         for row in self.prompts:
@@ -266,7 +289,8 @@ class Decoder:
         return self._write(answers, written)
 
     def _settle(self) -> None:
-        """Give every answer and prompt a row of its own, answers first, and move there what is cached of it."""
+        """Give every answer and prompt a row of its own, answers first, and move there what is cached of
+        it."""
         count, total = len(self.answers), len(self.answers) + len(self.prompts)
         stays: dict[int, PromptRow | Answer] = {}
         for row in self.rows:
@@ -288,14 +312,18 @@ class Decoder:
         self.answers.sort(key=lambda answer: answer.slot)
         self.running = None
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int
+    ) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache; slots [R, 1]: their numbers."""
         cache, inner = self.cache, self.model.model
         end = min(end + -end % 8, self.length)  # kernels of GPUs want masks of such rows
         cache.rows, cache.index, cache.end = rows, (slots, positions), end
         seen = inner.visible(positions, end)[:, None]  # [R, 1, T, end]
-        mask = torch.full_like(seen, -torch.inf, dtype=cache.keys.dtype).masked_fill_(seen, 0)  # once for all layers
-        embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)  # as in training: float32 between the products
+        # once for all layers
+        mask = torch.full_like(seen, -torch.inf, dtype=cache.keys.dtype).masked_fill_(seen, 0)
+        # as in training: float32 between the products
+        embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)
         return inner(embeds, positions, mask, cache)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -313,11 +341,17 @@ class Decoder:
         if all(top is None for top in tops):
             return tokens, logprobs, [[] for _ in answers]
         found = zip(tops, top_logprobs(logits, tokens, max(top or 0 for top in tops)), strict=True)
-        return tokens, logprobs, [[] if top is None else [one._replace(top=one.top[:top])] for top, one in found]
+        return (
+            tokens,
+            logprobs,
+            [[] if top is None else [one._replace(top=one.top[:top])] for top, one in found],
+        )
 
     def _read(self, drawn: list[Drawn]) -> Written:
         """What was drawn, step by step for each answer. Sync point."""
-        tensors = [tokens for tokens, *_ in drawn] + [logprobs for _, logprobs, _ in drawn if logprobs is not None]
+        tensors = [tokens for tokens, *_ in drawn] + [
+            logprobs for _, logprobs, _ in drawn if logprobs is not None
+        ]
         found = torch.stack(tensors).tolist()  # one copy; as float32, in which token ids are exact
         logprobs = found[len(drawn) :] or [[0.0] * len(found[0])] * len(drawn)
         columns = zip(found, logprobs, (details for *_, details in drawn), strict=False)
@@ -347,7 +381,9 @@ def fitting_slots(model: Any, length: int) -> int:
     weight, config = model.lm_head.weight, model.config
     if weight.device.type != "cuda":
         return SLOTS
-    of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
+    of_token = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
+    )
     of_logits = 16 * config.vocab_size  # logits, scaled logits, probabilities and one more, in float32
     idle = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
     free = torch.cuda.mem_get_info(weight.device)[0] + idle
@@ -363,9 +399,9 @@ def generate(
     slots: int = 0,
     with_logprobs: bool = False,
 ) -> list[list[Answer]]:
-    """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a time (0: as
-    many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one prompt). Raises ValueError
-    if a prompt is empty, or has more answers than there are slots.
+    """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a
+    time (0: as many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one
+    prompt). Raises ValueError if a prompt is empty, or has more answers than there are slots.
 
     max_new_tokens: of every answer, or of those of each prompt."""
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
@@ -375,7 +411,9 @@ def generate(
     burst = BURST.get(decoder.device.type, 8)
     groups: list[list[Answer]] = []
     while len(groups) < len(prompts) or decoder.rows:
-        while len(groups) < len(prompts) and (not decoder.rows or len(samplings[len(groups)]) <= decoder.free):
+        while len(groups) < len(prompts) and (
+            not decoder.rows or len(samplings[len(groups)]) <= decoder.free
+        ):
             groups.append(decoder.add(prompts[len(groups)], samplings[len(groups)], new[len(groups)]))
         decoder.step(burst)
     return groups

@@ -9,13 +9,17 @@ from common.errors import UserError
 
 
 def is_plain(layer: object, kind: type[nn.Module]) -> bool:
-    """Whether calling a layer does what `kind.forward` does and nothing else: no forward method of its own, no hooks.
+    """Whether calling a layer does what `kind.forward` does and nothing else: no forward method of its own,
+    no hooks.
 
-    Only such a layer may be computed from its parameters, without a call. A weight under torch's `parametrize` is
+    Only such a layer may be computed from its parameters, without a call. A weight under torch's
+    `parametrize` is
     plain: reading it computes it."""
     if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
-    has_hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    has_hooks = (
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )
     return not has_hooks
 
 

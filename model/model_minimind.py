@@ -1,10 +1,11 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE; see feed_forward.py).
 
-Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load into a
-stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged.
+Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
+into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged.
 
-There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M targets, V
-vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per token):
+There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
+targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
+token):
 
     padded  model(input_ids [B, T], attention_mask [B, T])             generation; `generate()` is transformers' own
     flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1],  training without padding: samples concatenated,
@@ -26,19 +27,27 @@ from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
 from model.attention import Spans, flat_attention, has_varlen_kernel, padded_attention
-from model.feed_forward import FeedForward, JoinedLinear, MOEFeedForward, can_join, load_balancing_loss, product_dtype
+from model.feed_forward import (
+    FeedForward,
+    JoinedLinear,
+    MOEFeedForward,
+    can_join,
+    load_balancing_loss,
+    product_dtype,
+)
 from model.flat_batch import head_cross_entropy, pad_rows
 from model.linear import is_plain
 
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others' frequencies depend on the length of the input
+# the others' frequencies depend on the length of the input
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 class MiniMindConfig(PretrainedConfig):
     """The shape of a MiniMind model; the defaults are MiniMind-3's, at the small hidden size of 512.
 
     For contexts beyond the training length pass transformers' `rope_scaling`, such as `{"rope_type": "yarn",
-    "factor": 4.0, "original_max_position_embeddings": 2048}`, of a type in ROPE_TYPES; `inference_rope_scaling` is
-    MiniMind's setting of it; `top_k` is another name of `num_experts_per_tok`.
+    "factor": 4.0, "original_max_position_embeddings": 2048}`, of a type in ROPE_TYPES;
+    `inference_rope_scaling` is MiniMind's setting of it; `top_k` is another name of `num_experts_per_tok`.
 
     Raises:
         UserError: of `rope_scaling`, or of more experts per token than there are."""
@@ -81,27 +90,31 @@ class MiniMindConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
-            raise UserError(f"rope_scaling of type {rope_type} is not supported; use one of {', '.join(ROPE_TYPES)}")
+            raise UserError(
+                f"rope_scaling of type {rope_type} is not supported; use one of {', '.join(ROPE_TYPES)}"
+            )
         if self.use_moe and self.num_experts_per_tok > self.num_experts:
             raise UserError(
                 f"num_experts_per_tok {self.num_experts_per_tok} must be num_experts {self.num_experts} or less"
             )
 
     def own_fields(self) -> dict[str, Any]:
-        """All fields under Hugging Face's names, without what transformers adds for itself: what `MiniMindConfig`
-        needs to be made again. Files of weights, checkpoints and the run fingerprint hold them."""
+        """All fields under Hugging Face's names, without what transformers adds for itself: what
+        `MiniMindConfig` needs to be made again. Files of weights, checkpoints and the run fingerprint hold
+        them."""
         values = self.to_dict()
         return {name: values[name] for name in type(self).__annotations__}
 
 
 def has_fused_norm(weight: Tensor) -> bool:
-    """Whether torch has one kernel for RMSNorm with Qwen3's rounding: on CUDA, where the weight is in float32."""
+    """Whether torch has one kernel for RMSNorm with Qwen3's rounding: on CUDA, where the weight is in
+    float32."""
     return weight.is_cuda and weight.dtype == torch.float32
 
 
 class NormInFewPasses(torch.autograd.Function):
-    """RMSNorm in float32 with its derivative written out: the same numbers in two thirds of autograd's time on a CPU,
-    and one tensor less kept for the backward pass."""
+    """RMSNorm in float32 with its derivative written out: the same numbers in two thirds of autograd's time
+    on a CPU, and one tensor less kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,8 +133,8 @@ class NormInFewPasses(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (arXiv:1910.07467), in float32 as in Qwen3; returns the weight's
-    dtype."""
+    """Root mean square norm over the last dimension (arXiv:1910.07467), in float32 as in Qwen3; returns the
+    weight's dtype."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -135,12 +148,14 @@ class RMSNorm(nn.Module):
         training = self.weight.dtype == torch.float32 and torch.is_grad_enabled()
         if training and not torch.compiler.is_compiling():  # which saves the passes itself
             return cast(Tensor, NormInFewPasses.apply(x, self.weight, self.eps))
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(self.weight.dtype)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            self.weight.dtype
+        )
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), with transformers' frequencies for longer contexts
-    if so configured, such as YaRN's (arXiv:2309.00071)."""
+    """cos and sin of the rotary angles (RoFormer, arXiv:2104.09864), with transformers' frequencies for
+    longer contexts if so configured, such as YaRN's (arXiv:2309.00071)."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -163,9 +178,11 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of x [..., heads, D] by the angles, in Llama's layout (dimension i pairs with i + D / 2).
+    """Rotate each head of x [..., heads, D] by the angles, in Llama's layout (dimension i pairs with i + D /
+    2).
 
-    cos, sin [..., D]; the first half of `sin` is negated, so a roll does what is usually a split, negation and concat.
+    cos, sin [..., D]; the first half of `sin` is negated, so a roll does what is usually a split, negation
+    and concat.
     """
     return torch.addcmul(x * cos.unsqueeze(-2), x.roll(x.shape[-1] // 2, dims=-1), sin.unsqueeze(-2))
 
@@ -173,12 +190,16 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class NormAndRotary(torch.autograd.Function):
     """`RMSNorm` and `apply_rotary` of query and key heads side by side, with the derivative written out.
 
-    From qkv [..., H + 2G, D], the norms' weights [D], and cos, sin [..., 1, D]: q [..., H, D] and k [..., G, D] in
-    `dtype`, v [..., G, D] as it is. Kept for the backward pass: qkv, and one number for each head."""
+    From qkv [..., H + 2G, D], the norms' weights [D], and cos, sin [..., 1, D]: q [..., H, D] and k [..., G,
+    D] in `dtype`, v [..., G, D] as it is. Kept for the backward pass: qkv, and one number for each head."""
 
     @staticmethod
-    def forward(ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps, sizes, dtype):
-        weight = torch.cat([weight.expand(n, -1) for weight, n in zip((q_weight, k_weight), sizes, strict=True)])
+    def forward(
+        ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps, sizes, dtype
+    ):
+        weight = torch.cat(
+            [weight.expand(n, -1) for weight, n in zip((q_weight, k_weight), sizes, strict=True)]
+        )
         normed, v = qkv.split((len(weight), sizes[1]), dim=-2)
         normed, scale = torch._fused_rms_norm(normed.float(), q_weight.shape, None, eps)  # one kernel on CUDA
         ctx.save_for_backward(qkv, weight, cos, sin, scale)
@@ -222,13 +243,20 @@ class Attention(nn.Module):
     def has_plain_norms(self) -> bool:
         """Whether `NormAndRotary` computes what the norms of query and key heads do."""
         q, k = self.q_norm, self.k_norm
-        return is_plain(q, RMSNorm) and is_plain(k, RMSNorm) and q.eps == k.eps and q.weight.dtype == torch.float32
+        return (
+            is_plain(q, RMSNorm)
+            and is_plain(k, RMSNorm)
+            and q.eps == k.eps
+            and q.weight.dtype == torch.float32
+        )
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
         layers = self.q_proj, self.k_proj, self.v_proj
         if can_join(x, *layers) and self.has_plain_norms():
-            qkv = JoinedLinear.apply(x, *(layer.weight for layer in layers)).unflatten(-1, (-1, self.head_dim))
+            qkv = JoinedLinear.apply(x, *(layer.weight for layer in layers)).unflatten(
+                -1, (-1, self.head_dim)
+            )
             dtype = qkv.dtype if has_varlen_kernel(qkv) else torch.float32
             sizes = [layer.out_features // self.head_dim for layer in layers[:2]]
             rest = (cos.unsqueeze(-2), sin.unsqueeze(-2), self.q_norm.eps, sizes, dtype)
@@ -236,7 +264,9 @@ class Attention(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
         return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None):
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None
+    ):
         q, k, v = self.heads(x.to(product_dtype(x)), *rotary)
         if flat is not None:
             out = flat_attention(q, k, v, flat)
@@ -289,7 +319,8 @@ class MiniMindModel(nn.Module):
 
     @staticmethod
     def visible(positions: Tensor, end: int) -> Tensor:
-        """Which of the keys at positions 0 to end - 1 the queries at `positions` [R, T] see -> bool [R, T, end]."""
+        """Which of the keys at positions 0 to end - 1 the queries at `positions` [R, T] see -> bool [R, T,
+        end]."""
         return torch.arange(end, device=positions.device) <= positions[..., None]
 
 
@@ -309,7 +340,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, RotaryEmbedding):  # from_pretrained builds on the meta device and leaves buffers empty
+        # from_pretrained builds on the meta device and leaves buffers empty
+        if isinstance(module, RotaryEmbedding):
             module.inv_freq.copy_(module.frequencies()[0])
         elif isinstance(module, MOEFeedForward):
             module.tokens_per_expert.zero_()
@@ -334,15 +366,17 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
 
-        Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the head
-        runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller divides by the
-        counts of the whole update; with `reduction` "none" the loss is [M], minus the log-probability of each target.
-        Without `targets`: logits [M, V] instead of a loss; without `target_index`, [N, V]. `host_cu_seqlens` [S + 1]
-        are the `cu_seqlens` for the host to read; without them it may wait for the device. `seen_keys`: where samples
-        begin alike, `key_index` [R], and of these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see
-        `collate_shared` in dataset/lm_dataset.py.
-        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be added. The
-        aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute it.
+        Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens;
+        the head runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the
+        caller divides by the counts of the whole update; with `reduction` "none" the loss is [M], minus the
+        log-probability of each target. Without `targets`: logits [M, V] instead of a loss; without
+        `target_index`, [N, V]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
+        them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
+        `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py.
+        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be
+            added. The
+        aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute
+            it.
         """
         embeds = self.model.embed_tokens(input_ids)
         if cu_seqlens is not None:
@@ -362,7 +396,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):
             ones = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
-            real = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else ones  # [B, T]
+            # [B, T]
+            real = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else ones
             sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
             aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
         if labels is not None:
@@ -384,9 +419,13 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
         rows, extra = len(target_index), pad_rows(target_index)
         hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
-        aux_loss, positions = hidden.new_zeros((), dtype=torch.float32), torch.arange(len(embeds), device=embeds.device)
+        aux_loss, positions = (
+            hidden.new_zeros((), dtype=torch.float32),
+            torch.arange(len(embeds), device=embeds.device),
+        )
         if self.config.use_moe:
-            sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)  # [N], padding rows get S
+            # [N], padding rows get S
+            sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)
             aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
         if targets is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden)[:rows], aux_loss=aux_loss)

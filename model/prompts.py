@@ -1,7 +1,8 @@
-"""The tokens of a conversation or a text that the model is to continue, and the text of special tokens within one.
+"""The tokens of a conversation or a text that the model is to continue, and the text of special tokens within
+one.
 
-Only the chat template writes special tokens. The text of one inside a message or a tool (`<|im_end|>`) becomes ordinary
-tokens that spell it, so nobody can end a turn or begin another from within a message.
+Only the chat template writes special tokens. The text of one inside a message or a tool (`<|im_end|>`)
+becomes ordinary tokens that spell it, so nobody can end a turn or begin another from within a message.
 """
 
 import re
@@ -20,7 +21,8 @@ PRIVATE_USE = 0x100000  # the first character of the last plane, which has no me
 
 
 class Piece(NamedTuple):
-    """A part of a prompt's text; `is_plain`: the text of a special token, which must not become that token."""
+    """A part of a prompt's text; `is_plain`: the text of a special token, which must not become that
+    token."""
 
     text: str
     is_plain: bool
@@ -36,8 +38,8 @@ def prompt_pieces(
     """A conversation as its chat template writes it, up to where the assistant's next turn begins.
 
     opening: how that turn begins, such as the call of a chosen tool. variables: of the template, such as
-    `enable_thinking` (Qwen3's name, and ours), which MiniMind's template gets as `open_thinking`. Raises ValueError if
-    the tokenizer has no chat template, or it refuses the conversation."""
+    `enable_thinking` (Qwen3's name, and ours), which MiniMind's template gets as `open_thinking`. Raises
+    ValueError if the tokenizer has no chat template, or it refuses the conversation."""
     special = _backends(tokenizer)[2]
     options = {"tools": special.hide(tools) or None, "tokenize": False, "add_generation_prompt": True}
     if "enable_thinking" in variables:
@@ -50,8 +52,8 @@ def prompt_pieces(
 
 
 class SpecialTexts:
-    """The text of a tokenizer's special tokens. While a template is rendered, characters for private use stand for it,
-    as many, so that nothing moves.
+    """The text of a tokenizer's special tokens. While a template is rendered, characters for private use
+    stand for it, as many, so that nothing moves.
 
     Args:
         backend: of the tokenizer.
@@ -63,7 +65,8 @@ class SpecialTexts:
         self.stand_ins = {content: chr(PRIVATE_USE + i) * len(content) for i, content in enumerate(ordered)}
         self.contents = {stand_in: content for content, stand_in in self.stand_ins.items()}
         self.pattern, self.hidden = (
-            re.compile("|".join(map(re.escape, texts)) or "(?!)") for texts in (ordered, self.stand_ins.values())
+            re.compile("|".join(map(re.escape, texts)) or "(?!)")
+            for texts in (ordered, self.stand_ins.values())
         )
 
     def hide(self, value: Any) -> Any:
@@ -72,7 +75,11 @@ class SpecialTexts:
             return self.pattern.sub(lambda match: self.stand_ins[match[0]], value)
         if isinstance(value, list):
             return [self.hide(entry) for entry in value]
-        return {self.hide(key): self.hide(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+        return (
+            {self.hide(key): self.hide(entry) for key, entry in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
 
     def pieces(self, text: str) -> list[Piece]:
         """A rendered text with what was hidden, which is plain; the first piece is not, but may be empty."""
@@ -86,23 +93,31 @@ class SpecialTexts:
 def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: list[Piece]) -> list[int]:
     """The token ids of a prompt."""
     usual, plain, _ = _backends(tokenizer)
-    encoded = ((plain if is_plain else usual).encode(text, add_special_tokens=False) for text, is_plain in pieces)
+    encoded = (
+        (plain if is_plain else usual).encode(text, add_special_tokens=False) for text, is_plain in pieces
+    )
     return [token for encoding in encoded for token in encoding.ids]
 
 
 def prompt_tokens(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], tools: list[dict] | None = None, **variables: Any
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    **variables: Any,
 ) -> list[int]:
     """The token ids of a conversation up to where the assistant's next answer begins. Raises ValueError."""
     return encode_pieces(tokenizer, prompt_pieces(tokenizer, messages, tools, **variables))
 
 
 def document_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The token ids of a text that the model is to continue: as a document begins in pretraining, unless the text
-    itself begins with a special token."""
+    """The token ids of a text that the model is to continue: as a document begins in pretraining, unless the
+    text itself begins with a special token."""
     usual, _, special = _backends(tokenizer)
     start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-    return [*([] if special.pattern.match(text) else start), *usual.encode(text, add_special_tokens=False).ids]
+    return [
+        *([] if special.pattern.match(text) else start),
+        *usual.encode(text, add_special_tokens=False).ids,
+    ]
 
 
 def plain_backend(backend: Tokenizer) -> Tokenizer:
@@ -114,7 +129,8 @@ def plain_backend(backend: Tokenizer) -> Tokenizer:
 
 @lru_cache(maxsize=8)
 def _backends(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tokenizer, Tokenizer, SpecialTexts]:
-    """A copy of the tokenizer's backend, the one to which the text of a special token is text, and these texts."""
+    """A copy of the tokenizer's backend, the one to which the text of a special token is text, and these
+    texts."""
     usual = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
     usual.no_truncation()  # both are of whoever saved the tokenizer, or called it last
     usual.no_padding()

@@ -1,8 +1,8 @@
 """Drawing the next token from logits, for many answers at once.
 
-A token is drawn with one uniform number, by the inverse of the cumulated softmax(logits / temperature). The number is a
-function of the answer's seed and of the number of the token in the answer alone, so it does not matter which other
-answers are drawn in the same call, nor on which device.
+A token is drawn with one uniform number, by the inverse of the cumulated softmax(logits / temperature). The
+number is a function of the answer's seed and of the number of the token in the answer alone, so it does not
+matter which other answers are drawn in the same call, nor on which device.
 
 Shape legend: R rows (answers), V vocabulary, B blocks of it.
 """
@@ -23,8 +23,9 @@ NUCLEUS = 64  # candidates that `top_p` looks at first; sorting the vocabulary t
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are drawn: from the `top_k` likeliest (0: all), of these from the smallest set with
-    probability `top_p` (1: all). A temperature below COLDEST, such as 0, takes the likeliest, always."""
+    """How the tokens of one answer are drawn: from the `top_k` likeliest (0: all), of these from the smallest
+    set with probability `top_p` (1: all). A temperature below COLDEST, such as 0, takes the likeliest,
+    always."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -32,12 +33,13 @@ class Sampling:
     seed: int = 0
 
 
-DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)  # of a chat, on the terminal, the page and the server
+# of a chat, on the terminal, the page and the server
+DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)
 
 
 def default_sampling(model: Any) -> Sampling:
-    """How answers of a model are drawn unless asked otherwise: as the generation config beside its weights says
-    (`read_sampling` of trainer/components/model_import.py), else DEFAULTS."""
+    """How answers of a model are drawn unless asked otherwise: as the generation config beside its weights
+    says (`read_sampling` of trainer/weights/import_hf.py), else DEFAULTS."""
     return getattr(model, "sampling", DEFAULTS)
 
 
@@ -48,9 +50,9 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
-    """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform` [R, 1] of
-    the whole; never one of weight 0. Float32 could not tell the tail's tokens apart in a sum over all, so sums of
-    blocks are cumulated in `uniform`'s dtype, and then the weights of one block."""
+    """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform`
+    [R, 1] of the whole; never one of weight 0. Float32 could not tell the tail's tokens apart in a sum over
+    all, so sums of blocks are cumulated in `uniform`'s dtype, and then the weights of one block."""
     size = weights.shape[1]
     extra = -size % BLOCK
     blocks = (F.pad(weights, (0, extra)) if extra else weights).unflatten(1, (-1, BLOCK))  # [R, B, BLOCK]
@@ -91,17 +93,22 @@ class Draws:
         self.top_p = _column([s.top_p for s in likely], device)
 
     def numbers(self, begin: Sequence[int], count: int) -> Tensor:
-        """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count, R, 1]:
-        float64 where the device has it, functions of the seed (64 bits count) and the token's number alone, by
-        SplitMix64 (Steele et al., OOPSLA 2014)."""
+        """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count,
+        R, 1]: float64 where the device has it, functions of the seed (64 bits count) and the token's number
+        alone, by SplitMix64 (Steele et al., OOPSLA 2014)."""
         numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
         bits = _mixed(self.seeds + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
         uniform = torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[..., None]
-        return uniform.to(self.device, torch.float32 if self.device.type == "mps" else None, non_blocking=True)
+        return uniform.to(
+            self.device, torch.float32 if self.device.type == "mps" else None, non_blocking=True
+        )
 
-    def draw(self, logits: Tensor, uniform: Tensor, with_logprobs: bool = False) -> tuple[Tensor, Tensor | None]:
-        """A token [R] from each row of logits [R, V] by uniform numbers [R, 1], and, if asked for, its log-probability
-        [R] under softmax(logits / temperature), with temperature 1 for greedy ones; top_k and top_p do not count."""
+    def draw(
+        self, logits: Tensor, uniform: Tensor, with_logprobs: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """A token [R] from each row of logits [R, V] by uniform numbers [R, 1], and, if asked for, its
+        log-probability [R] under softmax(logits / temperature), with temperature 1 for greedy ones; top_k and
+        top_p do not count."""
         tokens = logits.new_empty(len(logits), dtype=torch.int64)
         scores = logits if self.temperature is None else logits / self.temperature
         probs = scores.softmax(dim=-1) if with_logprobs or self.rows.keys() != {"greedy"} else scores
@@ -151,7 +158,8 @@ class TokenLogprob(NamedTuple):
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
-    """What logits [R, V] say of tokens [R] and of the `top` likeliest; temperature, top_k and top_p do not count."""
+    """What logits [R, V] say of tokens [R] and of the `top` likeliest; temperature, top_k and top_p do not
+    count."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     values, ids = (tensor.tolist() for tensor in logprobs.topk(min(top, logprobs.shape[1]), dim=-1))

@@ -1,12 +1,13 @@
-"""Measure training speed: real tokens per second, MFU against the measured matmul peak, and the ratio to a peer.
+"""Measure training speed: real tokens per second, MFU against the measured matmul peak, and the ratio to a
+peer.
 
     python scripts/benchmark.py --preset 30m --stage sft --data_path data/sft.jsonl --batch_size 8
     python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --packing 1 --json out/speed.json
     python scripts/benchmark.py --data_path data/sft.jsonl --peer minimind --peer_path ../minimind --json out/ratio.json
 
-It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps only the
-figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples (see
-scripts/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
+It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
+only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
+(see scripts/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
 """
 
 import json
@@ -22,7 +23,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # before torch, as in the stages
 
@@ -36,14 +38,14 @@ from common.settings import StageArgs, add_flags, setting, settings_of
 from scripts.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
-from trainer.components.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
-from trainer.components.distributed import world_size
-from trainer.components.flops import peak_rate
-from trainer.components.meter import Meter
-from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import unwrap
-from trainer.components.state import TrainState
+from trainer.devices.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
+from trainer.devices.process_group import world_size
+from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update, update_size
+from trainer.optim.build import build_optimizer
+from trainer.report.flops import peak_rate
+from trainer.report.speed import Meter
+from trainer.run.state import TrainState
 
 STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -128,13 +130,15 @@ class Ours:
         self.peak = peak_rate(autocast, device)
 
     def train(self, updates: int) -> Block:
-        """Time the next updates with their data loading. As in training, only the end waits for the device. Raises
-        UserError if there are too few data."""
+        """Time the next updates with their data loading. As in training, only the end waits for the device.
+        Raises UserError if there are too few data."""
         meter, losses = Meter(), []
         for _ in range(updates):
             window = meter.fetch(self.batches, self.args.accumulation_steps)
             if len(window) < self.args.accumulation_steps:
-                raise UserError("--data_path holds too few samples; use fewer --updates or a smaller --batch_size")
+                raise UserError(
+                    "--data_path holds too few samples; use fewer --updates or a smaller --batch_size"
+                )
             sizes = [self.state.size(batch) for batch in window]
             targets, tokens, _ = update_size(self.state, sizes)
             losses.append(train_update(self.state, window, targets, tokens)[0][0])
@@ -160,7 +164,8 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
 
 
 def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
-    """Alternate blocks of updates, in changing order; returns our blocks, and the comparison with the peer."""
+    """Alternate blocks of updates, in changing order; returns our blocks, and the comparison with the
+    peer."""
     args, blocks, pairs = ours.args, [], []
     seen = [peer.train(args.warmup * args.accumulation_steps)]
     for pair in range(args.repeat):
@@ -171,7 +176,9 @@ def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
                 seen.append(peer.train(args.updates * args.accumulation_steps))
         mine, theirs = blocks[-1].rate, sum(seen[-1]["tokens"]) / seen[-1]["seconds"]
         pairs.append({"ours": mine, "peer": theirs, "ratio": mine / theirs})
-        utils.Logger(f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}")
+        utils.Logger(
+            f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}"
+        )
     tokens, targets, size, loss = (
         np.concatenate([each[n] for each in seen]) for n in ("tokens", "targets", "size", "loss")
     )
@@ -187,7 +194,12 @@ def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
         theirs = (sums / counts).tolist()
         largest = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs, strict=True))
         agree = largest <= TOLERANCE
-        figures["losses"] = {"ours": ours.losses, "peer": theirs, "largest_difference": largest, "agree": agree}
+        figures["losses"] = {
+            "ours": ours.losses,
+            "peer": theirs,
+            "largest_difference": largest,
+            "agree": agree,
+        }
     return blocks, figures
 
 
@@ -200,7 +212,9 @@ def print_figures(figures: dict[str, Any]) -> None:
         losses = figures["losses"]
         verdict = "agree" if losses["agree"] else "DISAGREE, so the speeds are not comparable"
         count, largest = len(losses["ours"]), losses["largest_difference"]
-        utils.Logger(f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}")
+        utils.Logger(
+            f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}"
+        )
 
 
 def main() -> None:
@@ -223,7 +237,12 @@ def main() -> None:
     if args.json and utils.is_main_process():
         device = ours.state.device
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine, "device": str(device)}
+        about = {
+            "command": shlex.join(sys.argv),
+            "date": str(date.today()),
+            "machine": machine,
+            "device": str(device),
+        }
         about |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)

@@ -1,4 +1,5 @@
-"""Chat with a trained model in the terminal; answers are streamed. On a pipe: each line is a message, answers out.
+"""Chat with a trained model in the terminal; answers are streamed. On a pipe: each line is a message, answers
+out.
 
 python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
@@ -16,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
@@ -28,8 +30,8 @@ from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
 from scripts.toolbox import ROUNDS, Toolbox
-from trainer.components.environments import SHIPPED
-from trainer.components.trained_weights import add_trained_model_flags, load_model
+from trainer.rollouts.environments import SHIPPED
+from trainer.weights.for_tools import add_trained_model_flags, load_model
 
 DRAWN = ("temperature", "top_p", "top_k")
 HELP = """/reset          start a new conversation
@@ -48,22 +50,40 @@ def parse_args() -> argparse.Namespace:
     text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
     flag("--form", choices=("chat", "text"), default="chat", help=text)
     flag("--system", default="", help="system prompt")
-    flag("--tools", help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas")
-    flag("--open_thinking", type=int, choices=(0, 1), default=0, help="1: have the model reason before it answers")
+    flag(
+        "--tools",
+        help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas",
+    )
+    flag(
+        "--open_thinking",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: have the model reason before it answers",
+    )
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag(
-        "--max_seq_len", type=int, help="longest conversation, in tokens (default: the model's max_position_embeddings)"
+        "--max_seq_len",
+        type=int,
+        help="longest conversation, in tokens (default: the model's max_position_embeddings)",
     )
     default = "(default: the model's generation_config.json, else {})"
     drawn = {name: default.format(getattr(DEFAULTS, name)) for name in DRAWN}
     flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")
-    flag("--top_p", type=float, help=f"sample from the smallest set of tokens with this probability {drawn['top_p']}")
-    flag("--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}")
+    flag(
+        "--top_p",
+        type=float,
+        help=f"sample from the smallest set of tokens with this probability {drawn['top_p']}",
+    )
+    flag(
+        "--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}"
+    )
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
     of_chats = [f"--{name}" for name in ("system", "tools", "open_thinking") if getattr(args, name)]
     limits = {
-        f"--form text is no conversation; leave {', '.join(of_chats)} out": args.form == "chat" or not of_chats,
+        f"--form text is no conversation; leave {', '.join(of_chats)} out": args.form == "chat"
+        or not of_chats,
         "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
         "--top_p must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
         "--top_k must not be negative": args.top_k is None or args.top_k >= 0,
@@ -98,21 +118,23 @@ class Chat:
         self.conversation = Conversation(self.tokenizer, limit, system, self.toolbox.tools, thinking)
 
     def say(self, text: str) -> None:
-        """Answer a message, or with `--form text` stream how a document goes on that begins with it. Raises UserError
-        if it is too long, or the chat template refuses it."""
+        """Answer a message, or with `--form text` stream how a document goes on that begins with it. Raises
+        UserError if it is too long, or the chat template refuses it."""
         if self.args.form == "chat":
             self.hear({"role": "user", "content": text})
             return
         tokens, limit = document_tokens(self.tokenizer, text), self.conversation.limit
         room = limit - min(self.args.max_new_tokens, limit // 2)
         if len(tokens) > room:
-            raise UserError(f"the text is too long: {len(tokens)} tokens, and {room} of the {limit} are for it")
+            raise UserError(
+                f"the text is too long: {len(tokens)} tokens, and {room} of the {limit} are for it"
+            )
         self.answer(tokens)
 
     def hear(self, message: dict) -> dict[str, Any]:
-        """Add a message, stream the answer and return it; `{}` if there was none. The answer's calls of tools are
-        executed, and their results answered in turn. Raises UserError if the message is too long, or the chat template
-        refuses it; it is not added."""
+        """Add a message, stream the answer and return it; `{}` if there was none. The answer's calls of tools
+        are executed, and their results answered in turn. Raises UserError if the message is too long, or the
+        chat template refuses it; it is not added."""
         answer = self._hear([message])
         for _ in range(ROUNDS if self.toolbox.tools else 0):
             calls = [call["function"] for call in answer.get("tool_calls", ())]
@@ -127,7 +149,8 @@ class Chat:
         return answer
 
     def _hear(self, messages: list[dict]) -> dict[str, Any]:
-        """Add messages, stream the answer, add and return it; without an answer the messages are not added."""
+        """Add messages, stream the answer, add and return it; without an answer the messages are not
+        added."""
         self.conversation.messages += messages
         try:
             tokens, dropped = self.conversation.prompt(self.args.max_new_tokens)
@@ -189,10 +212,12 @@ class Chat:
             self.say(line)
 
     def save(self, path: str) -> None:
-        """Append the conversation to a JSONL file. Raises UserError if there is no answer yet, or the file cannot be
-        written."""
+        """Append the conversation to a JSONL file. Raises UserError if there is no answer yet, or the file
+        cannot be written."""
         if not path or not self.conversation.messages:
-            raise UserError("/save needs a FILE, such as /save chats.jsonl" if not path else "there is nothing to save")
+            raise UserError(
+                "/save needs a FILE, such as /save chats.jsonl" if not path else "there is nothing to save"
+            )
         try:
             with open(Path(path).expanduser(), "a", encoding="utf-8") as file:
                 file.write(json.dumps(self.conversation.record(), ensure_ascii=False) + "\n")
@@ -220,9 +245,10 @@ def on_terminal(chat: Chat) -> None:
 
 
 def on_pipe(chat: Chat) -> None:
-    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped. Commands are for
-    who types: a line of a file is a message, whatever it says. Raises UserError if a line is not UTF-8, or cannot be
-    answered."""
+    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped.
+    Commands are for
+    who types: a line of a file is a message, whatever it says. Raises UserError if a line is not UTF-8, or
+    cannot be answered."""
     is_typed = sys.stdin.isatty()
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:

@@ -11,10 +11,13 @@ from model import prompts
 
 
 def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list[dict] | None = None, **variables: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    **variables: Any,
 ) -> list[int]:
-    """The token ids of a conversation up to where the assistant's next answer begins (see model/prompts.py). Raises
-    UserError if the tokenizer has no chat template, or it refuses the conversation."""
+    """The token ids of a conversation up to where the assistant's next answer begins (see model/prompts.py).
+    Raises UserError if the tokenizer has no chat template, or it refuses the conversation."""
     try:
         return prompts.prompt_tokens(tokenizer, messages, tools, **variables)
     except ValueError as error:
@@ -44,9 +47,9 @@ class Conversation:
     def prompt(self, answer: int) -> tuple[list[int], int]:
         """The prompt's token ids and how many messages were dropped for it.
 
-        The oldest turns are dropped, a user's message with all that follows up to the next one's, until `answer` tokens
-        fit behind the prompt (or half the context, if that is less). Raises UserError if the newest turn alone is too
-        long; nothing is dropped then."""
+        The oldest turns are dropped, a user's message with all that follows up to the next one's, until
+        `answer` tokens fit behind the prompt (or half the context, if that is less). Raises UserError if the
+        newest turn alone is too long; nothing is dropped then."""
         room = self.limit - min(answer, self.limit // 2)
         begins = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         kept = self.messages
@@ -56,7 +59,9 @@ class Conversation:
             if len(tokens) <= room:
                 return tokens, first
         self.messages = kept
-        raise UserError(f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it")
+        raise UserError(
+            f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it"
+        )
 
     def record(self) -> dict[str, Any]:
         """The conversation as a record that SFT can train on."""

@@ -4,8 +4,8 @@
     python scripts/convert_model.py --model out/full_sft_512.pth --to gguf --output out/full_sft_512.gguf --dtype q8_0
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
 
-hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth: a weights
-file of this project, also from the checkpoint of a run, sharded or not.
+hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:
+a weights file of this project, also from the checkpoint of a run, sharded or not.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
@@ -30,8 +31,9 @@ from model.model_minimind import MiniMindForCausalLM
 from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from scripts.convert.hugging_face import read_stock, write_folder
 from scripts.convert.parity import compare, text_logits
-from trainer.components.checkpoint import file_digest
-from trainer.components.model_files import (
+from trainer.run.checkpoint import file_digest
+from trainer.run.paths import run_name, shape_in_name
+from trainer.weights.files import (
     Description,
     description_of,
     half_state_dict,
@@ -39,26 +41,31 @@ from trainer.components.model_files import (
     write_description,
     write_tensors,
 )
-from trainer.components.run_files import run_name, shape_in_name
-from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path
+from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
-CHOICES = {"hf": ("float16", "bfloat16", "float32"), "gguf": ("float16", "float32", QUANTIZED), "pth": ("float16",)}
+CHOICES = {
+    "hf": ("float16", "bfloat16", "float32"),
+    "gguf": ("float16", "float32", QUANTIZED),
+    "pth": ("float16",),
+}
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--to", choices=CHOICES, required=True, help="form to convert to")
-    parser.add_argument("--output", type=Path, required=True, help="file or folder to write; it must not exist")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file or folder to write; it must not exist"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="type of the weights")
     add_trained_model_flags(parser, device=False)
     return parser.parse_args()
 
 
 def write_weights(path: Path, model: MiniMindForCausalLM, description: Description) -> dict[str, Tensor]:
-    """Write a weights file of this project; returns its tensors in float32. Raises UserError if the file's name is that
-    of another shape."""
+    """Write a weights file of this project; returns its tensors in float32. Raises UserError if the file's
+    name is that of another shape."""
     named, name = shape_in_name(path), f"{run_name('NAME', model.config)}.pth"
     if named and named != shape_in_name(Path(name)):
         raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
@@ -71,9 +78,9 @@ def write_weights(path: Path, model: MiniMindForCausalLM, description: Descripti
 def convert(
     model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, form: str, output: Path, dtype: Any
 ) -> list[str]:
-    """Write a model in another form (a key of CHOICES), read it back and compare; returns what was compared, as lines.
-    Raises UserError if the form cannot represent the model, the place cannot be written, or what is read back is not
-    the same model; then nothing is written."""
+    """Write a model in another form (a key of CHOICES), read it back and compare; returns what was compared,
+    as lines. Raises UserError if the form cannot represent the model, the place cannot be written, or what is
+    read back is not the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
     fingerprint = TokenizerSpec.of(tokenizer).fingerprint()[:16]
     description = description_of(model, {"tokenizer": fingerprint})
@@ -92,12 +99,17 @@ def convert(
         try:
             parity = compare(model, tokenizer, other, other_tokenizer)
         except ValueError as error:
-            raise UserError(f"{output} is not written: read back, it is not the same model; {error}") from error
+            raise UserError(
+                f"{output} is not written: read back, it is not the same model; {error}"
+            ) from error
     if form == "pth":
         write_description(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
         keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint)
     rounding = (text_logits(model, tokenizer) - before).abs().max()
-    return [f"read back: {parity}", f"the weights as they are stored: the logits differ by at most {rounding:.1e}"]
+    return [
+        f"read back: {parity}",
+        f"the weights as they are stored: the logits differ by at most {rounding:.1e}",
+    ]
 
 
 def main() -> None:
@@ -106,7 +118,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.dtype not in CHOICES[args.to]:
-        raise UserError(f"--dtype {args.dtype} does not go with --to {args.to}; use {' or '.join(CHOICES[args.to])}")
+        raise UserError(
+            f"--dtype {args.dtype} does not go with --to {args.to}; use {' or '.join(CHOICES[args.to])}"
+        )
     model, tokenizer = load_model(args, "cpu")
     for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
         say(line)

@@ -1,4 +1,5 @@
-"""Write the quickstart's report from what `evaluate.py --task exam --json` found, and from the metrics of its runs.
+"""Write the quickstart's report from what `evaluate.py --task exam --json` found, and from the metrics of its
+runs.
 
 python scripts/demo_report.py --save_dir out/demo --report out/demo_report.json
 """
@@ -7,11 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 RUNS = ("pretrain_256", "full_sft_256", "sft_only_256")
 
@@ -24,7 +26,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         exam = json.loads((args.save_dir / "exam.json").read_text(encoding="utf-8"))
-        right = next(row for row in exam["results"] if (row["metric"], row["group"]) == ("right", "all"))["models"]
+        right = next(row for row in exam["results"] if (row["metric"], row["group"]) == ("right", "all"))[
+            "models"
+        ]
         last = [read_metrics(args.save_dir / f"{run}_metrics.jsonl")[-1] for run in RUNS]
         report = {
             "heldout_accuracy": round(right[RUNS[1]]["value"], 4),
@@ -34,7 +38,9 @@ def main() -> None:
             "peak_memory_mb": round(max(record["memory_mb"] for record in last), 1),
         }
     except (OSError, ValueError, LookupError, StopIteration) as error:
-        raise UserError(f"{args.save_dir} lacks the quickstart's results; run: bash scripts/quickstart.sh") from error
+        raise UserError(
+            f"{args.save_dir} lacks the quickstart's results; run: bash scripts/quickstart.sh"
+        ) from error
     args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))
 

@@ -4,8 +4,8 @@
     python scripts/evaluate.py --task exam choices --model out/full_sft_512.pth --choices_path questions.jsonl
     python scripts/evaluate.py --task exam --model out/full_sft_512.pth --against out/full_sft_768.pth --json e.json
 
-Every value comes with its 95 % confidence interval. Of several models, each is compared with the first on the same
-items; a star marks a difference whose interval leaves out zero, of at least 30 items.
+Every value comes with its 95 % confidence interval. Of several models, each is compared with the first on the
+same items; a star marks a difference whose interval leaves out zero, of at least 30 items.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason
@@ -25,9 +26,9 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from scripts.evaluation.exam import ask, is_right, read_exam
 from scripts.evaluation.likelihood import held_out, multiple_choice, read_choices
 from scripts.evaluation.scores import Item, summarize, table
-from trainer.components.adapters import merge_adapter
-from trainer.components.device import prepare_device, select_device
-from trainer.components.trained_weights import add_trained_model_flags, given_shape, load_path, model_path
+from trainer.devices.device import prepare_device, select_device
+from trainer.objectives.lora import merge_adapter
+from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 
 DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
 
@@ -36,16 +37,31 @@ def parse_args() -> argparse.Namespace:
     """The command line. Raises UserError if a value is out of range, or a task lacks its file."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--task", nargs="+", choices=list(TASKS), required=True, help="what to measure; several are possible")
+    flag(
+        "--task", nargs="+", choices=list(TASKS), required=True, help="what to measure; several are possible"
+    )
     add_trained_model_flags(parser)
-    flag("--against", nargs="+", metavar="PATH", help="further models, each compared with the first on the same items")
-    flag("--json", metavar="FILE", help="file to write the results to, with the score and answer of each item")
+    flag(
+        "--against",
+        nargs="+",
+        metavar="PATH",
+        help="further models, each compared with the first on the same items",
+    )
+    flag(
+        "--json", metavar="FILE", help="file to write the results to, with the score and answer of each item"
+    )
     flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
     rows = settings_of(StageArgs)
-    held_out_data = replace(rows["data_path"], default=None, help="data that the model was not trained on (loss)")
+    held_out_data = replace(
+        rows["data_path"], default=None, help="data that the model was not trained on (loss)"
+    )
     add_flags(parser, [held_out_data, rows["text_separator"], replace(rows["max_seq_len"], default=None)])
-    flag("--kind", choices=list(DATASETS), default="sft", help="data of documents, or of conversations (loss)")
-    flag("--exam_path", default=str(ROOT / "dataset/demo/exam.jsonl"), help="JSONL file with questions (exam)")
+    flag(
+        "--kind", choices=list(DATASETS), default="sft", help="data of documents, or of conversations (loss)"
+    )
+    flag(
+        "--exam_path", default=str(ROOT / "dataset/demo/exam.jsonl"), help="JSONL file with questions (exam)"
+    )
     flag("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer (choices)")
     flag("--show", type=int, default=0, help="number of questions to print with each model's answers (exam)")
     thinking_help = "1: have the model reason before it answers (exam)"
@@ -61,7 +77,8 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-# --- the tasks: each gives a function of (model, tokenizer) that returns the items, after it has read its file --------
+# --- the tasks: each gives a function of (model, tokenizer) that returns the items, after it has read its
+# file --------
 
 Judge = Callable[[Any, Any], list[Item]]
 
@@ -89,7 +106,9 @@ def judge_exam(args: argparse.Namespace) -> Judge:
         for each, answer in pairs[::step][: args.show]:
             verdict = "right" if is_right(answer, each) else f"wrong: {each['accepted'][0]}"
             print(f"  Q: {each['question']}\n  A: {answer}   [{verdict}]")
-        scores = [{"right": (float(is_right(a, q)), 1.0), "characters": (float(len(a)), 1.0)} for q, a in pairs]
+        scores = [
+            {"right": (float(is_right(a, q)), 1.0), "characters": (float(len(a)), 1.0)} for q, a in pairs
+        ]
         return [Item(q["key"], score, q["language"], a) for (q, a), score in zip(pairs, scores, strict=True)]
 
     return judge
@@ -104,12 +123,13 @@ def judge_choices(args: argparse.Namespace) -> Judge:
 TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices}
 
 
-# --- the results -----------------------------------------------------------------------------------------------------
+# --- the results
+# -----------------------------------------------------------------------------------------------------
 
 
 def names_of(paths: list[Path]) -> list[str]:
-    """A short name for each model: the name of its file, or its path where that is not clear. Raises UserError if a
-    model is given twice."""
+    """A short name for each model: the name of its file, or its path where that is not clear. Raises
+    UserError if a model is given twice."""
     if len(set(paths)) < len(paths):
         raise UserError("--against names a model twice; leave one of them out")
     names = [path.stem if path.is_file() else path.name for path in paths]
@@ -146,9 +166,13 @@ def main() -> None:
         report = {"models": models, "settings": vars(args), "results": rows, "items": items}
         try:
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.json).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            Path(args.json).write_text(
+                json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         except OSError as error:
-            raise UserError(f"--json {args.json} cannot be written ({reason(error)}); give another file") from error
+            raise UserError(
+                f"--json {args.json} cannot be written ({reason(error)}); give another file"
+            ) from error
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Plan a run before it starts: from your data, this machine and your hours to every setting of pretraining and SFT.
+"""Plan a run before it starts: from your data, this machine and your hours to every setting of pretraining
+and SFT.
 
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --depth 8
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8 --gpu rtx4090
 
-It tokenises the data as the stages do, times a few updates of models of growing size on them (a minute in all), and
-takes size, passes over the data, batch and learning rate from measured rules (trainer/components/rules.py). It prints
-the plan, the held-out loss to expect if such runs were measured, what limits it and what is unwise, and writes a shell
-file that runs it.
+It tokenises the data as the stages do, times a few updates of models of growing size on them (a minute in
+all), and takes size, passes over the data, batch and learning rate from measured rules
+(trainer/optim/rules.py). It prints the plan, the held-out loss to expect if such runs were measured, what
+limits it and what is unwise, and writes a shell file that runs it.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
@@ -48,11 +50,11 @@ from scripts.planning.machine import (
 )
 from scripts.planning.trigrams import trigram_loss
 from trainer import train_full_sft, train_pretrain
-from trainer.components import rules
-from trainer.components.device import describe_device, mixed_precision, select_device
-from trainer.components.flops import GPUS, layer_weights
-from trainer.components.language_model import model_config
-from trainer.components.metrics import duration
+from trainer.devices.device import describe_device, mixed_precision, select_device
+from trainer.objectives.next_token import model_config
+from trainer.optim import rules
+from trainer.report.flops import GPUS, layer_weights
+from trainer.report.metrics import duration
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -60,7 +62,8 @@ if TYPE_CHECKING:
 WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:2305.16264)
-MEASURING, MEASURED_TOKENS = 40.0, 8192  # seconds after which no larger model is measured; of an update, at most
+# seconds after which no larger model is measured; of an update, at most
+MEASURING, MEASURED_TOKENS = 40.0, 8192
 COUNTED = 4  # layers of the largest model of which the bytes are counted for a GPU that is not here
 USABLE = 0.8  # share of the memory
 SLACK = 0.25  # cores that other programs may use without being named
@@ -106,7 +109,8 @@ class Stage:
         return self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
     def with_model(self, depth: int, cost: Cost, epochs: int, memory: float) -> "Stage":
-        """With a model of so many layers: batch and rate by the rules, the micro-batch as the memory allows."""
+        """With a model of so many layers: batch and rate by the rules, the micro-batch as the memory
+        allows."""
         args = replace(self.args, hidden_size=WIDTH * depth, num_hidden_layers=depth, epochs=epochs)
         stage = replace(self, args=rules.chosen(args, self.data, self.ranks), cost=cost)
         while stage.memory > memory and stage.args.batch_size > 1:
@@ -116,7 +120,8 @@ class Stage:
 
 
 class Plan(NamedTuple):
-    """The stages of one model, the held-out loss of pretraining to expect, seconds of all stages, bytes of a rank."""
+    """The stages of one model, the held-out loss of pretraining to expect, seconds of all stages, bytes of a
+    rank."""
 
     stages: list[Stage]
     loss: float
@@ -127,32 +132,44 @@ class Plan(NamedTuple):
 def choose(
     stages: list[Stage], costs: dict[int, Cost], memory: float, limit: float, trigram: float
 ) -> tuple[Plan, str]:
-    """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it. Raises
-    UserError if none fits."""
+    """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it.
+    Raises UserError if none fits."""
     plans, tokens = [], stages[0].data.num_tokens
     for depth, cost in costs.items():
         weights = layer_weights(depth, WIDTH * depth)
-        for passes in range(1, PASSES + 1) if weights <= PASSES * tokens or len(costs) == 1 or depth == 1 else ():
+        for passes in (
+            range(1, PASSES + 1) if weights <= PASSES * tokens or len(costs) == 1 or depth == 1 else ()
+        ):
             epochs = zip(stages, (passes, SFT_PASSES), strict=False)
             planned = [stage.with_model(depth, cost, n, memory) for stage, n in epochs]
             sums = sum(stage.seconds for stage in planned), max(stage.memory for stage in planned)
             plans.append(Plan(planned, rules.expected_loss(trigram, weights, tokens, passes), *sums))
     if not (fitting := [plan for plan in plans if plan.memory <= memory]):
-        raise UserError(f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model")
+        raise UserError(
+            f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model"
+        )
     if not (in_time := [plan for plan in fitting if plan.seconds <= limit]):
         least = duration(min(plan.seconds for plan in fitting))
-        raise UserError(f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data")
-    best, best_any_time, best_any_memory = (min(each, key=lambda plan: plan.loss) for each in (in_time, fitting, plans))
+        raise UserError(
+            f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data"
+        )
+    best, best_any_time, best_any_memory = (
+        min(each, key=lambda plan: plan.loss) for each in (in_time, fitting, plans)
+    )
     if best.loss > best_any_time.loss:
         return best, "hours"
     return best, "memory" if best.loss > best_any_memory.loss else "data"
 
 
 def measure(
-    stage: Stage, shape: Callable[[int], "MiniMindConfig"], depths: Iterable[int], gpu: str | None, memory: float
+    stage: Stage,
+    shape: Callable[[int], "MiniMindConfig"],
+    depths: Iterable[int],
+    gpu: str | None,
+    memory: float,
 ) -> dict[int, Cost]:
-    """Depth -> what training costs, from the smallest model on; what would take too long or too much memory is
-    extrapolated from the largest that was measured. `shape`: the model of a depth."""
+    """Depth -> what training costs, from the smallest model on; what would take too long or too much memory
+    is extrapolated from the largest that was measured. `shape`: the model of a depth."""
     device, data = select_device("cpu" if gpu else stage.args.device), stage.data
     wanted = min(rules.update_tokens(data.num_tokens * PASSES), MEASURED_TOKENS) / (8 if gpu else 1)
     count = max(1, round(wanted / data.mean_tokens))
@@ -161,7 +178,9 @@ def measure(
     begin = time.monotonic()
     for depth in depths:
         if not costs and STATE * count_parameters(shape(depth)) > memory:
-            raise UserError(f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}")
+            raise UserError(
+                f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}"
+            )
         if costs:
             last = costs[max(costs)]
             guess = last.scaled(shape(depth), batch, depth / max(costs))
@@ -173,7 +192,8 @@ def measure(
     return costs
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command
+# -----------------------------------------------------------------------------------------------------
 
 
 def parse_args() -> argparse.Namespace:
@@ -181,15 +201,30 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag, rows = parser.add_argument, settings_of(StageArgs)
     flag("--pretrain_data", required=True, help="text to learn from, as --data_path of train_pretrain.py")
-    flag("--sft_data", help="conversations, as --data_path of train_full_sft.py; without it pretraining alone")
-    flag("--hours", type=float, default=math.inf, help="time for all stages; without it as long as the data are worth")
+    flag(
+        "--sft_data", help="conversations, as --data_path of train_full_sft.py; without it pretraining alone"
+    )
+    flag(
+        "--hours",
+        type=float,
+        default=math.inf,
+        help="time for all stages; without it as long as the data are worth",
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--depth", type=int, help=f"layers of the model, {WIDTH} times as wide: the one dial")
     size.add_argument("--size", help="parameters of the model, such as 5m or 30m, instead of --depth")
     flag("--gpu", choices=sorted(GPUS), help="plan for this GPU by its data sheet; nothing is measured")
     flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
-    flag("--tokenizer_path", help="folder of a tokenizer; without it the shipped one, or for few data a smaller one")
-    flag("--eval_share", type=rows["eval_share"].parse_flag, default=0.02, help="share of the records to hold out")
+    flag(
+        "--tokenizer_path",
+        help="folder of a tokenizer; without it the shipped one, or for few data a smaller one",
+    )
+    flag(
+        "--eval_share",
+        type=rows["eval_share"].parse_flag,
+        default=0.02,
+        help="share of the records to hold out",
+    )
     add_flags(parser, [rows[name] for name in SHARED if name != "eval_share"])
     args = parser.parse_args()
     for name in ("hours", "eval_share", "depth"):
@@ -197,7 +232,9 @@ def parse_args() -> argparse.Namespace:
             raise UserError(f"--{name} {getattr(args, name)} must be above 0")
     for path in filter(None, (args.pretrain_data, args.sft_data)):
         if split_weights(path)[1]:
-            raise UserError(f"{path}: a plan is for data without weights; leave them out, and add them to run.sh")
+            raise UserError(
+                f"{path}: a plan is for data without weights; leave them out, and add them to run.sh"
+            )
         expand_paths(path)  # missing data are named before anything takes time
     for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
         if getattr(args, name):
@@ -234,8 +271,8 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
 
 
 def own_tokenizer(args: argparse.Namespace) -> str:
-    """The folder of the tokenizer: one of a vocabulary that is made for these data, where the shipped one does not suit
-    them. Raises UserError if none can be made."""
+    """The folder of the tokenizer: one of a vocabulary that is made for these data, where the shipped one
+    does not suit them. Raises UserError if none can be made."""
     shipped = ModelConfig.tokenizer_path
     size = rules.vocabulary(*spelling(open_stage(args, train_pretrain, args.pretrain_data, shipped, 1).data))
     if size is None:
@@ -256,8 +293,8 @@ def spelling(data: StageDataset) -> tuple[int, float]:
 
 
 def unwise(plan: Plan, size_is_given: bool) -> list[str]:
-    """What to think about again, one line each. `size_is_given`: the user has fixed the model; else it is the best of
-    those that fit, and says nothing of its size."""
+    """What to think about again, one line each. `size_is_given`: the user has fixed the model; else it is the
+    best of those that fit, and says nothing of its size."""
     first, lines = plan.stages[0], []
     for stage in plan.stages:
         if stage.updates < FEW_UPDATES:
@@ -272,7 +309,9 @@ def unwise(plan: Plan, size_is_given: bool) -> list[str]:
         lines.append(f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw")
     _, spelled = spelling(first.data)
     if spelled < FEW_BYTES and first.args.tokenizer_path == ModelConfig.tokenizer_path:
-        lines.append(f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)")
+        lines.append(
+            f"{spelled:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)"
+        )
     return lines
 
 
@@ -289,12 +328,16 @@ def describe(plan: Plan, limit: str) -> list[str]:
         "learning rate": lambda stage: f"{stage.args.learning_rate:g}",
         "time": lambda stage: duration(stage.seconds),
         "memory": lambda stage: f"{stage.memory / 1e9:.1f} GB",
-        "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",  # fp16 weights twice, two checkpoints
+        # fp16 weights twice, two checkpoints
+        "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",
     }
     size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, {first.cost.parameters / 1e6:.2f} M parameters"
     return [
         f"plan: {size}; {duration(plan.seconds)} in all; limited by the {limit}",
-        *(f"  {name:22}" + "".join(f"{value(stage):>14}" for stage in plan.stages) for name, value in rows.items()),
+        *(
+            f"  {name:22}" + "".join(f"{value(stage):>14}" for stage in plan.stages)
+            for name, value in rows.items()
+        ),
         f"  {loss_forecast(plan)}",
     ]
 
@@ -315,9 +358,12 @@ def loss_forecast(plan: Plan) -> str:
 
 
 def shell_file(plan: Plan) -> str:
-    """A shell file that runs the plan; run again, it goes on where it was stopped. It prints what was planned before
-    each stage, which measures the speed anew for the line that it prints before its first update."""
-    lines = ["#!/usr/bin/env bash", "# Written by scripts/plan.py. Run it again to go on after an interruption."]
+    """A shell file that runs the plan; run again, it goes on where it was stopped. It prints what was planned
+    before each stage, which measures the speed anew for the line that it prints before its first update."""
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Written by scripts/plan.py. Run it again to go on after an interruption.",
+    ]
     lines += ["set -e", f"cd {shlex.quote(str(ROOT))}"]
     for stage in plan.stages:
         plan_of_it = f"planned {duration(stage.seconds)}, at {stage.ranks / stage.cost.token:,.0f} tokens/s"
@@ -326,7 +372,11 @@ def shell_file(plan: Plan) -> str:
         steps = stage.updates * stage.args.accumulation_steps
         often = {"eval_interval": max(1, steps // EVALUATIONS), "log_interval": max(1, steps // 50)}
         args = replace(stage.args, from_resume=True, **often)
-        start = ["python"] if stage.ranks == 1 else f"torchrun --standalone --nproc_per_node {stage.ranks}".split()
+        start = (
+            ["python"]
+            if stage.ranks == 1
+            else f"torchrun --standalone --nproc_per_node {stage.ranks}".split()
+        )
         command = [*start, f"trainer/{Path(stage.script.__file__).name}"]
         for name in settings_of(type(args)):
             if (value := getattr(args, name)) != getattr(type(args), name):
@@ -338,7 +388,8 @@ def shell_file(plan: Plan) -> str:
 
 
 def chat_command(plan: Plan) -> str:
-    """The command that tries out the weights of the last stage. After pretraining alone they continue a text."""
+    """The command that tries out the weights of the last stage. After pretraining alone they continue a
+    text."""
     last = plan.stages[-1]
     command = ["python", "scripts/chat.py", "--save_dir", last.args.save_dir]
     if last.script is train_pretrain:
@@ -356,7 +407,9 @@ def main() -> None:
         machine = f"arithmetic for {gpu}: {SHARE_OF_SHEET:.0%} of {GPUS[gpu][0]} TFLOP/s, its data sheet"
     say(f"{machine}; {memory / 1e9:.0f} GB of memory")
     tokenizer_path = args.tokenizer_path or own_tokenizer(args)
-    scripts = {train_pretrain: args.pretrain_data} | ({train_full_sft: args.sft_data} if args.sft_data else {})
+    scripts = {train_pretrain: args.pretrain_data} | (
+        {train_full_sft: args.sft_data} if args.sft_data else {}
+    )
     ranks = torch.cuda.device_count() if device.type == "cuda" else 1
     stages = [open_stage(args, script, path, tokenizer_path, ranks) for script, path in scripts.items()]
     tokenizer = load_tokenizer(tokenizer_path)
@@ -369,7 +422,10 @@ def main() -> None:
     costs = measure(stages[0], shape, depths_for(args, shape), gpu, USABLE * memory)
     others = (cpu_seconds_of_others() - before) / (time.monotonic() - begin)
     for depth, cost in costs.items():
-        size, kind = f"{cost.parameters / 1e6:,.2f} M parameters", "measured" if cost.measured else "arithmetic"
+        size, kind = (
+            f"{cost.parameters / 1e6:,.2f} M parameters",
+            "measured" if cost.measured else "arithmetic",
+        )
         say(f"  {WIDTH * depth} x {depth}: {size}, {1 / cost.token:,.0f} tokens/s, {kind}")
     cores = psutil.cpu_count() or 1
     if not gpu and device.type == "cpu" and others + torch.get_num_threads() > cores + SLACK:
@@ -382,7 +438,8 @@ def main() -> None:
     for line in describe(plan, limit) + [f"  unwise: {text}" for text in unwise(plan, size_is_given)]:
         say(line)
     path = Path(args.save_dir, "run.sh")
-    atomic_write(path, lambda file: file.write(os.fsencode(shell_file(plan))))  # names of files need not be UTF-8
+    # names of files need not be UTF-8
+    atomic_write(path, lambda file: file.write(os.fsencode(shell_file(plan))))
     say(f"wrote {path}; to run it: bash {shlex.quote(str(path))}; then: {chat_command(plan)}")
 
 

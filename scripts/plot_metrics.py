@@ -4,7 +4,8 @@
     python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png out/curves.png
     python scripts/plot_metrics.py out --panels loss learning_rate --png out/curves.png --html out/runs.html
 
-It reads the metrics files that training writes, also while a run is in progress, and the settings beside them.
+It reads the metrics files that training writes, also while a run is in progress, and the settings beside
+them.
 """
 
 import argparse
@@ -19,14 +20,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 from common.errors import UserError, printable, say, warn
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
-from trainer.components.run_files import settings_path
+from trainer.run.paths import settings_path
 
-PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm", "tokens_per_second")
+PANELS = (
+    "loss",
+    "reward",
+    "kl",
+    "entropy",
+    "completion_length",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+)
 PANELS += ("expert_max_min",)
 POINTS = 4000  # of all curves of a panel together, but some of each
 PAGE = Path(__file__).parent / "runs" / "page.html"
@@ -60,8 +71,9 @@ def find_runs(paths: list[str]) -> list[Path]:
 
 
 def read_runs(paths: list[str]) -> dict[str, Run]:
-    """The runs by their names, the one of the lowest held-out loss first. Of several, those that cannot be read or have
-    no records yet are left out with a warning, and so are damaged lines and settings. Raises UserError if none is left.
+    """The runs by their names, the one of the lowest held-out loss first. Of several, those that cannot be
+    read or have no records yet are left out with a warning, and so are damaged lines and settings. Raises
+    UserError if none is left.
     """
     runs, problems = {}, []
     for path in find_runs(paths):
@@ -74,7 +86,9 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
             runs[str(path).removesuffix(".jsonl").removesuffix("_metrics")] = run
         else:
             what = f"is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
-            problems.append(f"{path} {what if run.damaged else 'holds no records yet; they come every --log_interval'}")
+            problems.append(
+                f"{path} {what if run.damaged else 'holds no records yet; they come every --log_interval'}"
+            )
         if run.records and run.damaged:
             warn(f"{path}: damaged lines, left out: {run.damaged}")
         if run.about is None:
@@ -89,12 +103,14 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
     return {printable(Path(name).name if is_clear else name): runs[name] for name in order}
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the table
+# -------------------------------------------------------------------------------------------------------
 
 
 def run_rows(runs: dict[str, Run]) -> list[list[str]]:
-    """The table of runs: a head, and a row for each. Behind the name stands what the run came to, then the settings
-    that differ. Figures that are the same for all, and paths, which are long, are the last columns."""
+    """The table of runs: a head, and a row for each. Behind the name stands what the run came to, then the
+    settings that differ. Figures that are the same for all, and paths, which are long, are the last
+    columns."""
 
     def figure_columns(names: Sequence[str]) -> list[list[str]]:
         there = [name for name in names if any(name in run.figures for run in runs.values())]
@@ -119,8 +135,8 @@ def columns_of(text: str) -> int:
 
 
 def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
-    """A table as text. With the width of a terminal, long cells lose their beginning, and columns that do not fit stand
-    in further blocks below, each with the first column again."""
+    """A table as text. With the width of a terminal, long cells lose their beginning, and columns that do not
+    fit stand in further blocks below, each with the first column again."""
     if width:
         rows = [[cell if len(cell) <= LONGEST else f"…{cell[1 - LONGEST :]}" for cell in row] for row in rows]
     sizes = [max(map(columns_of, column)) for column in zip(*rows, strict=True)]
@@ -134,18 +150,21 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
         lines += [""] if lines else []
         for row in rows:
             pads = [" " * (sizes[i] - columns_of(row[i])) for i in block]
-            lines.append("  ".join([row[0] + pads[0], *(pads[n] + row[i] for n, i in enumerate(block) if n)]).rstrip())
+            lines.append(
+                "  ".join([row[0] + pads[0], *(pads[n] + row[i] for n, i in enumerate(block) if n)]).rstrip()
+            )
     return lines
 
 
-# --- the curves ------------------------------------------------------------------------------------------------------
+# --- the curves
+# ------------------------------------------------------------------------------------------------------
 
 
 def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
-    """A matplotlib figure: one panel for each field that a run has, one color for each run; what was measured on
-    held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean since the record before,
-    where there is one; `null` (not finite) leaves a gap in the curve. Raises UserError if no run has any of the fields,
-    or matplotlib is not installed."""
+    """A matplotlib figure: one panel for each field that a run has, one color for each run; what was measured
+    on held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean since the
+    record before, where there is one; `null` (not finite) leaves a gap in the curve. Raises UserError if no
+    run has any of the fields, or matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
@@ -154,28 +173,39 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     curves = {name: run.columns(max(40, POINTS // len(runs))) for name, run in runs.items()}
     for columns in curves.values():
         if means := columns.get("mean_loss"):
-            columns["loss"] = [a if b is None else b for a, b in zip(columns.get("loss", means), means, strict=True)]
+            columns["loss"] = [
+                a if b is None else b for a, b in zip(columns.get("loss", means), means, strict=True)
+            ]
         if "eval_reward" in columns:
             columns.pop("eval_loss", None)  # minus the reward, which is no loss to draw
     there = {field for columns in curves.values() for field in columns}
-    panels = [name for name in panels if name in there and name.removeprefix("eval_") not in {*panels} - {name}]
+    panels = [
+        name for name in panels if name in there and name.removeprefix("eval_") not in {*panels} - {name}
+    ]
     if not panels:
         raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
     across = min(3, len(panels))
     rows = math.ceil(len(panels) / across)
-    figure = Figure(layout="constrained", figsize=(4 * across, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4)))
+    figure = Figure(
+        layout="constrained", figsize=(4 * across, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4))
+    )
     handles, colors = {}, run_colors(len(runs))
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, across, place)
         for number, (name, columns) in enumerate(curves.items()):
             for field in filter(columns.__contains__, (panel, f"eval_{panel}")):
                 held_out, pairs = field.startswith("eval_"), [*zip(columns[x], columns[field], strict=True)]
-                pairs = [(at, math.nan if y is None else y) for at, y in pairs if not held_out or y is not None]
+                pairs = [
+                    (at, math.nan if y is None else y) for at, y in pairs if not held_out or y is not None
+                ]
                 style: dict[str, Any] = {"color": colors[number], "linestyle": "--" if held_out else "-"}
                 count = sum(not math.isnan(y) for _, y in pairs)
                 style["marker"] = "." if held_out or count < max(40, len(pairs) / 2) else None
-                style["linewidth"] = max(0.8, 2.4 - 0.4 * number)  # a run over another one hides it only in part
-                line = axes.plot(*zip(*pairs, strict=True), label=f"{name}{', held-out' * held_out}", **style)[0]
+                # a run over another one hides it only in part
+                style["linewidth"] = max(0.8, 2.4 - 0.4 * number)
+                line = axes.plot(
+                    *zip(*pairs, strict=True), label=f"{name}{', held-out' * held_out}", **style
+                )[0]
                 handles.setdefault(name, line)
         axes.set_title(panel, parse_math=False)
         axes.set_xlabel(x)
@@ -199,7 +229,8 @@ def run_colors(count: int) -> list[Any]:
 
 
 def html_page(rows: list[list[str]], figure: Any, runs: list[Run]) -> str:
-    """The page that runs/page.html describes: the table with its head, the curves, and each run of the table."""
+    """The page that runs/page.html describes: the table with its head, the curves, and each run of the
+    table."""
     from jinja2 import Template
     from markupsafe import Markup
     from matplotlib import rc_context
@@ -209,9 +240,13 @@ def html_page(rows: list[list[str]], figure: Any, runs: list[Run]) -> str:
     with rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = Markup(file.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
-    template = Template(PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = Template(
+        PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     colors = [to_hex(color) for color in run_colors(len(runs))]
-    return template.render(head=rows[0], runs=[*zip(runs, rows[1:], colors, strict=True)], svg=svg, dumps=json.dumps)
+    return template.render(
+        head=rows[0], runs=[*zip(runs, rows[1:], colors, strict=True)], svg=svg, dumps=json.dumps
+    )
 
 
 def main() -> None:
@@ -223,7 +258,8 @@ def main() -> None:
         say(line)
     if not (args.png or args.html):
         return
-    warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # in Chinese names; in HTML they are there
+    # in Chinese names; in HTML they are there
+    warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
     figure = draw(runs, args.x or AXES[0], args.panels or PANELS)
     page = html_page(rows, figure, [*runs.values()]) if args.html else ""
     for flag, path in (("--png", args.png), ("--html", args.html)):

@@ -1,4 +1,5 @@
-"""Serve a trained model with OpenAI's API: chat, completions, tools, streaming; requests are decoded together.
+"""Serve a trained model with OpenAI's API: chat, completions, tools, streaming; requests are decoded
+together.
 
 python scripts/serve_openai_api.py --weight full_sft
 python scripts/serve_openai_api.py --model out/full_sft_512.pth --port 8080 --api_key secret
@@ -19,18 +20,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason, say, warn
-from trainer.components.trained_weights import add_trained_model_flags, load_model, load_path, model_path
+from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-KEY = "MINIMIND_API_KEY"  # environment variable: the command line is there for every user of the machine to see
+# environment variable: the command line is there for every user of the machine to see
+KEY = "MINIMIND_API_KEY"
 UNREAD = 60  # seconds that an answer may wait for its client to read on
-IDLE = 60  # seconds that a connection may last without a request; clients use theirs again within some seconds
+# seconds that a connection may last without a request; clients use theirs again within some seconds
+IDLE = 60
 OWN_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
@@ -44,7 +48,10 @@ def parse_args() -> argparse.Namespace:
     flag("--model_name", help="name of the model for clients; by default that of its file or folder")
     flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all addresses of this machine")
     flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
-    flag("--api_key", help=f"answer only clients that send this key; by default that in the environment as {KEY}")
+    flag(
+        "--api_key",
+        help=f"answer only clients that send this key; by default that in the environment as {KEY}",
+    )
     flag(
         "--allow_origin",
         nargs="+",
@@ -87,7 +94,9 @@ def listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD * 1000)
         listener.bind(address)
     except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {reason(error)}; give another address or port") from error
+        raise UserError(
+            f"--host {host} --port {port}: {reason(error)}; give another address or port"
+        ) from error
     return listener
 
 
@@ -97,7 +106,8 @@ def is_local(address: str) -> bool:
 
 
 def run(app: "FastAPI", listener: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until every request is answered. A second signal ends it at once."""
+    """Serve until SIGTERM or Ctrl-C, and then until every request is answered. A second signal ends it at
+    once."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -112,7 +122,8 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
             say("finishing what is being answered; once more to end at once")
 
         async def tend(self) -> None:
-            """Cut connections that bring no request for a minute, and when the server ends, those that last although
+            """Cut connections that bring no request for a minute, and when the server ends, those that last
+            although
             nothing is being answered: clients that do not send the rest of their request, or do not read."""
             idle_since: dict[tuple[Any, Any], float] = {}  # (connection, its last request) -> time
             useful = time.monotonic()  # when something was last being answered
@@ -120,7 +131,11 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
                 await asyncio.sleep(0.1)
                 now = time.monotonic()
                 connections: list[Any] = list(self.server_state.connections)
-                idle = [(one, one.cycle) for one in connections if one.cycle is None or one.cycle.response_complete]
+                idle = [
+                    (one, one.cycle)
+                    for one in connections
+                    if one.cycle is None or one.cycle.response_complete
+                ]
                 idle_since = {each: idle_since.get(each, now) for each in idle}
                 if not self.should_exit or app.state.models.busy:
                     useful = now
@@ -152,10 +167,13 @@ def main() -> None:
     model, tokenizer = in_own_thread(load_model, args)
     if args.context > model.config.max_position_embeddings:
         longest = model.config.max_position_embeddings
-        raise UserError(f"--context {args.context} is more than this model's {longest} positions; give a smaller one")
+        raise UserError(
+            f"--context {args.context} is more than this model's {longest} positions; give a smaller one"
+        )
     limits = {name: getattr(args, name) for name in FLAGS}
     limits |= {"api_key": args.api_key, "origins": tuple(args.allow_origin)}
-    if is_local(host) and not args.api_key:  # a page whose name is made to point here would be taken for the own one
+    # a page whose name is made to point here would be taken for the own one
+    if is_local(host) and not args.api_key:
         limits["hosts"] = (*OWN_NAMES, host)
 
     def load(other: Path) -> tuple[Any, Any]:

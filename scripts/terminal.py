@@ -15,20 +15,22 @@ DIM, NORMAL = "\033[2m", "\033[0m"
 
 
 def utf8_text(text: str, where: str) -> str:
-    """A text of the command line or the keyboard. Bytes that the locale's encoding does not know arrive as surrogates;
-    they are read as UTF-8. Raises UserError if they are none."""
+    """A text of the command line or the keyboard. Bytes that the locale's encoding does not know arrive as
+    surrogates; they are read as UTF-8. Raises UserError if they are none."""
     with suppress(UnicodeEncodeError):
         text.encode("utf-8")
         return text
     try:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError:
-        raise UserError(f"{where} is not UTF-8; convert it, or set a UTF-8 locale, such as LC_ALL=C.UTF-8") from None
+        raise UserError(
+            f"{where} is not UTF-8; convert it, or set a UTF-8 locale, such as LC_ALL=C.UTF-8"
+        ) from None
 
 
 class Screen:
-    """Writes an answer while it is made. On a terminal the reasoning is dimmed and tool calls stand on lines of their
-    own; elsewhere the text is written as the model writes it."""
+    """Writes an answer while it is made. On a terminal the reasoning is dimmed and tool calls stand on lines
+    of their own; elsewhere the text is written as the model writes it."""
 
     def __init__(self, is_terminal: bool):
         self.is_terminal = is_terminal
@@ -77,7 +79,8 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, the first Ctrl-C asks to stop; the second one raises KeyboardInterrupt, as everywhere else."""
+        """Within, the first Ctrl-C asks to stop; the second one raises KeyboardInterrupt, as everywhere
+        else."""
         before = signal.getsignal(signal.SIGINT)
 
         def ask(*_) -> None:
@@ -97,4 +100,5 @@ def line_editing() -> None:
         import readline
     except ImportError:
         return
-    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off; pasted lines are one message
+    # Python turns it off; pasted lines are one message
+    readline.parse_and_bind("set enable-bracketed-paste on")

@@ -1,4 +1,5 @@
-"""Train the byte-level BPE vocabulary in model/ on Chinese and English text, and evaluate it on held-out text.
+"""Train the byte-level BPE vocabulary in model/ on Chinese and English text, and evaluate it on held-out
+text.
 
 A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scripts:
     python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
@@ -6,10 +7,11 @@ A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scri
 The shipped vocabulary, from the files that model/README.md names:
     python -m scripts.train_tokenizer --zh_share 0.45 --output_dir model --data_path pretrain_zh_en.jsonl ...
 
-Input: every kind of file and record that training takes, read as training does, several times and never held in
-memory; ten million characters are plenty for a small vocabulary.
-Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split pattern is
-Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name "qwen2".
+Input: every kind of file and record that training takes, read as training does, several times and never held
+in memory; ten million characters are plenty for a small vocabulary.
+Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split
+pattern is Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name
+"qwen2".
 """
 
 import argparse
@@ -20,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
@@ -35,15 +38,16 @@ from dataset.json_records import BadRecord
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 
-# In the order of their ids. Control tokens are `special`: decode(skip_special_tokens=True) drops them. Tags are part of
-# the assistant's text, which a reader of its answers must be able to find, so each is one ordinary token.
+# In the order of their ids. Control tokens are `special`: decode(skip_special_tokens=True) drops them. Tags
+# are part of the assistant's text, which a reader of its answers must be able to find, so each is one
+# ordinary token.
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost. The pattern
-# is Qwen2's, character for character: llama.cpp and what is built on it know patterns by name only, and call this one
-# "qwen2". Any change of it, or a normaliser, would give other tokens there.
+# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost.
+# The pattern is Qwen2's, character for character: llama.cpp and what is built on it know patterns by name
+# only, and call this one "qwen2". Any change of it, or a normaliser, would give other tokens there.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -115,8 +119,8 @@ def language_of(text: str) -> str:
 
 
 def repeats_for(texts: Iterable[str], zh_share: float) -> dict[bool, float]:
-    """How often to repeat Chinese (True) and other (False) texts so that Chinese ones make up `zh_share` of all
-    characters. Raises UserError if one of them is lacking."""
+    """How often to repeat Chinese (True) and other (False) texts so that Chinese ones make up `zh_share` of
+    all characters. Raises UserError if one of them is lacking."""
     lengths = Counter()
     for text in texts:
         lengths[language_of(text) == "zh"] += len(text)
@@ -147,14 +151,16 @@ def with_protocol(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train(texts: Iterable[str], vocab_size: int, characters: bool = False) -> Tokenizer:
-    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte. `characters`: no token of
-    text is longer than a character.
+    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte. `characters`:
+    no token of text is longer than a character.
 
     Raises UserError if `vocab_size` is too small for bytes and special tokens.
     """
     added = len(CONTROL_TOKENS) + len(TAG_TOKENS) + len(RESERVED_TOKENS)
     if vocab_size < 256 + added:
-        raise UserError(f"--vocab_size {vocab_size} is too small: {256 + added} ids go to bytes and special tokens")
+        raise UserError(
+            f"--vocab_size {vocab_size} is too small: {256 + added} ids go to bytes and special tokens"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -177,7 +183,8 @@ def train(texts: Iterable[str], vocab_size: int, characters: bool = False) -> To
 
 
 def save(tokenizer: Tokenizer, output_dir: Path) -> None:
-    """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat template.
+    """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat
+    template.
 
     Raises UserError if the folder cannot be written.
     """
@@ -211,18 +218,32 @@ def characters_per_token(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str
         encoding, language = tokenizer.encode(text), language_of(text)
         characters[language] += len(text)
         tokens[language] += len(encoding)
-    return {language: characters[language] / tokens[language] for language in characters if language != "mixed"}
+    return {
+        language: characters[language] / tokens[language] for language in characters if language != "mixed"
+    }
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--data_path", nargs="+", action="extend", required=True, help="files to learn from; may be given repeatedly")
+    flag(
+        "--data_path",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="files to learn from; may be given repeatedly",
+    )
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
     flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
     flag("--zh_share", type=float, help="repeat texts until Chinese ones have this share of the characters")
-    flag("--characters", type=int, choices=(0, 1), default=0, help="1: characters as tokens, bytes of rare ones")
+    flag(
+        "--characters",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: characters as tokens, bytes of rare ones",
+    )
     add_flags(parser, [settings_of(StageArgs)["text_separator"]])
     return parser.parse_args()
 
@@ -240,7 +261,9 @@ def main() -> None:
                     yield text
 
     if next(texts(held_out=False), None) is None:
-        raise UserError(f"{args.data_path[0]} holds no text; give --data_path a file with at least one record")
+        raise UserError(
+            f"{args.data_path[0]} holds no text; give --data_path a file with at least one record"
+        )
 
     # 1. Train on all records but some, which are held out, and save
     learned = texts(held_out=False)

@@ -1,14 +1,15 @@
-"""Verify on your machine, with your settings, that a run that is killed and resumed gives bit-identical results.
+"""Verify on your machine, with your settings, that a run that is killed and resumed gives bit-identical
+results.
 
     python scripts/verify_resume.py                                          built-in data, a tiny model, 5 kills
     python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    distributed over the four combinations
     python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2       also distillation, lora, grpo, agent, ppo
     python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
 
-Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is killed
-and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are being cached),
-`update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to torchrun alone, or to one
-rank, after which torchrun starts all of them anew; SIGTERM. No process may be left.
+Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is
+killed and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are
+being cached), `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to
+torchrun alone, or to one rank, after which torchrun starts all of them anew; SIGTERM. No process may be left.
 """
 
 import json
@@ -27,7 +28,8 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
@@ -40,14 +42,15 @@ from torch import Tensor
 from common.errors import UserError, reason
 from dataset.demo_corpus import make_corpus, make_tour
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
-from trainer.components.checkpoint import UNREADABLE, read_file, read_state_folder
-from trainer.components.metrics import read_metrics
-from trainer.components.model_files import save_weights
+from trainer.report.metrics import read_metrics
+from trainer.run.checkpoint import UNREADABLE, read_file, read_state_folder
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.weights.files import save_weights
 
 TIMED = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
-UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40  # built-in data: least updates, records, tokens
+# built-in data: least updates, records, tokens
+UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40
 MAX_DELAY = 0.02  # seconds from an event to its kill
 
 
@@ -70,14 +73,18 @@ def differences(right: Any, other: Any, name: str) -> list[str]:
 
 
 def compare_metrics(right: list[dict], other: list[dict]) -> list[str]:
-    """Differences of the records, one by one: other values, or records missing, duplicated or out of order."""
-    sides = [[{k: v for k, v in each.items() if not TIMED.search(k)} for each in side] for side in (right, other)]
+    """Differences of the records, one by one: other values, or records missing, duplicated or out of
+    order."""
+    sides = [
+        [{k: v for k, v in each.items() if not TIMED.search(k)} for each in side] for side in (right, other)
+    ]
     pairs = zip_longest(*sides, fillvalue={})
     return [text for a, b in pairs for text in differences(a, b, f"update {(a or b)['update']}")]
 
 
 def compare_runs(right: Run, other: Run) -> list[str]:
-    """Differences between two finished runs: the first update that differs, and the first tensor in each file."""
+    """Differences between two finished runs: the first update that differs, and the first tensor in each
+    file."""
     differing = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
     for name in ("weights", "best_weights", "checkpoint"):
         try:
@@ -107,8 +114,8 @@ class Kill(NamedTuple):
 
 
 def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int = 1) -> list[Kill]:
-    """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is built.
-    Half of them, at random, send SIGKILL to all processes; the others end it in the other ways."""
+    """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is
+    built. Half of them, at random, send SIGKILL to all processes; the others end it in the other ways."""
     kinds = ["cache"] * (rng.randint(0, 1) if count < 3 else 1)
     while len(kinds) < count:
         kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
@@ -127,12 +134,16 @@ def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int =
 
 
 def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
-    """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its final kind, "" if the run ended."""
+    """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its final kind, "" if the run
+    ended."""
     (kind, target, fraction, weights, _), run = kill, launch.run
     if kind == "start":
         return kind if launch.wait(launch.training, fraction * start) else ""
     if kind == "cache":
-        if launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training()) and not launch.training():
+        if (
+            launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training())
+            and not launch.training()
+        ):
             return kind if launch.wait(seconds=fraction * MAX_DELAY) else ""
         kind = "update"  # too late: the caches are complete
     if not launch.wait(lambda: launch.training() and run.last_update() >= target):
@@ -170,8 +181,8 @@ def write_weights(run: Run) -> None:
 
 
 def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) -> tuple[Counter, float]:
-    """Train to the end with these kills; returns how many there were of each (kind, way), and the seconds of the last
-    launch. start, update: the usual seconds until training begins, and of an update."""
+    """Train to the end with these kills; returns how many there were of each (kind, way), and the seconds of
+    the last launch. start, update: the usual seconds until training begins, and of an update."""
     Path(run.args.save_dir).mkdir(parents=True)
     done = Counter()
     for kill in [*kills, None]:
@@ -184,13 +195,17 @@ def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) 
         if ended:
             break
         done[kind, launch.way] += 1
-        print(f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}, {launch.way}: {text}", flush=True)
+        print(
+            f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}, {launch.way}: {text}",
+            flush=True,
+        )
     print(f"  {run.folder.name}: ended {text}" + ", before its kill" * (kill is not None), flush=True)
     return done, launch.seconds
 
 
 def check(reference: Run, killed: Run, rng: random.Random, kills: int) -> Counter:
-    """Train without and with kills and compare; returns the kills of each (kind, way). FAIL ends the script."""
+    """Train without and with kills and compare; returns the kills of each (kind, way). FAIL ends the
+    script."""
     _, seconds = train(reference, [])
     records = read_metrics(reference.metrics)
     start, update = seconds - records[-1]["seconds"], records[-1]["seconds"] / records[-1]["update"]
@@ -205,19 +220,38 @@ def check(reference: Run, killed: Run, rng: random.Random, kills: int) -> Counte
 
 def parse_args() -> tuple[Any, list[str]]:
     """The flags before `--`, and the arguments after it."""
-    parser = Parser(description=__doc__.split("\n", 1)[0], epilog="Arguments after -- go to the stage script.")
+    parser = Parser(
+        description=__doc__.split("\n", 1)[0], epilog="Arguments after -- go to the stage script."
+    )
     flag = parser.add_argument
     flag("--stage", choices=STAGES, default="sft", help="stage script to check")
     flag("--kills", type=int, default=5, help="kills in all combinations together")
-    flag("--ranks", type=lambda text: [int(n) for n in text.split(",")], default="1", help="processes, e.g. 1,2")
-    flag("--use_moe", type=lambda text: [int(n) for n in text.split(",")], default="0", help="0 dense, 1 MoE, 0,1 both")
+    flag(
+        "--ranks",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default="1",
+        help="processes, e.g. 1,2",
+    )
+    flag(
+        "--use_moe",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default="0",
+        help="0 dense, 1 MoE, 0,1 both",
+    )
     flag("--seed", type=int, help="seed of the kills; drawn and printed if not given")
     flag("--work_dir", help="new folder for the runs; a temporary one if not given, deleted after PASS")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, typed = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
-    taken = {part.split("=")[0] for part in typed} & {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir"}
+    taken = {part.split("=")[0] for part in typed} & {
+        "--use_moe",
+        "--from_resume",
+        "--checkpoint_dir",
+        "--cache_dir",
+    }
     if taken:
-        raise UserError(f"{', '.join(sorted(taken))} after --: this script sets it; --use_moe goes before the --")
+        raise UserError(
+            f"{', '.join(sorted(taken))} after --: this script sets it; --use_moe goes before the --"
+        )
     if min(args.ranks) < 1 or args.kills < len(args.ranks) * len(args.use_moe):
         raise UserError("--ranks must be 1 or more, and --kills at least the number of combinations")
     return args, typed
@@ -234,7 +268,9 @@ def main() -> None:
     try:
         work.mkdir(parents=True, exist_ok=not args.work_dir)
     except OSError as error:
-        raise UserError(f"--work_dir {work} cannot be created ({error.strerror}); give a new folder") from error
+        raise UserError(
+            f"--work_dir {work} cannot be created ({error.strerror}); give a new folder"
+        ) from error
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
     rng, begin, done = random.Random(seed), time.monotonic(), Counter()
     for i, (ranks, use_moe) in enumerate(combinations):
@@ -251,7 +287,9 @@ def main() -> None:
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
     how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
     seconds = time.monotonic() - begin
-    print(f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
+    print(
+        f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)"
+    )
 
 
 if __name__ == "__main__":

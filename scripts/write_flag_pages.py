@@ -1,9 +1,11 @@
-"""Write the tables of docs/flags.md and docs/zh/flags.md anew, after a setting, its default or its help has changed.
+"""Write the tables of docs/flags.md and docs/zh/flags.md anew, after a setting, its default or its help has
+changed.
 
     python scripts/write_flag_pages.py
 
-Flags, values, defaults and English meanings are those of the code; docs/zh/flags.yaml holds the Chinese words. The text
-around the tables stays as it is in the pages. A test fails while a page is not what this script writes.
+Flags, values, defaults and English meanings are those of the code; docs/zh/flags.yaml holds the Chinese
+words. The text around the tables stays as it is in the pages. A test fails while a page is not what this
+script writes.
 """
 
 import re
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
@@ -37,7 +40,8 @@ from trainer import (
     train_pretrain,
 )
 
-LEARNED = (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation)  # stages that learn from data
+# stages that learn from data
+LEARNED = (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation)
 STAGES = [settings_of(script.Args) for script in LEARNED]
 OWN = {name: each for stage in STAGES for name, each in stage.items() if name not in STAGES[0]}
 FLAGS = {**STAGES[0], **OWN}
@@ -67,7 +71,8 @@ def value(setting: Setting) -> str:
 
 
 def default(setting: Setting | None) -> str:
-    """The default of a setting, a path as seen from the repository; empty where a stage has no such setting."""
+    """The default of a setting, a path as seen from the repository; empty where a stage has no such
+    setting."""
     if setting is None:
         return ""
     text = str(int(setting.default) if isinstance(setting.default, bool) else setting.default)
@@ -77,17 +82,26 @@ def default(setting: Setting | None) -> str:
 
 
 def tool_flags() -> Iterator[tuple[str, str, str, str, str]]:
-    """Tool, flag, value, default and help of each flag of the tools; of the benchmark those that no stage has."""
+    """Tool, flag, value, default and help of each flag of the tools; of the benchmark those that no stage
+    has."""
     for tool in map(import_module, TOOLS):
-        with patch.object(Parser, "parse_args", autospec=True, side_effect=SystemExit) as parse, suppress(SystemExit):
+        with (
+            patch.object(Parser, "parse_args", autospec=True, side_effect=SystemExit) as parse,
+            suppress(SystemExit),
+        ):
             tool.main()
         for action in parse.call_args.args[0]._actions[1:]:  # without --help
             metavar, stated = str(action.metavar), action.default
-            kind = metavar if metavar in METAVARS.values() else METAVARS.get(cast("type", action.type), "TEXT")
+            kind = (
+                metavar if metavar in METAVARS.values() else METAVARS.get(cast("type", action.type), "TEXT")
+            )
             choices = action.choices or (metavar[1:-1].split(",") if metavar[0] == "{" else ())
             stated = " ".join(stated) if isinstance(stated, list) else stated
-            told = f"{action.help} (default: {'-' if stated in (None, '') else stated})".replace(f"{ROOT}/", "")
-            meaning, stated = re.findall(r"(.*?) \(default: (.*?)\)(?= |$)", told)[0]  # the help's own comes first
+            told = f"{action.help} (default: {'-' if stated in (None, '') else stated})".replace(
+                f"{ROOT}/", ""
+            )
+            # the help's own comes first
+            meaning, stated = re.findall(r"(.*?) \(default: (.*?)\)(?= |$)", told)[0]
             taken = ", ".join(f"`{choice}`" for choice in choices) or kind
             yield tool.__name__.rpartition(".")[2], action.dest, taken, stated, meaning
     for name, each in settings_of(benchmark.BenchmarkArgs).items():
@@ -96,8 +110,8 @@ def tool_flags() -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def tool_table(words: dict[str, Any]) -> str:
-    """The table of the tools' flags; one row for tools whose flag of a name is the same. Raises UserError if a flag has
-    no meaning, or there is one of no flag."""
+    """The table of the tools' flags; one row for tools whose flag of a name is the same. Raises UserError if
+    a flag has no meaning, or there is one of no flag."""
     rows: dict[tuple[str, ...], list[str]] = {}
     texts, used = words["tools"], set()
     for tool, name, taken, stated, told in tool_flags():
@@ -106,10 +120,14 @@ def tool_table(words: dict[str, Any]) -> str:
         used |= set() if is_setting else {key}
         meaning = words["meanings"][name] if is_setting else texts.get(key, "")
         flag = name if name == "metrics" else f"--{name}"
-        rows.setdefault((f"`{flag}`", taken, words["defaults"].get(stated, stated), meaning), []).append(f"`{tool}`")
+        rows.setdefault((f"`{flag}`", taken, words["defaults"].get(stated, stated), meaning), []).append(
+            f"`{tool}`"
+        )
     if wrong := sorted(used ^ texts.keys()):
         raise UserError(f"docs/zh/flags.yaml: tools, missing or of no flag: {', '.join(wrong)}")
-    return table(words["tool columns"], [[flag, ", ".join(tools), *rest] for (flag, *rest), tools in rows.items()])
+    return table(
+        words["tool columns"], [[flag, ", ".join(tools), *rest] for (flag, *rest), tools in rows.items()]
+    )
 
 
 def table(columns: list[str], rows: Iterable[list[str]]) -> str:
@@ -118,11 +136,13 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def tables(words: dict[str, Any]) -> dict[str, str]:
-    """The tables by their place in the page. `words`: columns, sections, units and meanings. Raises UserError if a
-    setting has no meaning, or there is one of no setting."""
+    """The tables by their place in the page. `words`: columns, sections, units and meanings. Raises UserError
+    if a setting has no meaning, or there is one of no setting."""
     meanings, units = words["meanings"], {"": "", **words["units"]}
     if wrong := sorted(meanings.keys() ^ {*FLAGS, *SETTINGS, *OPTIONS}):
-        raise UserError(f"docs/zh/flags.yaml: meanings that are missing, or of no setting: {', '.join(wrong)}")
+        raise UserError(
+            f"docs/zh/flags.yaml: meanings that are missing, or of no setting: {', '.join(wrong)}"
+        )
     if wrong := sorted(words["reinforcement"].keys() ^ REWARDED_OWN):
         raise UserError(f"docs/zh/flags.yaml: reinforcement, missing or of no setting: {', '.join(wrong)}")
     stages = []
@@ -136,7 +156,8 @@ def tables(words: dict[str, Any]) -> dict[str, str]:
     own += [
         [f"`--{name}`", f"`{each.section}`", value(each), default(each), units[each.unit], meanings[name]]
         for name, each in SETTINGS.items()
-        if name not in FLAGS or (each.default != FLAGS[name].default and name != "save_weight")  # weights: the task's
+        # weights: the task's
+        if name not in FLAGS or (each.default != FLAGS[name].default and name != "save_weight")
     ]
     rewarded = []
     for name, each in REWARDED_FLAGS.items():
@@ -162,7 +183,17 @@ def english() -> dict[str, Any]:
         for texts in ({name: each.help for name, each in settings.items()} | OPTIONS, rewarded, told)
     )
     return {
-        "stage columns": ["flag", "value", "pretrain", "SFT", "LoRA", "DPO", "distillation", "unit", "meaning"],
+        "stage columns": [
+            "flag",
+            "value",
+            "pretrain",
+            "SFT",
+            "LoRA",
+            "DPO",
+            "distillation",
+            "unit",
+            "meaning",
+        ],
         "reinforcement columns": ["flag", "value", "GRPO", "agent", "PPO", "unit", "meaning"],
         "engine columns": ["flag", "section", "value", "default", "unit", "meaning"],
         "tool columns": ["flag", "tool", "value", "default", "meaning"],
@@ -180,7 +211,10 @@ def rewritten(path: str) -> str:
     page, source = (ROOT / path).read_text(encoding="utf-8"), PAGES[path]
     words = yaml.safe_load((ROOT / source).read_text(encoding="utf-8")) if source else english()
     for place, text in tables(words).items():
-        begin, end = f"<!-- {place}: written by scripts/write_flag_pages.py -->\n", f"<!-- end of {place} -->\n"
+        begin, end = (
+            f"<!-- {place}: written by scripts/write_flag_pages.py -->\n",
+            f"<!-- end of {place} -->\n",
+        )
         before, marked, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not marked or not closed:

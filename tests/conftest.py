@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from tests.stage_process import QUICK_RATE
-from trainer.components import flops
+from trainer.report import flops
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -57,7 +57,8 @@ def sentence(rng: random.Random, low: int, high: int) -> str:
 
 
 def without_first_line_breaks(text: str) -> str:
-    """What the chat template keeps of an answer: no white space up to the last line break before the first word."""
+    """What the chat template keeps of an answer: no white space up to the last line break before the first
+    word."""
     return re.sub(r"\A\s*[\r\n]", "", text)
 
 
@@ -75,7 +76,8 @@ def temporary_folder(tmp_path_factory):
         folder.chmod(0o1777)  # some of these processes give up root's rights
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
-        Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # after multiprocessing's own, in it, at -100
+        # after multiprocessing's own, in it, at -100
+        Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
         yield
 
 
@@ -98,7 +100,9 @@ def corpus(tmp_path_factory) -> dict[str, Path]:
 
     return {
         "pretrain": write_jsonl(folder / "p.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(45)]),
-        "pretrain_eval": write_jsonl(folder / "pe.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(11)]),
+        "pretrain_eval": write_jsonl(
+            folder / "pe.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(11)]
+        ),
         "sft": write_jsonl(folder / "s.jsonl", [chat() for _ in range(75)]),
         "sft_eval": write_jsonl(folder / "se.jsonl", [chat() for _ in range(13)]),
         "dpo": write_jsonl(folder / "d.jsonl", [pair() for _ in range(37)]),
@@ -107,21 +111,31 @@ def corpus(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def launch(script: str | Path, *args, ranks: int = 0, cwd: Path = ROOT, timeout: int = 240, check: bool = True, **env):
+def launch(
+    script: str | Path, *args, ranks: int = 0, cwd: Path = ROOT, timeout: int = 240, check: bool = True, **env
+):
     """Run a Python file as a user does, under torchrun if `ranks` is given; returns the finished process."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command += [str(script), *map(str, args)]
     done = subprocess.run(
-        command, cwd=cwd, timeout=timeout, capture_output=True, text=True, env={**os.environ, **env}, check=False
+        command,
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        check=False,
     )
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes (torch.compile)")
+    parser.addoption(
+        "--slow", action="store_true", help="also run the tests that take minutes (torch.compile)"
+    )
 
 
 def pytest_configure(config):

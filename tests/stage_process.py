@@ -1,6 +1,6 @@
-"""Runs of a stage, or of the engine, as real processes, forked from a server that has torch loaded: they can be
-signalled, killed and limited like any other, and start in a fraction of a second instead of several. What the modules
-under test load only when they need it, the server has too (tests/preloaded.py).
+"""Runs of a stage, or of the engine, as real processes, forked from a server that has torch loaded: they can
+be signalled, killed and limited like any other, and start in a fraction of a second instead of several. What
+the modules under test load only when they need it, the server has too (tests/preloaded.py).
 """
 
 import atexit
@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 
-from trainer.components import flops
+from trainer.report import flops
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.stage_process", "tests.preloaded"])
-QUICK_RATE = "matrix_rate = lambda device, dtype: 1e11\n"  # in flops.py: to measure it takes as long as a small run
+# in flops.py: to measure it takes as long as a small run
+QUICK_RATE = "matrix_rate = lambda device, dtype: 1e11\n"
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Faults:
 
     nan: tuple[int, ...] = ()  # the loss becomes NaN
     infinite_gradient: tuple[int, ...] = ()  # the loss is finite, its gradient is not
-    signals: dict[int, int] = field(default_factory=dict)  # micro-batch -> signal that the process sends itself
+    # micro-batch -> signal that the process sends itself
+    signals: dict[int, int] = field(default_factory=dict)
     eval_signal: int = 0  # signal at the first held-out micro-batch
     hog: int = 0  # the micro-batch at which it wants more memory than there is
     sleep: float = 0.0  # seconds in each micro-batch
@@ -48,7 +50,8 @@ import torch.multiprocessing as mp
 start = mp.start_processes
 mp.start_processes = lambda *args, **options: start(*args, **options | {"start_method": "fork"})
 """  # the processes that the engine starts have torch loaded, too
-IMPATIENT = Faults(script="import common.locks; common.locks.PATIENCE = 0")  # a lock that is held is refused at once
+# a lock that is held is refused at once
+IMPATIENT = Faults(script="import common.locks; common.locks.PATIENCE = 0")
 
 
 def called_from(function: str) -> bool:
@@ -66,7 +69,8 @@ class FaultyLoss:
         self.faults, self.loss_fn, self.count = faults, loss_fn, 0
 
     def __call__(self, model, *others):
-        faults, batch = self.faults, others[-2]  # others: a frozen model, if there is one, the batch, the settings
+        # others: a frozen model, if there is one, the batch, the settings
+        faults, batch = self.faults, others[-2]
         loss, aux_loss, *shown = self.loss_fn(model, *others)
         if called_from("trial_pass") or not torch.is_grad_enabled():
             return loss, aux_loss, *shown
@@ -140,7 +144,7 @@ def _signal_in_evaluation(number: int) -> None:
 
 
 def _run_stage(stage: str, faults: Faults) -> None:
-    from trainer.components.failures import training_errors
+    from trainer.run.errors import training_errors
 
     script = import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
     script.loss_fn = FaultyLoss(faults, script.loss_fn)
@@ -151,13 +155,15 @@ def _run_stage(stage: str, faults: Faults) -> None:
 def _run_engine(faults: Faults) -> None:
     from llm.training.core.engine import TrainingEngine
     from llm.training.train import main
-    from trainer.components.failures import training_errors
+    from trainer.run.errors import training_errors
 
     inner = TrainingEngine._loss
     losses = {}
 
     def loss(engine, model, batch, args):
-        return losses.setdefault(engine, FaultyLoss(faults, lambda m, b, a: inner(engine, m, b, a)))(model, batch, args)
+        return losses.setdefault(engine, FaultyLoss(faults, lambda m, b, a: inner(engine, m, b, a)))(
+            model, batch, args
+        )
 
     TrainingEngine._loss = loss
     with training_errors():
@@ -201,7 +207,11 @@ class StageProcess:
     @property
     def error_lines(self) -> list[str]:
         """Lines of stderr, without the warning of few updates: runs of tests have few."""
-        return [line for line in self.err.splitlines() if line.strip() and "updates change a model little" not in line]
+        return [
+            line
+            for line in self.err.splitlines()
+            if line.strip() and "updates change a model little" not in line
+        ]
 
 
 def free_port() -> int:
@@ -212,7 +222,8 @@ def free_port() -> int:
 
 
 def finish(processes: list, seconds: float) -> None:
-    """Start processes of `context`; all must end without an error, each within so many seconds of the one before."""
+    """Start processes of `context`; all must end without an error, each within so many seconds of the one
+    before."""
     for process in processes:
         process.start()
     for process in processes:
@@ -227,7 +238,9 @@ def start_ranks(
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     env = place | {"LOCAL_WORLD_SIZE": str(count)} | env
     ranks = range(count)
-    return [StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks]
+    return [
+        StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks
+    ]
 
 
 def run(
@@ -239,10 +252,12 @@ def run(
     timeout: float = 120,
     **env: str,
 ) -> StageProcess:
-    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name, `engine`, the
-    module of another script, or the file of one, which is run as `python FILE` does."""
+    """Run to the end, which must be this exit status; returns the process (rank 0). stage: its name,
+    `engine`, the module of another script, or the file of one, which is run as `python FILE` does."""
     if ranks > 1:
-        processes = start_ranks(ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None, **env)
+        processes = start_ranks(
+            ranks, stage, argv, dict.fromkeys(range(ranks), faults) if faults else None, **env
+        )
     else:
         processes = [StageProcess(stage, argv, faults, **env)]
     ends = [process.wait(timeout) for process in processes]

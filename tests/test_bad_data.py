@@ -1,4 +1,5 @@
-"""Bad data, met as a user meets them: through a stage script, which ends in one line that names file and line."""
+"""Bad data, met as a user meets them: through a stage script, which ends in one line that names file and
+line."""
 
 import functools
 import gzip
@@ -23,11 +24,15 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import StageProcess, run
 from trainer import train_full_sft, train_pretrain
-from trainer.components.failures import training_errors
+from trainer.run.errors import training_errors
 from trainer.trainer_utils import load_tokenizer
 
 BOM = b"\xef\xbb\xbf"
-TEXT, USER, BOT = {"text": "the river"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TEXT, USER, BOT = (
+    {"text": "the river"},
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+)
 CHAT = {"conversations": [USER, BOT]}
 SYSTEM = {"role": "system", "content": "s"}
 CALL = {"name": "weather", "arguments": {}}
@@ -53,8 +58,8 @@ class Case(NamedTuple):
     """What is wrong, in which kind of data, and what the line says.
 
     content: of the file; a dict is a record, which stands on line 2; a function prepares the path.
-    says: from where the line begins, behind FILE:2 for a record, behind FILE for text that begins with a colon;
-    otherwise anywhere in the line, with {data} and {tmp} for the path and its folder.
+    says: from where the line begins, behind FILE:2 for a record, behind FILE for text that begins with a
+    colon; otherwise anywhere in the line, with {data} and {tmp} for the path and its folder.
     """
 
     kind: str
@@ -92,9 +97,13 @@ UNNAMED_CALL, BROKEN_CALL = {**BOT, "tool_calls": [{"arguments": {}}]}, {**BOT, 
 CASES = {
     # --- files
     "missing file": Case(PRE, nothing, ": no such file; check --data_path"),
-    "missing file in a list": Case(PRE, nothing, "x.jsonl: no such file; check --data_path", "x.jsonl,y.jsonl"),
+    "missing file in a list": Case(
+        PRE, nothing, "x.jsonl: no such file; check --data_path", "x.jsonl,y.jsonl"
+    ),
     "no match": Case(PRE, nothing, ": no such file; check --data_path", "*.jsonl"),
-    "broken link": Case(SFT, lambda path: path.symlink_to("gone"), " is a pipe, a device or a link to nothing"),
+    "broken link": Case(
+        SFT, lambda path: path.symlink_to("gone"), " is a pipe, a device or a link to nothing"
+    ),
     "named pipe": Case(
         PRE, os.mkfifo, " is a pipe, a device or a link to nothing; data are read more than once, so give a"
     ),
@@ -107,12 +116,18 @@ CASES = {
     "blank lines": Case(PRE, b"\n \n\t\r\n", "{data} holds no record; leave it out or write it again"),
     "only a BOM": Case(SFT, BOM, "{data} holds no record"),
     "empty array": Case(SFT, b"[ ]", "{data} holds no record", "x.json"),
-    "empty Parquet": Case(PRE, parquet({"text": pa.array([], "string")}), "{data} holds no record", "x.parquet"),
+    "empty Parquet": Case(
+        PRE, parquet({"text": pa.array([], "string")}), "{data} holds no record", "x.parquet"
+    ),
     # --- characters
-    "not UTF-8": Case(PRE, line(TEXT) + b'{"text": "\xe4\xb8"}\n', ":2: not UTF-8 (byte 0xe4); save the file as UTF-8"),
+    "not UTF-8": Case(
+        PRE, line(TEXT) + b'{"text": "\xe4\xb8"}\n', ":2: not UTF-8 (byte 0xe4); save the file as UTF-8"
+    ),
     "GB18030": Case(PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8 (byte 0xd6); save"),
     "UTF-16": Case(PRE, line(TEXT).decode().encode("utf-16"), ":1: not UTF-8 (byte 0xff)"),
-    "array in one line": Case(PRE, json.dumps([TEXT] * 17 + [{}]).encode(), "[17]: no 'text' in this record", "x.json"),
+    "array in one line": Case(
+        PRE, json.dumps([TEXT] * 17 + [{}]).encode(), "[17]: no 'text' in this record", "x.json"
+    ),
     "array not UTF-8": Case(PRE, b'[\n{"text": "\xff"}]', ":2: not UTF-8 (byte 0xff)", "x.json"),
     "lone surrogate": Case(
         PRE, b'\n{"text": "\\ud83d"}', ":2: lone surrogate \\ud83d (half a character); write the whole"
@@ -121,13 +136,17 @@ CASES = {
     "bare NUL": Case(PRE, b'{"text": "a\x00b"}', ":1: not valid JSON (Invalid control character"),
     "zeroed by a crash": Case(PRE, line(TEXT) + b"\x00" * 500, ":2: not valid JSON"),
     # --- JSON
-    "malformed": Case(PRE, line(TEXT) * 3 + b'{"text": oops}\n' + line(TEXT), ":4: not valid JSON (Expecting value at"),
+    "malformed": Case(
+        PRE, line(TEXT) * 3 + b'{"text": oops}\n' + line(TEXT), ":4: not valid JSON (Expecting value at"
+    ),
     "malformed behind odd lines": Case(
         PRE, SURROUNDED, ":7: not valid JSON (Expecting property name enclosed in double"
     ),
     "single quotes": Case(SFT, b"{'conversations': []}", ":1: not valid JSON (Expecting property name"),
     "two records on a line": Case(PRE, line(TEXT).strip() * 2, ":1: not valid JSON (Extra data"),
-    "truncated last line": Case(PRE, line(TEXT) * 2 + b'{"text": "the di', ":3: not valid JSON (Unterminated string"),
+    "truncated last line": Case(
+        PRE, line(TEXT) * 2 + b'{"text": "the di', ":3: not valid JSON (Unterminated string"
+    ),
     "plain text": Case(
         PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value at column 1); each line", "x.md"
     ),
@@ -141,23 +160,32 @@ CASES = {
         PRE, b'{"text": ' + b"9" * 5000 + b"}", ":1: JSON that cannot be read (Exceeds the limit"
     ),
     "array cut off": Case(
-        PRE, b'[\n{"text": "a"},\n{"text": "b"}\n', ":3: in this record or after it the array is cut off", "x.json"
+        PRE,
+        b'[\n{"text": "a"},\n{"text": "b"}\n',
+        ":3: in this record or after it the array is cut off",
+        "x.json",
     ),
     "array malformed": Case(SFT, b'[\n\n{"messages": }]', ":3: not valid JSON (Expecting value at", "x.json"),
     "array with a stray quote": Case(
         SFT, b'[\n\n{"messages": "a"b"}]', ":3: in this record or after it a quote is not closed", "x.json"
     ),
-    "two arrays": Case(PRE, b'[{"text": "a"}]\n[{"text": "b"}]', ":2: the array has ended before this", "x.json"),
+    "two arrays": Case(
+        PRE, b'[{"text": "a"}]\n[{"text": "b"}]', ":2: the array has ended before this", "x.json"
+    ),
     # --- pretraining records
     "missing key": Case(PRE, {"content": "a"}, "no 'text' in this record (its keys: 'content'); write {"),
     "no key": Case(PRE, {}, "no 'text' in this record (its keys: none)"),
-    "null text": Case(PRE, {"text": None}, "'text' is null instead of text; write it as a string or remove the line"),
+    "null text": Case(
+        PRE, {"text": None}, "'text' is null instead of text; write it as a string or remove the line"
+    ),
     "number for text": Case(PRE, {"text": 5}, "'text' is a number instead of text"),
     "list for text": Case(PRE, {"text": ["a"]}, "'text' is a list instead of text"),
     "object for text": Case(PRE, {"text": {"a": 1}}, "'text' is an object instead of text"),
     "bool for text": Case(PRE, {"text": True}, "'text' is true/false instead of text"),
     "SFT data": Case(PRE, CHAT, "no 'text' in this record (its keys: 'conversations'); is this SFT data?"),
-    "only empty texts": Case(PRE, b'{"text": ""}\n' * 3, "{data}: none of the 3 records gives a sample with something"),
+    "only empty texts": Case(
+        PRE, b'{"text": ""}\n' * 3, "{data}: none of the 3 records gives a sample with something"
+    ),
     # --- conversations
     "pretraining data": Case(
         SFT, TEXT, "no 'conversations', 'messages' or 'instruction' in this record (its keys: 'text');"
@@ -169,7 +197,9 @@ CASES = {
     "conversations not a list": Case(
         SFT, {"conversations": "hi"}, "'conversations' is text instead of a list of messages"
     ),
-    "messages an object": Case(SFT, {"messages": USER}, "'messages' is an object instead of a list of messages"),
+    "messages an object": Case(
+        SFT, {"messages": USER}, "'messages' is an object instead of a list of messages"
+    ),
     "message not an object": Case(
         SFT, chat(USER, "hi"), "message 2 is text instead of an object with 'role' and 'content'"
     ),
@@ -195,9 +225,13 @@ CASES = {
     "content a number": Case(
         SFT, chat(USER, {**BOT, "content": 3}), "'content' of message 2 is a number instead of text"
     ),
-    "content null": Case(SFT, chat(USER, {**BOT, "content": None}), "'content' of message 2 is null instead of text"),
+    "content null": Case(
+        SFT, chat(USER, {**BOT, "content": None}), "'content' of message 2 is null instead of text"
+    ),
     "content a list": Case(
-        SFT, chat({**USER, "content": [{}]}, BOT), "no 'text' of part 1 of 'content' of message 1 (its keys: none)"
+        SFT,
+        chat({**USER, "content": [{}]}, BOT),
+        "no 'text' of part 1 of 'content' of message 1 (its keys: none)",
     ),
     "content missing": Case(
         SFT, chat(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"
@@ -231,14 +265,22 @@ CASES = {
     ),
     "Alpaca without output": Case(SFT, {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
     "Alpaca output a number": Case(SFT, {**ALPACA, "output": 4}, "'output' is a number instead of text"),
-    "Alpaca history": Case(SFT, {**ALPACA, "history": ["q"]}, "turn 1 of 'history' is not [question, answer]"),
-    "all samples dropped": Case(SFT, line(LONG_QUESTION) * 2, "dropped for lack of a label 2); raise --max_s"),
+    "Alpaca history": Case(
+        SFT, {**ALPACA, "history": ["q"]}, "turn 1 of 'history' is not [question, answer]"
+    ),
+    "all samples dropped": Case(
+        SFT, line(LONG_QUESTION) * 2, "dropped for lack of a label 2); raise --max_s"
+    ),
     # --- for another stage, another kind of model, or marked in a way that cannot be followed
     "preferences": Case(
-        SFT, {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO), which"
+        SFT,
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "'chosen' and 'rejected': a preference file (DPO), which",
     ),
     "preferences beside turns": Case(
-        SFT, chat(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO), which is another"
+        SFT,
+        chat(USER, chosen=BOT, rejected=BOT),
+        "'chosen' and 'rejected': a preference file (DPO), which is another",
     ),
     "preferences as lists of messages": Case(
         SFT,
@@ -246,10 +288,14 @@ CASES = {
         "'chosen_messages' and 'rejected_messages': a preference file (DPO), which is another stage; for SFT write",
     ),
     "preferences for pretraining": Case(
-        PRE, {"chosen": "qa", "rejected": "qb"}, "'chosen' and 'rejected': a preference file (DPO), which is another"
+        PRE,
+        {"chosen": "qa", "rejected": "qb"},
+        "'chosen' and 'rejected': a preference file (DPO), which is another",
     ),
     "pictures": Case(
-        SFT, chat(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"
+        SFT,
+        chat(USER, BOT, images=["1.jpg"]),
+        "'images' beside the conversation: the model reads text only; leave",
     ),
     "a picture as a part": Case(
         SFT,
@@ -257,20 +303,30 @@ CASES = {
         "part 1 of 'content' of message 1 is of type 'image_url': the model reads text only; leave it out",
     ),
     "sound of a message": Case(
-        SFT, chat({**USER, "audios": ["1.mp3"]}, BOT), "'audios' of message 1: the model reads text only; leave the"
+        SFT,
+        chat({**USER, "audios": ["1.mp3"]}, BOT),
+        "'audios' of message 1: the model reads text only; leave the",
     ),
     "a bad answer": Case(
         SFT, line(chat(USER, BOT, label=False)), ":1: 'label' is false: a bad answer (KTO), which SFT"
     ),
-    "a bad answer of LLaMA-Factory": Case(SFT, line(chat(USER, BOT, kto_tag=False)), ":1: 'kto_tag' is false: a bad"),
+    "a bad answer of LLaMA-Factory": Case(
+        SFT, line(chat(USER, BOT, kto_tag=False)), ":1: 'kto_tag' is false: a bad"
+    ),
     "weight of a turn": Case(
-        SFT, chat(USER, {**BOT, "loss_weight": 0.5}), "'loss_weight' of message 2 is 0.5; it is a switch: write true"
+        SFT,
+        chat(USER, {**BOT, "loss_weight": 0.5}),
+        "'loss_weight' of message 2 is 0.5; it is a switch: write true",
     ),
     "training the user": Case(
-        SFT, chat({**USER, "train": True}, BOT), "'train' of message 1 asks to train the role user; only the assistant"
+        SFT,
+        chat({**USER, "train": True}, BOT),
+        "'train' of message 1 asks to train the role user; only the assistant",
     ),
     "two switches": Case(
-        SFT, chat(USER, {**BOT, "train": True, "loss": 0}), "message 2 is to be trained and not to be trained (loss,"
+        SFT,
+        chat(USER, {**BOT, "train": True, "loss": 0}),
+        "message 2 is to be trained and not to be trained (loss,",
     ),
     "no completion": Case(SFT, {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
     "two questions": Case(
@@ -284,10 +340,14 @@ CASES = {
         "'value' of message 2 holds no call; write {",
     ),
     "tools that are no objects": Case(
-        SFT, chat(USER, BOT, tools='["search"]'), "entry 1 of 'tools' does not parse as JSON (Expecting value)"
+        SFT,
+        chat(USER, BOT, tools='["search"]'),
+        "entry 1 of 'tools' does not parse as JSON (Expecting value)",
     ),
     # --- compressed files and Parquet
-    "not gzip": Case(PRE, line(TEXT), ":1: after this line the compressed file is damaged or cut off", "x.jsonl.gz"),
+    "not gzip": Case(
+        PRE, line(TEXT), ":1: after this line the compressed file is damaged or cut off", "x.jsonl.gz"
+    ),
     "damaged .gz": Case(PRE, DAMAGED_GZ, ": the compressed file is damaged or cut off (", "x.jsonl.gz"),
     "truncated .gz": Case(
         PRE, GZ[:-999], ":2793: after this line the compressed file is damaged or cut off", "x.jsonl.gz"
@@ -302,7 +362,9 @@ CASES = {
     "wrong columns": Case(
         PRE, parquet({"content": ["a"]}), ":1: no 'text' in this record (its keys: 'content')", "x.parquet"
     ),
-    "wrong type of column": Case(PRE, parquet({"text": [1, 2]}), ":1: 'text' is a number instead of text", "x.parquet"),
+    "wrong type of column": Case(
+        PRE, parquet({"text": [1, 2]}), ":1: 'text' is a number instead of text", "x.parquet"
+    ),
     "null in Parquet": Case(PRE, parquet({"text": ["a", None]}), ":2: no 'text' in this record", "x.parquet"),
     "text for messages": Case(
         SFT, parquet({"messages": ["hi"]}), ":1: 'messages' is text instead of a list", "x.parquet"
@@ -311,23 +373,34 @@ CASES = {
         PRE, ZST[:-99], ":1: after this line the compressed file is damaged or cut off", "x.jsonl.zst"
     ),
     "not Arrow": Case(PRE, line(TEXT) * 9, ":1: unreadable Arrow from this row on", "x.arrow"),
-    "CSV without a known column": Case(PRE, b"body\na\n", ":1: no known column in the header ('body')", "x.csv"),
+    "CSV without a known column": Case(
+        PRE, b"body\na\n", ":1: no known column in the header ('body')", "x.csv"
+    ),
     "CSV for another kind": Case(PRE, b"instruction,output\nq,a\n", ":2: no 'text' in this record", "x.csv"),
     "ragged CSV": Case(PRE, b"text,id\na,1\nb,2,3\n", ":3: 3 cells, but the header names 2 columns", "x.csv"),
-    "open quote in CSV": Case(PRE, b'text\n"a\nb\n', ":2: a quote that this row opens is never closed", "x.csv"),
+    "open quote in CSV": Case(
+        PRE, b'text\n"a\nb\n', ":2: a quote that this row opens is never closed", "x.csv"
+    ),
     # --- plain text
-    "text for SFT": Case(SFT, b"Call me Ishmael.", "{data} is plain text, which only pretraining takes", "x.txt"),
+    "text for SFT": Case(
+        SFT, b"Call me Ishmael.", "{data} is plain text, which only pretraining takes", "x.txt"
+    ),
     "text in GBK": Case(PRE, "第一回\n甄士隐".encode("gbk"), ":1: not UTF-8 (byte 0xb5)", "x.txt"),
     "text in UTF-16": Case(PRE, "one\ntwo".encode("utf-16"), ":1: not UTF-8 (byte 0xff)", "x.txt"),
     "blank text": Case(PRE, b"\n \n", "{data} holds no record", "x.txt"),
     "text beside records": Case(
-        PRE, folder_of("README.txt", "a.jsonl"), "{data} holds both plain text ({data}/README.txt) and records", "x"
+        PRE,
+        folder_of("README.txt", "a.jsonl"),
+        "{data} holds both plain text ({data}/README.txt) and records",
+        "x",
     ),
     # --- what goes with the data
     "no tokenizer folder": Case(
         PRE, line(TEXT), "--tokenizer_path {tmp}/gone: no such folder; it must", tokenizer="gone"
     ),
-    "no tokenizer": Case(PRE, line(TEXT), "--tokenizer_path {tmp}/bad holds no tokenizer that", tokenizer="bad"),
+    "no tokenizer": Case(
+        PRE, line(TEXT), "--tokenizer_path {tmp}/bad holds no tokenizer that", tokenizer="bad"
+    ),
 }
 
 
@@ -335,7 +408,9 @@ def expected(case: Case, path: Path) -> str:
     """What the error line holds."""
     if isinstance(case.content, dict):
         return f"error: {path}:2: {case.says}"
-    return f"error: {path}{case.says}" if case.says[0] in ":[" else case.says.format(data=path, tmp=path.parent)
+    return (
+        f"error: {path}{case.says}" if case.says[0] in ":[" else case.says.format(data=path, tmp=path.parent)
+    )
 
 
 def prepare(case: Case, path: Path) -> bytes | None:
@@ -349,12 +424,15 @@ def prepare(case: Case, path: Path) -> bytes | None:
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch, capfd):
-    """stage(kind, data_path, *options) runs a stage script up to the mistake, and gives its error line and stdout."""
+    """stage(kind, data_path, *options) runs a stage script up to the mistake, and gives its error line and
+    stdout."""
 
     def run(kind: str, data_path: str, *options) -> tuple[str, str]:
         folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
         shape = ["--hidden_size", "32", "--num_hidden_layers", "1", "--from_weight", "none"]
-        monkeypatch.setattr(sys, "argv", [kind, "--data_path", data_path, *folders, *shape, *map(str, options)])
+        monkeypatch.setattr(
+            sys, "argv", [kind, "--data_path", data_path, *folders, *shape, *map(str, options)]
+        )
         monkeypatch.setattr(AutoTokenizer, "from_pretrained", read_once)
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended, training_errors():
@@ -379,7 +457,9 @@ def test_bad_data_end_in_one_line(case, stage, tmp_path):
     content = prepare(case, path)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer.json").write_text("[]")
-    err, _ = stage(case.kind, str(path), *([f"--tokenizer_path={tmp_path / case.tokenizer}"] if case.tokenizer else []))
+    err, _ = stage(
+        case.kind, str(path), *([f"--tokenizer_path={tmp_path / case.tokenizer}"] if case.tokenizer else [])
+    )
     assert expected(case, path) in err
     assert not list(tmp_path.glob("cache_dir/*/meta.json"))
     assert content is None or path.read_bytes() == content  # nobody touches the user's data
@@ -390,7 +470,10 @@ def test_the_table_is_long_enough():
 
 
 def test_held_out_data_are_checked_like_the_others(stage, tmp_path):
-    good, bad = write_jsonl(tmp_path / "good.jsonl", [TEXT] * 3), write_jsonl(tmp_path / "bad.jsonl", [TEXT, {}])
+    good, bad = (
+        write_jsonl(tmp_path / "good.jsonl", [TEXT] * 3),
+        write_jsonl(tmp_path / "bad.jsonl", [TEXT, {}]),
+    )
     err, _ = stage("pretrain", str(good), "--eval_data_path", bad)
     assert err.startswith(f"error: {bad}:2: no 'text'")
 
@@ -412,11 +495,14 @@ def test_skip_lists_each_bad_record_and_stops_above_the_share(stage, tmp_path):
     assert "15 of 60 records (25.0%) are bad, more than --max_bad_share 0.2 allows" in err
     listed = Path(err.split("all of them are listed in ")[1].split(";")[0])
     numbers = [i + 1 for i in range(0, 60, 4)]
-    assert [entry.split(": ")[0] for entry in listed.read_text().splitlines()] == [f"{path}:{n}" for n in numbers]
+    assert [entry.split(": ")[0] for entry in listed.read_text().splitlines()] == [
+        f"{path}:{n}" for n in numbers
+    ]
     assert "bad 15 (25.0%)" in out
 
 
-# --- data that look odd and are fine -------------------------------------------------------------------------------
+# --- data that look odd and are fine
+# -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +555,11 @@ def test_the_same_records_in_every_kind_of_file(texts):
     assert texts(b"[" + lines.replace(b"\n", b",", 1) + b"]", "y.json") == ["one", "two"]
     assert texts(parquet({"text": ["one", "two"], "other": [None, 1]}), "x.parquet") == ["one", "two"]
     assert texts(pa.compress(lines, "zstd", asbytes=True), "x.jsonl.zst") == ["one", "two"]
-    assert texts(b"id,text\n1,one\n2,two\n", "x.csv") == texts(b"text\tid\none\t1\ntwo\t2\n", "x.tsv") == ["one", "two"]
+    assert (
+        texts(b"id,text\n1,one\n2,two\n", "x.csv")
+        == texts(b"text\tid\none\t1\ntwo\t2\n", "x.tsv")
+        == ["one", "two"]
+    )
     assert texts(b"one\n\ntwo\n", "x.txt") == ["one\n\ntwo"]
 
 
@@ -487,7 +577,8 @@ def test_spellings_may_be_mixed_over_records(tokenizer, tmp_path):
 
 
 def test_a_line_of_50_mb(texts):
-    """The text of the record is short: text of that size works as well, but a tokenizer needs its time for it."""
+    """The text of the record is short: text of that size works as well, but a tokenizer needs its time for
+    it."""
     content = b'{"text": "one", "html": "' + b"x" * 50_000_000 + b'"}\n{"text": "two"}\n'
     begin = time.monotonic()
     tracemalloc.start()
@@ -508,16 +599,21 @@ def test_a_document_of_200_000_tokens(tokenizer, tmp_path):
     assert ds.cache.target_bytes[long].sum() == len(text.encode())
 
 
-# --- the same in processes of their own ------------------------------------------------------------------------------
+# --- the same in processes of their own
+# ------------------------------------------------------------------------------
 
 
 def start_script(kind: str, tmp_path: Path, data_path, ranks: int = 1) -> StageProcess:
     folders = [f"--{name}={tmp_path / name}" for name in ("save_dir", "checkpoint_dir", "cache_dir")]
     script = ROOT / "trainer" / {"pretrain": "train_pretrain.py", "sft": "train_full_sft.py"}[kind]
-    return run(str(script), ["--data_path", data_path, "--from_weight", "none", *folders], ranks=ranks, status=2)
+    return run(
+        str(script), ["--data_path", data_path, "--from_weight", "none", *folders], ranks=ranks, status=2
+    )
 
 
-@pytest.mark.parametrize("name", ["missing file", "malformed behind odd lines", "tool_calls that do not parse"])
+@pytest.mark.parametrize(
+    "name", ["missing file", "malformed behind odd lines", "tool_calls that do not parse"]
+)
 def test_the_real_script_ends_the_same_way(name, stage, tmp_path):
     case, path = CASES[name], tmp_path / CASES[name].name
     prepare(case, path)

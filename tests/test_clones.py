@@ -1,4 +1,5 @@
-"""A script runs the code that it lies beside: from any folder, whatever is installed, in each of its processes."""
+"""A script runs the code that it lies beside: from any folder, whatever is installed, in each of its
+processes."""
 
 import os
 import re
@@ -52,8 +53,8 @@ def test_all_scripts_were_found():
 
 @pytest.fixture
 def clone(tmp_path) -> Path:
-    """Another clone, which prints the file of a module in each process that loads it. Its loader's processes are
-    spawned, and it tokenises in two processes however small the data are."""
+    """Another clone, which prints the file of a module in each process that loads it. Its loader's processes
+    are spawned, and it tokenises in two processes however small the data are."""
     clone = tmp_path / "clone"
     listed = ["git", "ls-files", "common", "dataset", "model", "trainer"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.split():
@@ -75,11 +76,14 @@ def test_a_second_clone_runs_its_own_code_in_all_processes(clone, corpus, tmp_pa
     """This one, found first by PYTHONPATH, stands for the clone that is installed."""
     argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", num_workers=1, epochs=1)
     command = [sys.executable, str(clone / "trainer/train_pretrain.py"), *argv]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     loaded = re.findall(r"loaded (\S+) in (\d+)", done.stdout.decode())
     assert {path for path, _ in loaded} == {str(clone / "dataset/tokenizing.py")}
-    assert len({process for _, process in loaded}) >= 3  # the script, one or two that tokenise, one that loads
+    # the script, one or two that tokenise, one that loads
+    assert len({process for _, process in loaded}) >= 3
 
 
 def test_a_script_runs_where_nothing_is_installed(tmp_path):

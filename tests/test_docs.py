@@ -1,4 +1,5 @@
-"""The manual stays true: folder tree, flag tables, commands, snippets, links and help texts against the code itself."""
+"""The manual stays true: folder tree, flag tables, commands, snippets, links and help texts against the code
+itself."""
 
 import argparse
 import ast
@@ -13,7 +14,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pyarrow
@@ -48,8 +48,8 @@ from trainer import (
     train_ppo,
     train_pretrain,
 )
-from trainer.components.model_files import half_state_dict
-from trainer.components.state import Hooks, TrainState
+from trainer.run.state import Hooks, TrainState
+from trainer.weights.files import half_state_dict
 
 FRONT = ("README.md", "README_zh.md")
 ENGLISH_ONLY = {f"dev/{name}.md" for name in ("ARCHITECTURE", "DATA_TRIED", "DESCRIBED", "LOG")}
@@ -69,10 +69,12 @@ SECTIONS = {  # headings that the tests below look for: page, English, Chinese
 }
 LANGUAGES = ("docs", "docs/zh")
 MADE = {"out/", "checkpoints/"}  # by the runs
-FOLDERS = r"\.ci|\.github|common|dataset|docs|llm|model|scripts|tests|trainer"  # whose files are looked for by name
+# whose files are looked for by name
+FOLDERS = r"\.ci|\.github|common|dataset|docs|llm|model|scripts|tests|trainer"
 ENDINGS = "py|sh|md|json|jinja|yaml|yml|png"
 GENERATED = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")
-USERS_OWN = {"dataset/pretrain_t2t_mini.jsonl", "dataset/sft_t2t_mini.jsonl"}  # what --data_path names by default
+# what --data_path names by default
+USERS_OWN = {"dataset/pretrain_t2t_mini.jsonl", "dataset/sft_t2t_mini.jsonl"}
 # Scripts with a command line of their own: path -> module to run with -m, if it must be started that way.
 SCRIPTS = {
     "trainer/train_pretrain.py": None,
@@ -101,10 +103,14 @@ SCRIPTS = {
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"
-STAGES = tuple(script.Args for script in (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation))
+STAGES = tuple(
+    script.Args for script in (train_pretrain, train_full_sft, train_lora, train_dpo, train_distillation)
+)
 # Scripts whose flags are settings: their values are converted and checked when the whole line has been read.
 ARGS: dict[str, type] = {f"trainer/{args.__module__.split('.')[1]}.py": args for args in STAGES}
-REWARDED = {f"trainer/train_{name}.py": script.Args for name, script in (("grpo", train_grpo), ("agent", train_agent))}
+REWARDED = {
+    f"trainer/train_{name}.py": script.Args for name, script in (("grpo", train_grpo), ("agent", train_agent))
+}
 REWARDED |= {"trainer/train_ppo.py": train_ppo.Args}
 ARGS |= REWARDED | {"scripts/benchmark.py": BenchmarkArgs}
 
@@ -114,7 +120,8 @@ def read(path: str) -> str:
 
 
 def section(folder: str, name: str) -> str:
-    """The text below one heading of a page of `docs` or `docs/zh`, up to the next heading of its level or above."""
+    """The text below one heading of a page of `docs` or `docs/zh`, up to the next heading of its level or
+    above."""
     page, *headings = SECTIONS[name]
     heading, path = headings[folder == "docs/zh"], f"{folder}/{page}"
     text = re.sub(r"```.*?```", lambda block: block[0].replace("\n#", "\n\0"), read(path), flags=re.S)
@@ -126,7 +133,9 @@ def section(folder: str, name: str) -> str:
 
 def rows(text: str) -> list[list[str]]:
     """Cells of the table rows in a text, without the header and ruler lines."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"
+    ]
     rulers = {i for i, cells in enumerate(lines) if set("".join(cells)) <= {"-", ":"}}
     return [cells for i, cells in enumerate(lines) if i not in rulers and i + 1 not in rulers]
 
@@ -136,7 +145,8 @@ def fenced(path: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", read(path), flags=re.M | re.S)
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
+# --- files
+# ---------------------------------------------------------------------------------------------------------
 
 
 def tracked_files() -> list[str]:
@@ -164,9 +174,13 @@ def test_the_folder_tree_is_the_repository(page):
     missing = [name for name in tree if not (ROOT / name).exists() and name not in MADE]
     assert not missing, f"{page} lists what is not there: {missing}"
     for folder, said in tree.items():
-        gone = [name for name in re.findall(r"[\w./]+\.(?:py|sh)", said) if not (ROOT / folder / name).is_file()]
+        gone = [
+            name for name in re.findall(r"[\w./]+\.(?:py|sh)", said) if not (ROOT / folder / name).is_file()
+        ]
         assert not gone, f"{page} names {gone} in {folder}"
-    folders = {name.split("/")[0] + "/" for name in tracked_files() if "/" in name and not name.startswith(".")}
+    folders = {
+        name.split("/")[0] + "/" for name in tracked_files() if "/" in name and not name.startswith(".")
+    }
     listed = {name.split("/")[0] + "/" for name in tree}
     assert folders <= listed, f"{page} leaves out {folders - listed}"
 
@@ -187,7 +201,9 @@ def test_a_page_has_the_same_form_in_both_languages(english, chinese):
         link = f"]({os.path.relpath(other, Path(page).parent)})"
         assert link in read(page).split("\n")[2], f"{page} does not begin with a link to {other}"
         text = re.sub(r"^```.*?^```$", "", read(page), flags=re.M | re.S)
-        forms.append((re.findall(r"^#+(?= )", text, flags=re.M), len(rows(text)), len(re.findall(r"!\[", text))))
+        forms.append(
+            (re.findall(r"^#+(?= )", text, flags=re.M), len(rows(text)), len(re.findall(r"!\[", text)))
+        )
         long = [line for line in text.splitlines() if len(line) > 160 and line[0] != "|"]
         assert not long, f"{page} has lines that are too long: {long}"
     assert forms[0] == forms[1]
@@ -197,7 +213,8 @@ def test_a_page_has_the_same_form_in_both_languages(english, chinese):
 def test_a_page_has_the_same_figures_in_both_languages(english, chinese):
     """Where a sentence is missing, its figure often is."""
     texts = [
-        re.sub(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", " ", read(page), flags=re.M | re.S) for page in (english, chinese)
+        re.sub(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", " ", read(page), flags=re.M | re.S)
+        for page in (english, chinese)
     ]
     figures = [set(re.findall(r"\d[\d,.]*\d", text)) for text in texts]
     assert figures[0] == figures[1]
@@ -242,15 +259,19 @@ def test_links_and_paths_in_the_text_exist(page):
         name, _, anchor = target.partition("#")
         path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), f"{page} links to {target}"
-        assert not anchor or anchor in slugs(str(path.resolve().relative_to(ROOT))), f"{page} links to {target}"
-    present = re.sub(r"`[^`]+` is (?=`)", "", text) if page == "CHANGELOG.md" else text  # there: `old` is `new`
+        assert not anchor or anchor in slugs(str(path.resolve().relative_to(ROOT))), (
+            f"{page} links to {target}"
+        )
+    # there: `old` is `new`
+    present = re.sub(r"`[^`]+` is (?=`)", "", text) if page == "CHANGELOG.md" else text
     named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\.(?:{ENDINGS}))`", present)
     gone = [name for name in named if not GENERATED.match(name) and not (ROOT / name).exists()]
     gone = [name for name in gone if name not in USERS_OWN]
     assert not gone, f"{page} names {gone}"
 
 
-# --- flags ---------------------------------------------------------------------------------------------------------
+# --- flags
+# ---------------------------------------------------------------------------------------------------------
 
 
 def written_default(cell: str, setting: Setting) -> object:
@@ -299,7 +320,9 @@ def test_the_flag_table_of_reinforcement_learning_is_its_settings(folder):
     texts = yaml.safe_load(read("docs/zh/flags.yaml"))["reinforcement"]
     pretrain = settings_of(STAGES[0])
     for column, args in enumerate(REWARDED.values()):
-        own = {name: each for name, each in settings_of(args).items() if name in table or name not in pretrain}
+        own = {
+            name: each for name, each in settings_of(args).items() if name in table or name not in pretrain
+        }
         assert {name for name, row in table.items() if row[1 + column]} == own.keys()
         unlisted = settings_of(args).keys() - own.keys()
         assert [name for name in unlisted if settings_of(args)[name].default != pretrain[name].default] == []
@@ -308,7 +331,11 @@ def test_the_flag_table_of_reinforcement_learning_is_its_settings(folder):
             assert written_default(defaults[column], setting) == setting.default, f"{folder}: {name}"
             check_row(f"{folder}: {name}", [values, unit, meaning], setting)
             english = folder == "docs"
-            assert meaning.replace("`", "") == setting.help if english else name in pretrain or meaning == texts[name]
+            assert (
+                meaning.replace("`", "") == setting.help
+                if english
+                else name in pretrain or meaning == texts[name]
+            )
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)
@@ -318,15 +345,25 @@ def test_the_tools_flag_table_is_that_of_their_parsers(folder):
     assert len(tools) == 10
     for tool in tools:
         script = f"dataset/{tool}.py" if tool == "show_samples" else f"scripts/{tool}.py"
-        listed = {name: (default, meaning) for name, named, _, default, meaning in table if tool in named.split(", ")}
-        actions = {"--" * bool(each.option_strings) + each.dest: each for each in parser_of(script)[0]._actions}
+        listed = {
+            name: (default, meaning)
+            for name, named, _, default, meaning in table
+            if tool in named.split(", ")
+        }
+        actions = {
+            "--" * bool(each.option_strings) + each.dest: each for each in parser_of(script)[0]._actions
+        }
         if tool == "benchmark":
-            assert listed.keys() == {f"--{name}" for name in settings_of(BenchmarkArgs).keys() - settings_of(STAGES[0])}
+            assert listed.keys() == {
+                f"--{name}" for name in settings_of(BenchmarkArgs).keys() - settings_of(STAGES[0])
+            }
             continue
         assert listed.keys() == actions.keys() - {"--help"}
         for name, (default, meaning) in listed.items():
             action = actions[name]
-            assert not isinstance(action.default, int | float) or default == str(action.default), f"{tool} {name}"
+            assert not isinstance(action.default, int | float) or default == str(action.default), (
+                f"{tool} {name}"
+            )
             assert bool(re.search("[一-鿿]", meaning)) == (folder != "docs"), f"{tool} {name}"
 
 
@@ -335,7 +372,9 @@ def test_the_engines_flag_table_is_its_settings(folder):
     """Its own ones, and those that have another default where neither task nor user gives one."""
     table = {row[0].strip("`-"): row[1:] for row in rows(section(folder, "engine flags"))}
     pretrain = settings_of(STAGES[0])
-    again = {name for name, setting in pretrain.items() if SETTINGS[name].default != setting.default} - {"save_weight"}
+    again = {name for name, setting in pretrain.items() if SETTINGS[name].default != setting.default} - {
+        "save_weight"
+    }
     options = ["config", "print_config", "top_k", "set"]
     assert list(table)[: len(options)] == options
     assert list(table)[len(options) :] == [name for name in SETTINGS if name not in pretrain or name in again]
@@ -381,7 +420,8 @@ def parser_of(script: str) -> tuple[argparse.ArgumentParser, str]:
         patch.setenv("COLUMNS", "120")
         with pytest.raises(SystemExit) as left:
             if module := SCRIPTS[script]:
-                patch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that is imported already
+                # runpy warns of a module that is imported already
+                patch.delitem(sys.modules, module, raising=False)
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -407,7 +447,8 @@ def test_help_tells_the_meaning_and_default_of_every_flag(script):
             assert by_formatter or "default" in told, f"{script} {name} does not tell its default"
 
 
-# --- commands ------------------------------------------------------------------------------------------------------
+# --- commands
+# ------------------------------------------------------------------------------------------------------
 
 
 def commands(text: str) -> list[tuple[Path, dict[str, str], list[str]]]:
@@ -439,7 +480,8 @@ def split_at(words: list[str], separators: set[str]) -> list[list[str]]:
 
 
 def python_words(words: list[str]) -> list[str]:
-    """Script (or -m module) and its arguments of a python or torchrun command; torchrun's own flags are checked."""
+    """Script (or -m module) and its arguments of a python or torchrun command; torchrun's own flags are
+    checked."""
     if words[0] == "python":
         return words[1:]
     args = get_args_parser().parse_args(words[1:])
@@ -451,7 +493,9 @@ def check_engine(folder: Path, variables: dict, given: list[str], where: str) ->
 
     def find_task(name: str) -> type:
         if ":" in name:  # a task of the page itself
-            assert f"class {name.partition(':')[2]}(TrainingTask)" in read(where), f"{where} does not show {name}"
+            assert f"class {name.partition(':')[2]}(TrainingTask)" in read(where), (
+                f"{where} does not show {name}"
+            )
             return TrainingTask
         assert name in AVAILABLE_TASKS, f"{where}: there is no task {name}"
         return AVAILABLE_TASKS[name]
@@ -542,7 +586,14 @@ def test_the_cheap_commands_run_on_the_files_that_they_name(command, tmp_path, m
     texts = [json.dumps({"text": f"{i} ships lie in the harbour of Reedmarsh."}) for i in range(40)]
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]
     record = {"update": 1, "tokens": 9, "seconds": 1.0, "loss": 2.0, "reward": 0.5}
-    runs = ["demo/pretrain_256", "pretrain_512", "full_sft_512", "full_sft_768", "sums_grpo_256", "rates/rate_1e-3_64"]
+    runs = [
+        "demo/pretrain_256",
+        "pretrain_512",
+        "full_sft_512",
+        "full_sft_768",
+        "sums_grpo_256",
+        "rates/rate_1e-3_64",
+    ]
     files = {"data/pretrain.jsonl": texts, "data/sft.jsonl": [json.dumps({"messages": turns})] * 40}
     files |= {f"out/{name}_metrics.jsonl": [json.dumps(record)] for name in runs}
     for name, lines in files.items():
@@ -559,8 +610,11 @@ def test_the_cheap_commands_run_on_the_files_that_they_name(command, tmp_path, m
 @pytest.mark.parametrize(("english", "chinese"), PAIRS)
 def test_both_languages_give_the_same_commands_and_snippets(english, chinese):
     for language in ("bash", "python", "json", "text"):
-        blocks = [[without_comments(block) for block in fenced(page, language)] for page in (english, chinese)]
-        blocks = [[block for block in found if "trainer/  " not in block] for found in blocks]  # not the folder tree
+        blocks = [
+            [without_comments(block) for block in fenced(page, language)] for page in (english, chinese)
+        ]
+        # not the folder tree
+        blocks = [[block for block in found if "trainer/  " not in block] for found in blocks]
         assert blocks[0] == blocks[1]
 
 
@@ -576,21 +630,25 @@ def test_launch_lines_at_the_head_of_scripts_name_real_scripts_and_flags(script)
     for line in lines:
         named = re.search(r"-m ([a-z][\w.]+)|([\w/]+\.py)", line)
         started = named[1].replace(".", "/") + ".py" if named[1] else named[2]
-        started = started if "/" in started else f"trainer/{started}"  # stage scripts show lines for `cd trainer`
+        # stage scripts show lines for `cd trainer`
+        started = started if "/" in started else f"trainer/{started}"
         known = {option for action in parser_of(started)[0]._actions for option in action.option_strings}
         own = line[named.end() :].partition(" -- ")[0]  # what follows goes to the stage script
         unknown = set(re.findall(r" (--[a-z]\w*)", own)) - known
         assert not unknown, f"{script} tells of {unknown}, which {started} does not know"
 
 
-# --- examples, figures, snippet ------------------------------------------------------------------------------------
+# --- examples, figures, snippet
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", ["docs/data.md", "README.md"])
 def test_the_example_records_are_accepted(page):
     records = [json.loads(line) for block in fenced(page, "json") for line in block.splitlines()]
     kinds = {key for record in records for key in record}
-    assert ({"text", "conversations", "messages", "instruction"} if page != "README.md" else {"text"}) <= kinds
+    assert (
+        {"text", "conversations", "messages", "instruction"} if page != "README.md" else {"text"}
+    ) <= kinds
     for record in records:
         assert to_text(record) if "text" in record else to_chat(record).messages[-1]["role"] == "assistant"
 
@@ -605,8 +663,8 @@ def test_the_mistake_on_the_front_page_is_told_as_it_says():
 @pytest.mark.parametrize("folder", LANGUAGES)
 def test_the_metrics_fields_are_those_of_the_loop(folder):
     code = read("trainer/loop.py") + "".join(
-        read(f"trainer/components/{name}.py")
-        for name in ("meter", "run_hooks", "expert_load", "bad_updates", "verdict")
+        read(f"trainer/{name}.py")
+        for name in ("report/speed", "run/hooks", "report/experts", "run/skipped_updates", "report/warnings")
     )
     fields = [name for row in rows(section(folder, "metrics")) for name in re.findall(r"`(\w+)`", row[0])]
     assert len(fields) >= 15 and not [name for name in fields if f'"{name}"' not in code]
@@ -630,7 +688,8 @@ def test_the_parameter_counts_are_those_of_the_model(folder):
 
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch, capsys):
-    """With a tiny random model in the place of the trained one; the converted folder then gives its own logits."""
+    """With a tiny random model in the place of the trained one; the converted folder then gives its own
+    logits."""
     (snippet,) = [block for block in fenced("docs/using_weights.md", "python") if "Qwen3" in block]
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe)).eval()
@@ -646,17 +705,21 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
         assert (stock.float()(tokens).logits - model(tokens).logits).abs().max() <= 1e-4
 
 
-# --- figures -------------------------------------------------------------------------------------------------------
+# --- figures
+# -------------------------------------------------------------------------------------------------------
 
 NUMBER = r"(?<![\w.,/#+-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e-?\d+)?(?![\w-]|[.,]\d)"
 UNIT = r" ?(?:%|times\b|tokens/s|GFLOP/s|seconds?\b|s\b|ms\b|minutes?\b|min\b|hours?\b|GB\b|MB\b|of \d+\b)"
-FIGURE = rf"{NUMBER}(?=(?:(?: to| and| or) {NUMBER})?{UNIT})|(?=\d+\.\d+){NUMBER}"  # a number with a unit, or a decimal
+# a number with a unit, or a decimal
+FIGURE = rf"{NUMBER}(?=(?:(?: to| and| or) {NUMBER})?{UNIT})|(?=\d+\.\d+){NUMBER}"
 VERSION = r"\b(?:TRL|transformers|version|torch|Python|PEFT) [\d.]+"
 UNMEASURED = {  # figures that are no measurements
     "docs/after_sft.md": "0.6931",  # ln 2
     "docs/data.md": "30",  # the share of an example
-    "docs/datasets.md": "1.2 10 2 28 1 12 1.6 53 30 600 208 52 61 20 3.0 4.0",  # what the pages of the data sets say
-    "docs/distributed.md": "16 2 0.25 0.016 4 0.5 14 12 96 1,500 26 8 0.16 0.02 2.8 0.28 50 5 60 30",  # arithmetic
+    # what the pages of the data sets say
+    "docs/datasets.md": "1.2 10 2 28 1 12 1.6 53 30 600 208 52 61 20 3.0 4.0",
+    # arithmetic
+    "docs/distributed.md": "16 2 0.25 0.016 4 0.5 14 12 96 1,500 26 8 0.16 0.02 2.8 0.28 50 5 60 30",
     "docs/evaluating.md": "95",  # confidence level
     "docs/from_minimind.md": "8.76 0.9 5.0 0.1 0.2 0.02 0.85 0.95 0.7",  # ln 6,400, and defaults
     "docs/gpu.md": "15 6 0.01 0.1 1 4",  # an expectation, called one, and tolerances
@@ -689,7 +752,9 @@ def holds(section: str, figure: str) -> bool:
     """Whether a section has a number that the figure is, or is rounded from."""
     places = len(figure.partition(".")[2]) if "e" not in figure else 12
     values = [float(text.replace(",", "")) for text in re.findall(NUMBER, section)]
-    return any(abs(value - float(figure.replace(",", ""))) <= 0.5 * 10**-places * (1 + 1e-9) for value in values)
+    return any(
+        abs(value - float(figure.replace(",", ""))) <= 0.5 * 10**-places * (1 + 1e-9) for value in values
+    )
 
 
 @pytest.mark.parametrize(
@@ -711,7 +776,8 @@ def test_a_figure_stands_in_the_section_that_its_paragraph_links_to(page):
             assert any(map(command.search, having)), f"{where}: the section has no command"
 
 
-# --- imports -------------------------------------------------------------------------------------------------------
+# --- imports
+# -------------------------------------------------------------------------------------------------------
 
 MAY_IMPORT = {
     "common": set(),
@@ -728,20 +794,20 @@ def test_imports_run_one_way(package):
     others = {*MAY_IMPORT, "tests"} - MAY_IMPORT[package] - {package}
     for path in sorted((ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-        modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+        modules = [
+            alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+        ]
+        modules += [
+            node.module or ""
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and not node.level
+        ]
         wrong = [module for module in modules if module.split(".")[0] in others]
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def test_every_package_is_declared():
-    """Else an installed project lacks it, wherever it is not started from its own folder."""
-    declared = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]["packages"]
-    found = {str(Path(name).parent).replace("/", ".") for name in tracked_files() if name.endswith("__init__.py")}
-    assert sorted(declared) == sorted(found - {"tests"})
-
-
-# --- the engine ----------------------------------------------------------------------------------------------------
+# --- the engine
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", LANGUAGES)
@@ -753,18 +819,23 @@ def test_the_engines_chapter_is_the_engine(folder):
     assert set(AVAILABLE_TASKS) <= set(first)
     shown = {name for task in AVAILABLE_TASKS for name in re.findall(r"`(\w+\.yaml)`", first[task][2])}
     assert shown == {path.name for path in (ROOT / "llm/training/configs").iterdir()}
-    shipped = {row[0].split("(")[0].strip("`") for row in rows(read("docs/CALLBACKS.md")) if row[0][1].isupper()}
+    shipped = {
+        row[0].split("(")[0].strip("`") for row in rows(read("docs/CALLBACKS.md")) if row[0][1].isupper()
+    }
     assert shipped == {name for name in first if name[:1].isupper()} and len(shipped) == 4
 
 
 def test_the_contract_on_the_page_is_that_of_the_code():
     text = read("docs/dev/ARCHITECTURE.md")
     tables = [
-        rows(re.split(r"^###? ", part, maxsplit=1, flags=re.M)[0]) for part in re.split(r"^### ", text, flags=re.M)
+        rows(re.split(r"^###? ", part, maxsplit=1, flags=re.M)[0])
+        for part in re.split(r"^### ", text, flags=re.M)
     ]
     by_heading = dict(zip(re.findall(r"^### (.*)$", text, flags=re.M), tables[1:], strict=True))
     methods = [name for row in by_heading["Hooks"] for name in re.findall(r"`(\w+)\(", row[0])]
-    assert sorted(methods) == sorted(name for name, found in vars(Hooks).items() if callable(found) and name[0] != "_")
+    assert sorted(methods) == sorted(
+        name for name, found in vars(Hooks).items() if callable(found) and name[0] != "_"
+    )
     called = [name for row in by_heading["Hooks"] for name in re.findall(r"`(on_\w+)`", row[2])]
     assert set(called) <= set(HOOKS) and len(called) == 6
     fields = [name for row in by_heading["TrainState"] for name in re.findall(r"`(\w+)[`(]", row[0])]

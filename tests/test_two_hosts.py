@@ -1,5 +1,6 @@
-"""Two hosts: network namespaces joined by a cable (a veth pair), a rank on each. The cable is pulled out while they
-train; both end soon and say what to do; it is plugged in again, and the same commands go on as if nothing had been."""
+"""Two hosts: network namespaces joined by a cable (a veth pair), a rank on each. The cable is pulled out
+while they train; both end soon and say what to do; it is plugged in again, and the same commands go on as if
+nothing had been."""
 
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 RANK_TIMEOUT = 4  # seconds
 ADDRESS = {"MASTER_ADDR": "10.77.0.1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "cable"}
@@ -39,7 +40,20 @@ def hosts():
     names = [f"minimind-{os.getpid()}-{number}" for number in (1, 2)]
     try:
         why = "".join(ip("netns", "add", name) for name in names)
-        why += ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        why += ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
         if why:
             pytest.skip(f"network namespaces are not permitted here: {why.splitlines()[0]}")
         for number, name in enumerate(names, 1):
@@ -49,14 +63,17 @@ def hosts():
         yield names
     finally:
         for name in names:
-            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            left = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            ).stdout
             for pid in left.split():
                 os.kill(int(pid), signal.SIGKILL)
             ip("netns", "delete", name)
 
 
 def start(hosts: list[str], argv: list[str], port: int, late: float = 0.0) -> list[StageProcess]:
-    """A rank on each host, as torchrun starts them; the second one's process group `late` seconds after the first's."""
+    """A rank on each host, as torchrun starts them; the second one's process group `late` seconds after the
+    first's."""
     wait = "import time, trainer.train_pretrain as stage\nmeet = stage.utils.init_distributed_mode\n"
     wait += f"stage.utils.init_distributed_mode = lambda *args: time.sleep({late}) or meet(*args)\n"
     scripts = [ENTER.format(host=hosts[0]), ENTER.format(host=hosts[1]) + wait]
@@ -75,7 +92,13 @@ def cut_after(records: int, hosts: list[str], metrics, is_alive) -> float:
 
 @pytest.mark.slow
 def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
-    settings = {"epochs": 15, "batch_size": 4, "save_interval": 5, "eval_interval": 50, "rank_timeout": RANK_TIMEOUT}
+    settings = {
+        "epochs": 15,
+        "batch_size": 4,
+        "save_interval": 5,
+        "eval_interval": 50,
+        "rank_timeout": RANK_TIMEOUT,
+    }
     argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
     ranks = start(hosts, argv, 29500, late=RANK_TIMEOUT + 1)  # whoever still tokenises is not lost
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
@@ -101,13 +124,29 @@ def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
 @pytest.mark.slow
 def test_torchrun_on_each_host_ends_as_well(hosts, corpus, tmp_path):
     """README's commands: with --node_rank the launchers do not depend on each other, and none hangs."""
-    argv = flags(corpus, tmp_path, "pretrain", epochs=300, batch_size=4, rank_timeout=RANK_TIMEOUT, eval_interval=500)
+    argv = flags(
+        corpus, tmp_path, "pretrain", epochs=300, batch_size=4, rank_timeout=RANK_TIMEOUT, eval_interval=500
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     command += ["--master_addr", "10.77.0.1", "--master_port", "29500", "--node_rank"]
-    run = {"env": {**os.environ, **ADDRESS}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    run = {
+        "env": {**os.environ, **ADDRESS},
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     launchers = []
     for number, host in enumerate(hosts):
-        line = ["ip", "netns", "exec", host, *command, str(number), str(ROOT / "trainer/train_pretrain.py"), *argv]
+        line = [
+            "ip",
+            "netns",
+            "exec",
+            host,
+            *command,
+            str(number),
+            str(ROOT / "trainer/train_pretrain.py"),
+            *argv,
+        ]
         launchers.append(subprocess.Popen(line, **run))
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
     cut_after(10, hosts, metrics, lambda: all(launcher.poll() is None for launcher in launchers))

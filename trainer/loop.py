@@ -1,8 +1,9 @@
-"""The one training loop of the repository: `train_epoch` and `evaluate` over a `TrainState` (components/state.py).
+"""The one training loop of the repository: `train_epoch` and `evaluate` over a `TrainState` (run/state.py).
 
 Units: a step is one micro-batch of one rank; an update is one optimizer step, made of `accumulation_steps`
-micro-batches on every rank (fewer at the end of an epoch). The loss of an update is the sum over its target tokens, on
-all ranks and micro-batches, divided by their number: how it was cut into micro-batches and ranks changes nothing.
+micro-batches on every rank (fewer at the end of an epoch). The loss of an update is the sum over its target
+tokens, on all ranks and micro-batches, divided by their number: how it was cut into micro-batches and ranks
+changes nothing.
 """
 
 import gc
@@ -19,19 +20,21 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from trainer.components.device import peak_memory_mb, reserved_memory_mb
-from trainer.components.distributed import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
-from trainer.components.language_model import to_device
-from trainer.components.meter import Size
-from trainer.components.optimizer import set_learning_rate, should_step
-from trainer.components.parallel import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
-from trainer.components.saving import interrupted, save_and_stop, save_checkpoint, write_weights
-from trainer.components.state import Batch, TrainState
-from trainer.components.tracker import drawable
-from trainer.components.trial import describe_run, trial_pass
+from trainer.devices.device import peak_memory_mb, reserved_memory_mb
+from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
+from trainer.devices.wrapping import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
+from trainer.objectives.next_token import to_device
+from trainer.optim.build import set_learning_rate, should_step
+from trainer.report.speed import Size
+from trainer.report.trackers import drawable
+from trainer.run.first_update import describe_run, trial_pass
+from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
+from trainer.run.state import Batch, TrainState
 
 
-def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, start_step: int = 0, wandb=None) -> None:
+def train_epoch(
+    state: TrainState, epoch: int, loader: DataLoader, iters: int, start_step: int = 0, wandb=None
+) -> None:
     """Train on micro-batches `start_step` to `iters` of an epoch.
 
     Args:
@@ -53,12 +56,14 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    if is_replicated(state.model):  # DDP orders its buckets anew after its first backward pass: let that be of nothing
+    # DDP orders its buckets anew after its first backward pass: let that be of nothing
+    if is_replicated(state.model):
         trial_pass(state, prepared(state, [cast(Any, loader).collate_fn([])])[0])
     state.iters = iters
     meter.restart()
     while step < iters and not state.finished:
-        fetched = meter.fetch(batches, min(args.accumulation_steps, iters - step))  # the update's micro-batches
+        # the update's micro-batches
+        fetched = meter.fetch(batches, min(args.accumulation_steps, iters - step))
         window = prepared(state, fetched)
         sizes = [state.size(batch) for batch in window]
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
@@ -86,7 +91,8 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         state.bad_updates.note(state.update, window, read=log_due or state.device.type == "cpu")
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)
-        if state.save_due and not state.bad_updates.in_a_row:  # keep the last good checkpoint while updates are skipped
+        # keep the last good checkpoint while updates are skipped
+        if state.save_due and not state.bad_updates.in_a_row:
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
@@ -96,7 +102,9 @@ def train_epoch(state: TrainState, epoch: int, loader: DataLoader, iters: int, s
         next(batches, None)  # exhausts the loader, which then ends its worker processes
 
 
-def train_update(state: TrainState, window: list[Batch], targets: float, tokens: float) -> tuple[Tensor, Tensor]:
+def train_update(
+    state: TrainState, window: list[Batch], targets: float, tokens: float
+) -> tuple[Tensor, Tensor]:
     """One optimizer update over a window of micro-batches.
 
     Args:
@@ -105,9 +113,9 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
-        On the device, over all ranks: losses [2 + K], the mean cross entropy per target, the mean auxiliary loss per
-        token and the means per target of the K metrics, in float64 (float32 on MPS), NaN without any target; the
-        gradient norm [] before clipping. The loop reads them only to log.
+        On the device, over all ranks: losses [2 + K], the mean cross entropy per target, the mean auxiliary
+        loss per token and the means per target of the K metrics, in float64 (float32 on MPS), NaN without any
+        target; the gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
     set_learning_rate(optimizer, state.schedule(state.update + 1, state.total_updates, args))
@@ -124,7 +132,12 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
             # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
             scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
             state.loss_is_cross_entropy = "cross_entropy" in metrics
-        values = [loss, aux_loss, *(metrics[name] for name in state.metric_names), metrics.get("cross_entropy", loss)]
+        values = [
+            loss,
+            aux_loss,
+            *(metrics[name] for name in state.metric_names),
+            metrics.get("cross_entropy", loss),
+        ]
         sums += torch.stack([value.detach().to(sums.dtype) for value in values])
     counts = [targets, tokens] + [targets] * (len(state.metric_names) + 1)
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
@@ -146,8 +159,8 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
 
 
 def check_names(metrics: dict[str, Tensor], names: tuple[str, ...]) -> None:
-    """Raise UserError unless the metrics that `loss_fn` gives are those of these names, and `cross_entropy`, which
-    needs no naming."""
+    """Raise UserError unless the metrics that `loss_fn` gives are those of these names, and `cross_entropy`,
+    which needs no naming."""
     missing, unnamed = set(names) - metrics.keys(), metrics.keys() - {*names, "cross_entropy"}
     if missing or unnamed:
         given, named = ", ".join(metrics) or "nothing", ", ".join(names) or "empty"
@@ -162,13 +175,14 @@ def prepared(state: TrainState, window: list[Batch]) -> list[Batch]:
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
-    """Whether an update took the step count past a multiple of `interval` or to the end of the epoch (0: only that)."""
+    """Whether an update took the step count past a multiple of `interval` or to the end of the epoch (0: only
+    that)."""
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
 def save_is_due(state: TrainState, before: int, evaluate_due: bool) -> bool:
-    """Whether to save after this update, alike on all ranks: at --save_interval and the end of the epoch, before an
-    evaluation, when a hook wants it, and when a save was postponed because updates were skipped."""
+    """Whether to save after this update, alike on all ranks: at --save_interval and the end of the epoch,
+    before an evaluation, when a hook wants it, and when a save was postponed because updates were skipped."""
     at_interval = reached(state.args.save_interval, before, state.step, state.iters)
     wanted = any(hook.wants_checkpoint(state) for hook in state.hooks)
     return at_interval or evaluate_due or wanted or state.save_due
@@ -177,8 +191,8 @@ def save_is_due(state: TrainState, before: int, evaluate_due: bool) -> bool:
 def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
     """Targets and tokens of an update over all ranks, and whether any rank was asked to stop.
 
-    sizes: of this rank's micro-batches. The hosts exchange them over gloo: the device is not waited for, and a lost
-    rank is noticed here.
+    sizes: of this rank's micro-batches. The hosts exchange them over gloo: the device is not waited for, and
+    a lost rank is noticed here.
     """
     targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
     host = torch.tensor([targets, tokens, state.stop.signal], dtype=torch.float64)
@@ -188,24 +202,36 @@ def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, boo
 
 
 def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
-    """Make dropout a function of (seed, update, micro-batch, rank), so that there is no random state to save."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0]))
+    """Make dropout a function of (seed, update, micro-batch, rank), so that there is no random state to
+    save."""
+    torch.manual_seed(
+        int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0])
+    )
 
 
-# --- the log ---------------------------------------------------------------------------------------------------------
+# --- the log
+# ---------------------------------------------------------------------------------------------------------
 
 
 def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_due: bool) -> dict[str, Any]:
-    """The log record of the update just made: `loss` is its own; `mean_loss` and the stage's metrics are means over the
-    updates since the last record. Sync point: the host waits for the device."""
+    """The log record of the update just made: `loss` is its own; `mean_loss` and the stage's metrics are
+    means over the updates since the last record. Sync point: the host waits for the device."""
     total, count, *sums = state.losses.tolist()
     state.losses.zero_()
     logits_loss, aux_loss = losses[:2].tolist()
-    record: dict[str, Any] = {"update": state.update, "epoch": state.epoch, "step": state.step, "iters": state.iters}
+    record: dict[str, Any] = {
+        "update": state.update,
+        "epoch": state.epoch,
+        "step": state.step,
+        "iters": state.iters,
+    }
     values = {"loss": logits_loss + aux_loss, "mean_loss": total / count if count else math.nan}
     values |= {"logits_loss": logits_loss, "aux_loss": aux_loss, "grad_norm": float(grad_norm)}
     values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"])
-    values |= {name: value / count if count else math.nan for name, value in zip(state.metric_names, sums, strict=True)}
+    values |= {
+        name: value / count if count else math.nan
+        for name, value in zip(state.metric_names, sums, strict=True)
+    }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     for hook in state.hooks:
         record |= hook.figures(state)
@@ -239,7 +265,8 @@ def read_meter(state: TrainState) -> dict[str, float]:
 
 
 def finish_update(state: TrainState) -> None:
-    """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first update."""
+    """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first
+    update."""
     if state.metrics is not None:
         state.metrics.tick(state.update)
     record = report(state) if state.record is not None else None
@@ -248,9 +275,9 @@ def finish_update(state: TrainState) -> None:
 
 
 def report(state: TrainState) -> dict[str, Any]:
-    """Complete the pending record and return it: evaluate if due, keep the best weights, log. Raises Interrupted if a
-    signal came during the evaluation. The checkpoint just written holds the record, and the resumed run evaluates
-    again."""
+    """Complete the pending record and return it: evaluate if due, keep the best weights, log. Raises
+    Interrupted if a signal came during the evaluation. The checkpoint just written holds the record, and the
+    resumed run evaluates again."""
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
         run = partial(evaluate, state, state.eval_loader)
@@ -280,15 +307,16 @@ def report(state: TrainState) -> dict[str, Any]:
     return record
 
 
-# --- held-out data ---------------------------------------------------------------------------------------------------
+# --- held-out data
+# ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | None] | None:
     """Held-out loss (nats per target) and bits per byte of the text that the targets spell, over all ranks.
 
-    Bits per byte do not depend on the tokenizer. The micro-batches do not depend on the world size. None if a signal
-    interrupted it.
+    Bits per byte do not depend on the tokenizer. The micro-batches do not depend on the world size. None if a
+    signal interrupted it.
     """
     model = unwrap(state.model)
     model.eval()
@@ -309,7 +337,8 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
             sums[name] = sums[name] + value if name in sums else value
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
-    for module in filter(is_sharded, model.modules()):  # what the forward pass gathered may be of other weights
+    # what the forward pass gathered may be of other weights
+    for module in filter(is_sharded, model.modules()):
         cast(Any, module).reshard()
     names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
     own = [float(sums.get(name, 0.0)) for name in names]  # sync point

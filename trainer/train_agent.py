@@ -1,42 +1,45 @@
-"""An agent learns from rewards, over several turns with tools, by GRPO (arXiv:2402.03300); all weights are trained.
+"""An agent learns from rewards, over several turns with tools, by GRPO (arXiv:2402.03300); all weights are
+trained.
 
     python train_agent.py --data_path ../dataset/agent_rl.jsonl --environment calculator            one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_agent.py --data_path ...             two GPUs
     python train_agent.py --data_path ... --from_resume 1                                           resume
 
-Reads prompts like train_grpo.py. In each of up to --max_turns turns the model may call tools; --environment replies,
-and its reply is put behind the turn: in the context, never a target. A trajectory is judged by its last turn, and all
-its turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes out/agent_<hidden_size>[_moe].pth.
+Reads prompts like train_grpo.py. In each of up to --max_turns turns the model may call tools; --environment
+replies, and its reply is put behind the turn: in the context, never a target. A trajectory is judged by its
+last turn, and all its turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes
+out/agent_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
-and in `main` the model.
-Environments are classes in trainer/components/environments.py or in a module of your own.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
+`extend_run`, and in `main` the model.
+Environments are classes in trainer/rollouts/environments.py or in a module of your own.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import ROOT, setting
 from trainer import trainer_utils as utils
-from trainer.components import policy_loss
-from trainer.components.data import open_prompts
-from trainer.components.environments import check_tools, load_environment
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.reinforcement import ReinforcementArgs, add_rollouts
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_prompts
 from trainer.loop import train_epoch
+from trainer.objectives import policy
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.rollouts.environments import check_tools, load_environment
+from trainer.rollouts.settings import ReinforcementArgs, add_rollouts
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
 class Args(ReinforcementArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in components/reinforcement.py."""
+    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
     data_path: str | None = str(ROOT / "dataset" / "agent_rl.jsonl")
     save_weight: str = "agent"
@@ -51,9 +54,9 @@ class Args(ReinforcementArgs):
     max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
 
 
-METRICS = policy_loss.METRICS  # names of the sums that loss_fn returns beside the loss
+METRICS = policy.METRICS  # names of the sums that loss_fn returns beside the loss
 # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
-loss_fn = policy_loss.sampled_tokens_loss
+loss_fn = policy.sampled_tokens_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 
 

@@ -5,12 +5,13 @@
     torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_distillation.py ...   two machines
     python train_distillation.py --data_path ... --from_resume 1                                        resume
 
-Reads the conversations of SFT (docs/data.md). The loss is alpha x cross entropy + (1 - alpha) x temperature^2 x
-KL divergence of teacher and student, over the tokens that the assistant says. The teacher may have any shape, and the
-student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and writes full_dist_... beside.
+Reads the conversations of SFT (docs/data.md). The loss is alpha x cross entropy + (1 - alpha) x temperature^2
+x KL divergence of teacher and student, over the tokens that the assistant says. The teacher may have any
+shape, and the student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and
+writes full_dist_... beside.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
-`open_data`, `extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`,
+`frozen`, `open_data`, `extend_run`, and in `main` the model.
 """
 
 import sys
@@ -18,26 +19,28 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import data_file, setting
 from dataset.lm_dataset import SFTDataset
 from trainer import trainer_utils as utils
-from trainer.components import distillation
-from trainer.components.data import open_datasets
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_datasets
 from trainer.loop import train_epoch
+from trainer.objectives import distillation
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
 class Args(distillation.TeacherArgs):
-    """The defaults of this stage; --hidden_size, --num_hidden_layers, --use_moe and --from_weight are the student's.
-    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`; the flags
-    of the teacher are in components/distillation.py."""
+    """The defaults of this stage; --hidden_size, --num_hidden_layers, --use_moe and --from_weight are the
+    student's.
+    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`; the
+    flags of the teacher are in objectives/distillation.py."""
 
     removed = {"divergence": "forward_kl", "jsd_beta": 0.5}  # noqa: RUF012 (a constant)
 
@@ -56,9 +59,11 @@ METRICS = ("cross_entropy", "divergence")  # names of the sums that loss_fn retu
 
 
 def loss_fn(teacher, model, batch, args):
-    """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and by name of METRICS
-    over the targets."""
-    cross_entropy, divergence, aux_loss = distillation.distillation_sums(model, teacher, batch, args.temperature)
+    """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and by name of
+    METRICS over the targets."""
+    cross_entropy, divergence, aux_loss = distillation.distillation_sums(
+        model, teacher, batch, args.temperature
+    )
     loss = args.alpha * cross_entropy + (1 - args.alpha) * args.temperature**2 * divergence
     return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
 
@@ -107,7 +112,9 @@ def main() -> None:
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     weight = utils.start_weights(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args))
+    model, _ = utils.init_model(
+        lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args)
+    )
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

@@ -1,16 +1,17 @@
-"""Direct preference optimisation (DPO, arXiv:2305.18290): the model learns to prefer the better of two answers.
+"""Direct preference optimisation (DPO, arXiv:2305.18290): the model learns to prefer the better of two
+answers.
 
     python train_dpo.py --data_path ../dataset/dpo.jsonl                                       one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_dpo.py --data_path ...          two GPUs
     torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_dpo.py ...   two machines
     python train_dpo.py --data_path ... --from_resume 1                                        resume
 
-Reads pairs ({"conversations": [...], "chosen": ..., "rejected": ...} and the forms in docs/data.md). The loss is a mean
-over pairs. The reference is the model that the run starts from, out/full_sft_<hidden_size>[_moe].pth, kept as a second,
-frozen model. Writes out/dpo_<hidden_size>[_moe].pth.
+Reads pairs ({"conversations": [...], "chosen": ..., "rejected": ...} and the forms in docs/data.md). The loss
+is a mean over pairs. The reference is the model that the run starts from,
+out/full_sft_<hidden_size>[_moe].pth, kept as a second, frozen model. Writes out/dpo_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`, `frozen`,
-`open_data`, `extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`,
+`frozen`, `open_data`, `extend_run`, and in `main` the model.
 """
 
 import sys
@@ -18,19 +19,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import DPODataset
 from trainer import trainer_utils as utils
-from trainer.components import preference
-from trainer.components.data import open_datasets
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_datasets
 from trainer.loop import train_epoch
+from trainer.objectives import preference
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
@@ -48,7 +50,9 @@ class Args(StageArgs):
     learning_rate: float = 5e-6
     max_seq_len: int = 1024
     beta: float = setting(0.15, "strength of the pull towards the reference model", gt=0)
-    rpo_alpha: float = setting(0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0)
+    rpo_alpha: float = setting(
+        0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0
+    )
 
     def compares_with_start_weights(self) -> bool:
         return True  # they are the reference
@@ -69,9 +73,10 @@ METRICS = preference.METRICS  # names of the sums that loss_fn returns beside th
 
 
 def loss_fn(reference, model, batch, args):
-    """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by name of METRICS
-    over the pairs."""
-    log_probs, aux_loss = preference.answer_log_probs(model, batch)  # [2 P]: chosen, rejected, chosen, rejected ...
+    """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by name of
+    METRICS over the pairs."""
+    # [2 P]: chosen, rejected, chosen, rejected ...
+    log_probs, aux_loss = preference.answer_log_probs(model, batch)
     before, _ = preference.answer_log_probs(reference, batch)  # without a gradient: it is frozen
     losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
     if args.rpo_alpha:
@@ -93,7 +98,9 @@ open_data = partial(open_datasets, DPODataset)  # (args, tokenizer) -> training 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Give the losses their reference, the model that the run starts from, frozen."""
     args = state.args
-    reference, _ = utils.init_model(state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device)
+    reference, _ = utils.init_model(
+        state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device
+    )
     reference.requires_grad_(False).eval()
     state.loss_fn, state.eval_fn = partial(loss_fn, reference), partial(held_out, reference)
     state.size_fn = preference.pair_size
@@ -126,7 +133,9 @@ def main() -> None:
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     weight = utils.start_weights(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args))
+    model, _ = utils.init_model(
+        lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args)
+    )
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

@@ -1,41 +1,44 @@
-"""GRPO: a chat model learns from rewards for what it writes itself (arXiv:2402.03300); all weights are trained.
+"""GRPO: a chat model learns from rewards for what it writes itself (arXiv:2402.03300); all weights are
+trained.
 
     python train_grpo.py --data_path ../dataset/rl.jsonl --reward exact_answer                      one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_grpo.py --data_path ...              two GPUs
     python train_grpo.py --data_path ... --from_resume 1                                            resume
 
-Reads prompts ({"prompt", "answer"}, or conversations whose last turn is the reference answer; see docs/data.md). To
-each prompt the model writes --num_generations completions; --reward judges them, and those better than the mean of
-their group become likelier. Starts from out/full_sft_<hidden_size>[_moe].pth, writes out/grpo_<hidden_size>[_moe].pth.
+Reads prompts ({"prompt", "answer"}, or conversations whose last turn is the reference answer; see
+docs/data.md). To each prompt the model writes --num_generations completions; --reward judges them, and those
+better than the mean of their group become likelier. Starts from out/full_sft_<hidden_size>[_moe].pth, writes
+out/grpo_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
-and in `main` the model.
-Rewards are functions in trainer/components/rewards.py or in a module of your own.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
+`extend_run`, and in `main` the model.
+Rewards are functions in trainer/rollouts/rewards.py or in a module of your own.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import data_file
 from trainer import trainer_utils as utils
-from trainer.components.data import open_prompts
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.policy_loss import METRICS, sampled_tokens_loss
-from trainer.components.reinforcement import ReinforcementArgs, add_rollouts
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_prompts
 from trainer.loop import train_epoch
+from trainer.objectives.policy import METRICS, sampled_tokens_loss
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.rollouts.settings import ReinforcementArgs, add_rollouts
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
 class Args(ReinforcementArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in components/reinforcement.py."""
+    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
     data_path: str | None = data_file("rlaif.jsonl", "rlaif-mini.jsonl")
     save_weight: str = "grpo"
@@ -46,13 +49,15 @@ class Args(ReinforcementArgs):
     max_seq_len: int = 512
 
 
-loss_fn = sampled_tokens_loss  # (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
+# (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
+loss_fn = sampled_tokens_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None) prompts
 
 
 def extend_run(state, tokenizer, train_set, eval_set):
-    """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
+    """Have a micro-batch of prompts become the completions that the model writes to them, with their
+    rewards."""
     add_rollouts(state, tokenizer)
 
 

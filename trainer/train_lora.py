@@ -1,15 +1,17 @@
-"""SFT with LoRA (arXiv:2106.09685): the model stays as it is, and small adapters beside its matrices are trained.
+"""SFT with LoRA (arXiv:2106.09685): the model stays as it is, and small adapters beside its matrices are
+trained.
 
     python train_lora.py --data_path ../dataset/lora_medical.jsonl                                       one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_lora.py --data_path ...          two GPUs
     torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_lora.py ...   two machines
     python train_lora.py --data_path ... --from_resume 1                                        resume
 
-Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which it only reads,
-and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools loads it.
+Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which it only
+reads, and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools
+loads it.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
-and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
+`extend_run`, and in `main` the model.
 """
 
 import sys
@@ -17,19 +19,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import SFTDataset
 from trainer import trainer_utils as utils
-from trainer.components import adapters
-from trainer.components.data import open_datasets
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_datasets
 from trainer.loop import train_epoch
+from trainer.objectives import lora
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
@@ -49,7 +52,7 @@ class Args(StageArgs):
     lora_rank: int = setting(16, "rank of the adapters", ge=1)
     lora_alpha: float = setting(32.0, "an adapter's output is multiplied by lora_alpha / lora_rank", gt=0)
     lora_dropout: float = setting(0.0, "dropout probability at the adapters' inputs", ge=0, lt=1)
-    lora_targets: str = setting(",".join(adapters.TARGETS), "layers that get an adapter, separated by commas")
+    lora_targets: str = setting(",".join(lora.TARGETS), "layers that get an adapter, separated by commas")
 
     def builds_on_start_weights(self) -> bool:
         return True  # a checkpoint holds the adapters alone
@@ -57,14 +60,16 @@ class Args(StageArgs):
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
         if self.from_weight == "none":
-            wrong.append("--from_weight none: an adapter belongs to the trained weights that it starts from; name them")
-        if unknown := adapters.unknown_targets(self.lora_targets):
-            wrong.append(f"--lora_targets: no layer is named {unknown}; choose from {','.join(adapters.TARGETS)}")
+            wrong.append(
+                "--from_weight none: an adapter belongs to the trained weights that it starts from; name them"
+            )
+        if unknown := lora.unknown_targets(self.lora_targets):
+            wrong.append(f"--lora_targets: no layer is named {unknown}; choose from {','.join(lora.TARGETS)}")
         return wrong
 
 
-# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics by name;
-# one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
+# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics
+# by name; one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
 loss_fn = utils.next_token_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
@@ -72,8 +77,8 @@ open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training 
 
 def extend_run(state, tokenizer, train_set, eval_set):
     """Of the model only its adapters are written."""
-    adapters.check_that_adapters_alone_are_trained(state.model)
-    state.save_fn = adapters.save_adapter
+    lora.check_that_adapters_alone_are_trained(state.model)
+    state.save_fn = lora.save_adapter
 
 
 def main() -> None:
@@ -101,10 +106,13 @@ def main() -> None:
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint)
 
-    # 6. Model, frozen, with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    # 6. Model, frozen, with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the
+    # parameters.
     weight = utils.start_weights(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args))
-    adapters.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
+    model, _ = utils.init_model(
+        lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args)
+    )
+    lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

@@ -1,41 +1,43 @@
-"""PPO: a chat model learns from rewards for what it writes, with a critic (arXiv:1707.06347); all weights are trained.
+"""PPO: a chat model learns from rewards for what it writes, with a critic (arXiv:1707.06347); all weights are
+trained.
 
     python train_ppo.py --data_path ../dataset/rl.jsonl --reward exact_answer                       one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_ppo.py --data_path ...               two GPUs
     python train_ppo.py --data_path ... --from_resume 1                                             resume
 
-Reads prompts like train_grpo.py. To each prompt the model writes one completion; a critic, trained beside it, tells how
-much reward was to be expected at each token, and tokens after which it was more become likelier. --num_iterations
-updates are made of each rollout. Starts from out/full_sft_<hidden_size>[_moe].pth, and the critic from a copy of it;
-writes the policy alone as out/ppo_actor_<hidden_size>[_moe].pth.
+Reads prompts like train_grpo.py. To each prompt the model writes one completion; a critic, trained beside it,
+tells how much reward was to be expected at each token, and tokens after which it was more become likelier.
+--num_iterations updates are made of each rollout. Starts from out/full_sft_<hidden_size>[_moe].pth, and the
+critic from a copy of it; writes the policy alone as out/ppo_actor_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`, `extend_run`,
-and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
+`extend_run`, and in `main` the model.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import data_file, setting
 from trainer import trainer_utils as utils
-from trainer.components import ppo
-from trainer.components.data import open_prompts
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.reinforcement import RolloutArgs, add_rollouts
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_prompts
 from trainer.loop import train_epoch
+from trainer.objectives import ppo
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.rollouts.settings import RolloutArgs, add_rollouts
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
 class Args(RolloutArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in components/reinforcement.py."""
+    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
     aliases = {  # noqa: RUF012 (a constant: MiniMind's names, and one of earlier versions)
         "clip_epsilon": "epsilon",
@@ -56,8 +58,12 @@ class Args(RolloutArgs):
     gamma: float = setting(1.0, "discount of a reward, per token", gt=0, le=1)
     lam: float = setting(0.95, "GAE lambda: 0 = TD(0), 1 = Monte Carlo", ge=0, le=1)
     vf_coef: float = setting(0.5, "weight of the critic's loss", gt=0)
-    cliprange_value: float = setting(0.2, "largest change of a value since the rollout; needs --num_iterations 2", gt=0)
-    early_stop_kl: float = setting(0.25, "KL divergence per token that ends a rollout's updates; 0: no limit", ge=0)
+    cliprange_value: float = setting(
+        0.2, "largest change of a value since the rollout; needs --num_iterations 2", gt=0
+    )
+    early_stop_kl: float = setting(
+        0.25, "KL divergence per token that ends a rollout's updates; 0: no limit", ge=0
+    )
 
     clips = ("epsilon", "cliprange_value", "early_stop_kl")
     num_generations = 1  # completions are compared with the critic's values, not with each other
@@ -69,13 +75,15 @@ class Args(RolloutArgs):
 
 
 METRICS = ppo.METRICS  # names of the sums that loss_fn returns beside the loss
-loss_fn = ppo.actor_critic_loss  # (model, batch, args) -> sums: of both losses, of auxiliary losses, and METRICS
+# (model, batch, args) -> sums: of both losses, of auxiliary losses, and METRICS
+loss_fn = ppo.actor_critic_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None) prompts
 
 
 def extend_run(state, tokenizer, train_set, eval_set):
-    """Have a micro-batch of prompts become the completions that the model writes to them, with their rewards."""
+    """Have a micro-batch of prompts become the completions that the model writes to them, with their
+    rewards."""
     add_rollouts(state, tokenizer, kind=ppo.ValuedRollouts)
     state.save_fn = ppo.save_actor
 

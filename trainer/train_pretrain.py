@@ -5,11 +5,13 @@
     torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_pretrain.py ...   two machines
     python train_pretrain.py --data_path ... --from_resume 1                                        resume
 
-Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len becomes several
-samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which train_full_sft.py starts.
+Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len
+becomes several samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which
+train_full_sft.py starts.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`, `open_data`, and in
-`main` the model. The engine's task `pretrain` has the same parts; what you change in `main` is the script's alone.
+To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`,
+`open_data`, and in `main` the model. The engine's task `pretrain` has the same parts; what you change in
+`main` is the script's alone.
 """
 
 import sys
@@ -17,25 +19,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import StageArgs, data_file
 from dataset.lm_dataset import PretrainDataset
 from trainer import trainer_utils as utils
-from trainer.components.data import open_datasets
-from trainer.components.failures import training_errors
-from trainer.components.optimizer import build_optimizer
-from trainer.components.saving import training_files
-from trainer.components.state import TrainState
-from trainer.components.tracker import start_tracker
+from trainer.data.datasets import open_datasets
 from trainer.loop import train_epoch
+from trainer.optim.build import build_optimizer
+from trainer.report.trackers import start_tracker
+from trainer.run.errors import training_errors
+from trainer.run.saving import training_files
+from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
 class Args(StageArgs):
-    """The defaults of this stage (MiniMind's; on some megabytes of text --accumulation_steps 1 learns far more, by
-    eight times as many updates). A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)` of common/settings.py."""
+    """The defaults of this stage (MiniMind's; on some megabytes of text --accumulation_steps 1 learns far
+    more, by eight times as many updates). A field added here is a flag of this stage: `my_flag: float = 0.0`,
+    or `= setting(0.0, "help", ge=0)` of common/settings.py."""
 
     data_path: str | None = data_file("pretrain_t2t_mini.jsonl", "pretrain_hq.jsonl")
     save_weight: str = "pretrain"
@@ -49,12 +52,13 @@ class Args(StageArgs):
     auto_rate = 1.0
 
 
-# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics by name;
-# one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
+# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics
+# by name; one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
 loss_fn = utils.next_token_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
-open_data = partial(open_datasets, PretrainDataset)  # (args, tokenizer) -> training and held-out (or None) data
+# (args, tokenizer) -> training and held-out (or None) data
+open_data = partial(open_datasets, PretrainDataset)
 
 
 def main() -> None:
@@ -84,7 +88,9 @@ def main() -> None:
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     weight = utils.start_weights(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args))
+    model, _ = utils.init_model(
+        lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args)
+    )
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
 

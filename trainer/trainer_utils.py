@@ -1,5 +1,5 @@
-"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in components/), and what every
-stage does alike before it trains."""
+"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in the folders beside this file), and
+what every stage does alike before it trains."""
 
 import math
 import random
@@ -18,15 +18,13 @@ from common.errors import UserError
 from common.locks import lock_output
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.components import resume
-from trainer.components.bad_updates import BadUpdates
-from trainer.components.checkpoint import lm_checkpoint  # noqa: F401
-from trainer.components.compiling import compiles
-from trainer.components.data import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
-from trainer.components.device import device_and_precision, prepare_device
-from trainer.components.distributed import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
-from trainer.components.flops import peak_rate
-from trainer.components.language_model import (
+from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
+from trainer.data.order import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
+from trainer.devices.compiling import compiles
+from trainer.devices.device import device_and_precision, prepare_device
+from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
+from trainer.devices.wrapping import build_device, freeze, wrap_model  # noqa: F401
+from trainer.objectives.next_token import (
     SHAPE,
     check_tokenizer,
     describe_size,
@@ -34,8 +32,19 @@ from trainer.components.language_model import (
     next_token_loss,  # noqa: F401
     target_logits,  # noqa: F401
 )
-from trainer.components.loaders import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
-from trainer.components.model_files import (
+from trainer.optim.rules import apply_rules
+from trainer.report.flops import peak_rate
+from trainer.report.samples import sample_hooks
+from trainer.report.warnings import Verdict
+from trainer.run import resume
+from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
+from trainer.run.hooks import hooks_of_settings
+from trainer.run.paths import is_path, run_name, start_path
+from trainer.run.saving import is_finished  # noqa: F401
+from trainer.run.signals import StopRequest
+from trainer.run.skipped_updates import BadUpdates
+from trainer.run.state import TrainState
+from trainer.weights.files import (
     described_config,
     keep_tokenizer,
     load_weights,
@@ -43,15 +52,6 @@ from trainer.components.model_files import (
     read_model,
     tokenizer_folder,
 )
-from trainer.components.parallel import build_device, freeze, wrap_model  # noqa: F401
-from trainer.components.rules import apply_rules
-from trainer.components.run_files import is_path, run_name, start_path
-from trainer.components.run_hooks import hooks_of_settings
-from trainer.components.samples import sample_hooks
-from trainer.components.saving import is_finished  # noqa: F401
-from trainer.components.signals import StopRequest
-from trainer.components.state import TrainState
-from trainer.components.verdict import Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,18 +71,20 @@ def setup_seed(seed: int) -> None:
 
 
 def get_lr(current_step: int, total_steps: int, lr: float) -> float:
-    """Cosine from `lr` down to a tenth of it; steps are optimizer updates, the first is 1 (MiniMind's schedule)."""
+    """Cosine from `lr` down to a tenth of it; steps are optimizer updates, the first is 1 (MiniMind's
+    schedule)."""
     return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
 
 
 def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
-    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of `get_lr`."""
+    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of
+    `get_lr`."""
     return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
 
 
 def start_shape(args: A) -> A:
-    """The settings with the shape and the tokenizer of the model in --from_weight. Raises UserError if there is no such
-    model, or another shape was asked for."""
+    """The settings with the shape and the tokenizer of the model in --from_weight. Raises UserError if there
+    is no such model, or another shape was asked for."""
     config = start_config(args)
     if config is None:
         return args
@@ -90,7 +92,9 @@ def start_shape(args: A) -> A:
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
         if getattr(args, name) != value and is_given(args, name):
-            raise UserError(f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out")
+            raise UserError(
+                f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
+            )
     if not is_given(args, "tokenizer_path"):
         args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
     return replace(args, **shape)
@@ -102,9 +106,9 @@ def is_given(args: StageArgs, name: str) -> bool:
 
 
 def start_config(args: StageArgs) -> "MiniMindConfig | None":
-    """The config of the weights that a stage starts from: the one that they come with, or of a file from elsewhere what
-    its tensors show; None if there are none. Raises UserError if there are no such weights, and no checkpoint to resume
-    from replaces them."""
+    """The config of the weights that a stage starts from: the one that they come with, or of a file from
+    elsewhere what its tensors show; None if there are none. Raises UserError if there are no such weights,
+    and no checkpoint to resume from replaces them."""
     if args.from_weight == "none":
         return None
     path = start_path(args.save_dir, args.from_weight, args)
@@ -121,8 +125,9 @@ def start_config(args: StageArgs) -> "MiniMindConfig | None":
 
 
 def start_model_config(tokenizer: "PreTrainedTokenizerBase", args: StageArgs) -> "MiniMindConfig":
-    """The config of the model of a stage: that of the weights in --from_weight, with the dropout of the settings, or
-    what the settings say. Raises UserError if the weights were trained with another tokenizer."""
+    """The config of the model of a stage: that of the weights in --from_weight, with the dropout of the
+    settings, or what the settings say. Raises UserError if the weights were trained with another
+    tokenizer."""
     config = start_config(args)
     if config is None:
         return model_config(tokenizer, args)
@@ -137,9 +142,10 @@ def init_model(
     save_dir: str | Path = ROOT / "out",
     device: str | torch.device = "cpu",
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
-    """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from, their name in
-    `save_dir` or their path, or `none` for random ones. On the meta device it has shapes only (`build_device`). Raises
-    UserError if the weights are missing or of another shape, or the tokenizer does not fit the vocabulary."""
+    """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from, their name
+    in `save_dir` or their path, or `none` for random ones. On the meta device it has shapes only
+    (`build_device`). Raises UserError if the weights are missing or of another shape, or the tokenizer does
+    not fit the vocabulary."""
     from model.model_minimind import MiniMindForCausalLM
 
     tokenizer = load_tokenizer(tokenizer_path)
@@ -154,7 +160,8 @@ def init_model(
     return model, tokenizer
 
 
-# --- what every stage does alike -------------------------------------------------------------------------------------
+# --- what every stage does alike
+# -------------------------------------------------------------------------------------
 
 
 def read_settings(args_class: type[A], description: str | None) -> A:
@@ -165,8 +172,8 @@ def read_settings(args_class: type[A], description: str | None) -> A:
 
 
 def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler, StopRequest]:
-    """Make this process one of the run: its console, kernels, device and precision; signals are handled, and no other
-    run may write its files.
+    """Make this process one of the run: its console, kernels, device and precision; signals are handled, and
+    no other run may write its files.
 
     Returns:
         device, autocast, gradient scaler, and what reports a signal.
@@ -183,16 +190,19 @@ def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler,
 def identify_run(
     args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
 ) -> tuple[A, resume.Fingerprint]:
-    """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the run. Raises
-    UserError if the checkpoint belongs to another run."""
+    """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the
+    run. Raises UserError if the checkpoint belongs to another run."""
     args = resume.keep_global_batch(apply_rules(args, checkpoint, train_set), checkpoint)
-    run = resume.run_fingerprint(args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args))
+    run = resume.run_fingerprint(
+        args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)
+    )
     return args, resume.check_resume(args, run, checkpoint)
 
 
 def start_weights(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str, Any] | None) -> str:
-    """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint replaces them.
-    Raises UserError if the checkpoint does not replace them, and they are no longer those that the run began with."""
+    """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint
+    replaces them. Raises UserError if the checkpoint does not replace them, and they are no longer those that
+    the run began with."""
     if args.builds_on_start_weights():
         resume.check_start_weights(args, run)
         return args.from_weight
@@ -207,8 +217,8 @@ def compile_and_wrap(
     train_set: SizedDataset,
     frozen: tuple[str, ...] = (),
 ) -> nn.Module:
-    """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where there are
-    several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
+    """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where
+    there are several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
     prepare_device(device)
     if frozen:
         freeze(model, frozen)
@@ -217,13 +227,17 @@ def compile_and_wrap(
 
 
 def begin_run(
-    state: TrainState, checkpoint: dict[str, Any] | None, data: Any, eval_set: StageData | None, code: Sequence[Any]
+    state: TrainState,
+    checkpoint: dict[str, Any] | None,
+    data: Any,
+    eval_set: StageData | None,
+    code: Sequence[Any],
 ) -> None:
     """Complete the state of a run before it trains, from the checkpoint if there is one.
 
-    checkpoint: is emptied. data: the training data, or whatever has a `source`, FILE:LINE of a sample. code: files
-    whose change is a warning. Raises UserError if the checkpoint is of another kind of model; early stopping without
-    held-out data."""
+    checkpoint: is emptied. data: the training data, or whatever has a `source`, FILE:LINE of a sample. code:
+    files whose change is a warning. Raises UserError if the checkpoint is of another kind of model; early
+    stopping without held-out data."""
     args = state.args
     if eval_set is not None:
         state.eval_loader = held_out_loader(eval_set, args)

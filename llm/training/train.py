@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
 from common.locks import lock_output
@@ -27,10 +28,10 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFT, Pretrain
 from llm.training.tasks.regression_task import RegressionTask
-from trainer.components.device import check_dtype, select_device
-from trainer.components.failures import training_errors, translated_failures
-from trainer.components.run_files import run_name
-from trainer.components.signals import StopRequest
+from trainer.devices.device import check_dtype, select_device
+from trainer.run.errors import training_errors, translated_failures
+from trainer.run.paths import run_name
+from trainer.run.signals import StopRequest
 
 C = TypeVar("C")
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
@@ -41,17 +42,19 @@ AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
 
 
 def find_task(name: str) -> type[TrainingTask]:
-    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current folder. Raises
-    UserError if there is no such class, or it lacks methods that a task must implement."""
+    """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current
+    folder. Raises UserError if there is no such class, or it lacks methods that a task must implement."""
     if name not in AVAILABLE_TASKS and ":" not in name:
         known = ", ".join(AVAILABLE_TASKS)
-        raise UserError(f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own")
+        raise UserError(
+            f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own"
+        )
     return AVAILABLE_TASKS.get(name) or named_class("--task", name, TrainingTask)
 
 
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
-    """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises UserError if there
-    is no such class, or it lacks methods that a subclass of `base` must implement."""
+    """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises
+    UserError if there is no such class, or it lacks methods that a subclass of `base` must implement."""
     found = import_named(flag, name)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
@@ -61,8 +64,8 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
 
 
 def train_worker(rank: int, world_size: int, config: Config) -> None:
-    """One process of a run. Several meet at --master_addr and --master_port; under torchrun its environment says where,
-    and which rank this is."""
+    """One process of a run. Several meet at --master_addr and --master_port; under torchrun its environment
+    says where, and which rank this is."""
     distributed = DistributedManager(config)
     if world_size == 1 or distributed.launched:
         _train(config)
@@ -83,7 +86,9 @@ def _train(config: Config) -> None:
             task, name = find_task(config.training.task)(config), config.data.data_module
             data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
             args, task.data = task.args, data
-            lock_output(run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+            lock_output(
+                run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir
+            )
             distributed.once(data.prepare_data)
             with translated_failures():
                 distributed.setup()
@@ -96,8 +101,9 @@ def _train(config: Config) -> None:
 
 
 def spawn(world_size: int, config: Config) -> None:
-    """Start the processes and wait for them. Signals are passed on, with time to save. The first process that fails
-    ends the others and sets the exit status. It reports a UserError itself; other tracebacks are printed here, once."""
+    """Start the processes and wait for them. Signals are passed on, with time to save. The first process that
+    fails ends the others and sets the exit status. It reports a UserError itself; other tracebacks are
+    printed here, once."""
     import torch.multiprocessing as mp  # not above: torch is loaded after common
     from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -128,7 +134,8 @@ def main() -> None:
     config = Config.from_args_and_env(find_task=find_task)
     config.validate()
     Logger.of(config)  # from here on the log file receives what is printed
-    device = select_device(config.distributed.device)  # refuse what the machine lacks before the data are prepared
+    # refuse what the machine lacks before the data are prepared
+    device = select_device(config.distributed.device)
     check_dtype(config.to_args().dtype, device)
     distributed = DistributedManager(config)
     world_size = distributed.get_world_size()

@@ -1,5 +1,5 @@
-"""Speed as a ratio: another trainer in its own process (scripts/bench/peers.py), in turn with ours, on the tokens of
-the same samples."""
+"""Speed as a ratio: another trainer in its own process (scripts/bench/peers.py), in turn with ours, on the
+tokens of the same samples."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from common.launcher import launch
 from common.settings import ROOT
 from dataset.lm_dataset import StageDataset
 from model.model_minimind import MiniMindConfig
-from trainer.components.device import autocast_dtype
-from trainer.components.loaders import epoch_order
-from trainer.components.parallel import unwrap
-from trainer.components.state import TrainState
+from trainer.data.order import epoch_order
+from trainer.devices.device import autocast_dtype
+from trainer.devices.wrapping import unwrap
+from trainer.run.state import TrainState
 
 # Fields of the model's shape for which MiniMind's scripts have no flag
 BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -45,8 +45,8 @@ def check_peer(peer: str, stage: str, path: str | None) -> None:
 
 
 def first_samples(dataset: StageDataset, seed: int, count: int) -> list[dict[str, list[int]]]:
-    """Tokens and labels (-100: no target) of the first `count` samples of our first epoch, in order. Raises UserError
-    if there are fewer."""
+    """Tokens and labels (-100: no target) of the first `count` samples of our first epoch, in order. Raises
+    UserError if there are fewer."""
     items = (dataset[item] for item in epoch_order(len(dataset), seed, 0))
     rows = []
     for sample in islice(chain.from_iterable(items), count):
@@ -59,15 +59,19 @@ def first_samples(dataset: StageDataset, seed: int, count: int) -> list[dict[str
 
 
 class Peer:
-    """Another trainer on the first samples of our epoch, in a process that ends when this context manager exits."""
+    """Another trainer on the first samples of our epoch, in a process that ends when this context manager
+    exits."""
 
     def __init__(self, args: Any, data: StageDataset, tokenizer: Any, state: TrainState):
-        """args: of scripts/benchmark.py. state: ours, untrained: for the weights, shape and device of both."""
+        """args: of scripts/benchmark.py. state: ours, untrained: for the weights, shape and device of
+        both."""
         self.args, self.folder = args, tempfile.TemporaryDirectory(prefix="benchmark-")
         folder, config = Path(self.folder.name), cast(MiniMindConfig, state.lm_config)
         updates = args.warmup + args.repeat * args.updates
         samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
-        (folder / "data.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
+        (folder / "data.jsonl").write_text(
+            "".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8"
+        )
         torch.save(unwrap(state.model).state_dict(), folder / "weights.pth")
         flags = {name: getattr(args, name) for name in FLAGS} | {"device": str(state.device)}
         stock = json.loads(config.to_json_string(use_diff=False))
@@ -81,24 +85,31 @@ class Peer:
             "folder": str(folder / "out"),
             "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
             "pad_id": tokenizer.pad_token_id or 0,
-            "flags": {name: int(value) if isinstance(value, bool) else value for name, value in flags.items()},
+            "flags": {
+                name: int(value) if isinstance(value, bool) else value for name, value in flags.items()
+            },
             "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
             "stock": stock,
             "bf16": autocast_dtype(state.autocast, state.device) == torch.bfloat16,
         }
         # its imports come from its checkout, not from ours, its caches are in `folder`
-        env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env = os.environ | {
+            "HF_HOME": str(folder / "hf"),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         env["PYTHONPATH"] = settings["path"] if args.peer == "minimind" else ""
         self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open until exit)
         command = [sys.executable, str(ROOT / "scripts/bench/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, cwd=folder, env=env, encoding="utf-8", **streams)
-        self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)  # pipes
+        # pipes
+        self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
         self._send(json.dumps(settings))
 
     def train(self, micro_batches: int) -> dict[str, Any]:
-        """Train on the next micro-batches: `seconds`, and `tokens`, `targets`, `size` with padding and `loss` of each.
-        Raises UserError if the peer failed; the message quotes its last line."""
+        """Train on the next micro-batches: `seconds`, and `tokens`, `targets`, `size` with padding and `loss`
+        of each. Raises UserError if the peer failed; the message quotes its last line."""
         self._send(str(micro_batches))
         reply = json.loads(self.stdout.readline() or "{}")
         if "seconds" not in reply:

@@ -2,10 +2,10 @@
 
     python scripts/bench/decoding.py --save_dir out/demo --data_path dataset/demo/sft_eval.jsonl
 
-Both sample the same number of completions to the same prompts at temperature 1, without top-k or top-p. The peer is the
-stock class of transformers with the prompts of a batch padded on the left, as trainers commonly call it. The two
-alternate, and the ratio is the median of those of the rounds. Counted are the tokens up to each completion's end token;
-sampling being random, the completions differ, and their mean length is printed.
+Both sample the same number of completions to the same prompts at temperature 1, without top-k or top-p. The
+peer is the stock class of transformers with the prompts of a batch padded on the left, as trainers commonly
+call it. The two alternate, and the ratio is the median of those of the rounds. Counted are the tokens up to
+each completion's end token; sampling being random, the completions differ, and their mean length is printed.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
 from scripts.convert.hugging_face import own_tensors, stock_config
-from trainer.components.trained_weights import add_trained_model_flags, load_model
+from trainer.weights.for_tools import add_trained_model_flags, load_model
 
 Decoder = Callable[[list[list[int]]], list[int]]  # prompts -> number of tokens of each completion
 GROUP = 8  # completions per prompt
@@ -57,7 +58,9 @@ def our_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
     def write(prompts: list[list[int]]) -> list[int]:
         samplings = [[Sampling(1.0, seed=next(seeds)) for _ in range(GROUP)] for _ in prompts]
         slots = len(prompts) * GROUP
-        answers = generate(model, prompts, samplings, max_gen_len, [tokenizer.eos_token_id], slots, with_logprobs=True)
+        answers = generate(
+            model, prompts, samplings, max_gen_len, [tokenizer.eos_token_id], slots, with_logprobs=True
+        )
         return [len(answer.tokens) for each in answers for answer in each]
 
     return write
@@ -73,16 +76,20 @@ def stock_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
     options |= {"max_new_tokens": max_gen_len, "eos_token_id": end, "pad_token_id": pad}
 
     def write(prompts: list[list[int]]) -> list[int]:
-        batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(stock.device)
+        batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(
+            stock.device
+        )
         with torch.inference_mode():
             rows = stock.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist()
-        return [row.index(end) + 1 if end in row else len(row) for row in rows]  # padding follows the end token
+        # padding follows the end token
+        return [row.index(end) + 1 if end in row else len(row) for row in rows]
 
     return write
 
 
 def main() -> None:
-    """Measure and print. The decoders take turns, another one first from round to round; round 0 is for warming up."""
+    """Measure and print. The decoders take turns, another one first from round to round; round 0 is for
+    warming up."""
     args = parse_args()
     torch.manual_seed(0)
     model, tokenizer = load_model(args)

@@ -1,8 +1,9 @@
-"""Another trainer's loop, controlled through a pipe: `scripts/benchmark.py` starts this file in that trainer's Python.
+"""Another trainer's loop, controlled through a pipe: `scripts/benchmark.py` starts this file in that
+trainer's Python.
 
-The first line of stdin is a JSON object of settings; every further line is a number of micro-batches to train on, which
-is answered by one JSON line: seconds, and the tokens, targets, padded size and loss of every micro-batch. The end of
-stdin ends the process. The time before the first micro-batch is not measured.
+The first line of stdin is a JSON object of settings; every further line is a number of micro-batches to train
+on, which is answered by one JSON line: seconds, and the tokens, targets, padded size and loss of every
+micro-batch. The end of stdin ends the process. The time before the first micro-batch is not measured.
 
 Nothing of this project is imported here: `model`, `dataset` and `trainer` are packages of the other trainer.
 """
@@ -30,7 +31,8 @@ class Gate:
         self.left, self.start, self.seen = 0, None, []
 
     def next(self) -> None:
-        """Called before a micro-batch is fetched. Returns when one is requested; SystemExit at the end of stdin."""
+        """Called before a micro-batch is fetched. Returns when one is requested; SystemExit at the end of
+        stdin."""
         if self.left == 0:
             if self.start is not None:
                 self._answer()
@@ -68,8 +70,8 @@ def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
 def minimind(settings: dict[str, Any], gate: Gate) -> None:
     """Run jingyaogong/minimind's training script of the stage unmodified, with its own defaults.
 
-    Patched are: our initial weights and tokenizer, a dataset of the tokens and labels of our samples, padded as its own
-    are, their order, and the gate around its loader.
+    Patched are: our initial weights and tokenizer, a dataset of the tokens and labels of our samples, padded
+    as its own are, their order, and the gate around its loader.
     """
     import torch.utils.data
 
@@ -99,7 +101,8 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
             return torch.tensor(tokens + [fill] * (max_length - len(tokens)))
 
         return [
-            (row(each["input_ids"], settings["pad_id"]), row(each["labels"], -100)) for each in samples_of(settings)
+            (row(each["input_ids"], settings["pad_id"]), row(each["labels"], -100))
+            for each in samples_of(settings)
         ]
 
     its_model.MiniMindConfig = functools.partial(its_model.MiniMindConfig, **settings["shape"])
@@ -116,8 +119,9 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
 
 
 def trl(settings: dict[str, Any], gate: Gate) -> None:
-    """Run TRL's SFTTrainer on transformers' Qwen3 model with the same weights, in the precision of ours: each batch is
-    padded to its longest sample, no activation checkpointing. Its data are the tokens of our samples."""
+    """Run TRL's SFTTrainer on transformers' Qwen3 model with the same weights, in the precision of ours: each
+    batch is padded to its longest sample, no activation checkpointing. Its data are the tokens of our
+    samples."""
     import transformers
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -165,7 +169,9 @@ def trl(settings: dict[str, Any], gate: Gate) -> None:
     )
     data = Dataset.from_list(samples_of(settings))
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
-    Timed(model=model, args=options, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()]).train()
+    Timed(
+        model=model, args=options, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()]
+    ).train()
 
 
 PEERS = {"minimind": minimind, "trl": trl}

@@ -1,7 +1,7 @@
 """A model as one GGUF file, for llama.cpp and the programs built on it (ollama, LM Studio).
 
-llama.cpp has Qwen3's arithmetic built in, always with routing weights that sum to one, and knows the patterns that cut
-text before merging by name.
+llama.cpp has Qwen3's arithmetic built in, always with routing weights that sum to one, and knows the patterns
+that cut text before merging by name.
 """
 
 import importlib
@@ -16,7 +16,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.errors import UserError
@@ -46,9 +52,9 @@ def write_gguf(
 
     name: what programs show, `general.name`; beside it stands the size, such as 30M, or 4x30M of a mixture.
 
-    dtype: of the matrices, float32, float16 or "q8_0" (8 bits; rows that are no multiple of 32 long stay float16).
-    Norms and routers stay float32. Raises UserError if llama.cpp cannot represent the model or its tokenizer, or the
-    package gguf is missing."""
+    dtype: of the matrices, float32, float16 or "q8_0" (8 bits; rows that are no multiple of 32 long stay
+    float16). Norms and routers stay float32. Raises UserError if llama.cpp cannot represent the model or its
+    tokenizer, or the package gguf is missing."""
     gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
     check_representable(config)
@@ -84,7 +90,9 @@ def check_representable(config: MiniMindConfig) -> None:
     stock_config(config)
     rope_type = (config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
-        raise UserError(f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out")
+        raise UserError(
+            f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out"
+        )
     if config.use_moe and not config.norm_topk_prob:
         raise UserError(
             "a GGUF file of a model with norm_topk_prob false is not supported; llama.cpp always normalises"
@@ -149,7 +157,9 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]])
+    writer.add_token_merges(
+        [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
+    )
     for which in ("bos", "eos", "unk", "pad"):
         if (token_id := getattr(tokenizer, f"{which}_token_id")) is not None:
             getattr(writer, f"add_{which}_token_id")(token_id)
@@ -161,13 +171,14 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 
 
 def without_generation_marks(template: str) -> str:
-    """A chat template that renders the same, without the marks around what is trained: only transformers knows them."""
+    """A chat template that renders the same, without the marks around what is trained: only transformers
+    knows them."""
     return GENERATION_MARK.sub(r"{#\1 \2#}", template)
 
 
 def pattern_name(tokenizer: dict[str, Any]) -> str:
-    """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content. Raises
-    UserError if it knows no such pattern, or no such tokenizer."""
+    """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content.
+    Raises UserError if it knows no such pattern, or no such tokenizer."""
     cut = tokenizer["pre_tokenizer"] or {}
     steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     byte_level = steps[-1]
@@ -193,5 +204,7 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if f"{prefix}.expert_feed_forward_length" in fields:
         config.moe_intermediate_size = fields[f"{prefix}.expert_feed_forward_length"]
     with redirect_stderr(StringIO()):  # a progress bar
-        model = AutoModelForCausalLM.from_pretrained(path.parent, config=config, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, config=config, dtype=torch.float32, **options
+        )
     return model.eval(), cast(Any, AutoTokenizer.from_pretrained(path.parent, **options))

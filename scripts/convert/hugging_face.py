@@ -1,7 +1,8 @@
-"""A model as a Hugging Face folder of a stock architecture, Qwen3 or Qwen3-MoE: nothing of this repository is needed
-to use it.
+"""A model as a Hugging Face folder of a stock architecture, Qwen3 or Qwen3-MoE: nothing of this repository is
+needed to use it.
 
-    config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, chat_template.jinja
+    config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json,
+    chat_template.jinja
 """
 
 import json
@@ -25,27 +26,33 @@ from transformers import (
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from trainer.components.model_files import write_tokenizer
-from trainer.components.run_files import CONFIG_FILE, WEIGHTS_FILE
+from trainer.run.paths import CONFIG_FILE, WEIGHTS_FILE
+from trainer.weights.files import write_tokenizer
 
-NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")  # which kind it is; training; origin
+# which kind it is; training; origin
+NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")
 
 
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
-    """The config of the stock model with the arithmetic of this one. Raises UserError if a field has a value that stock
-    Qwen3 lacks."""
+    """The config of the stock model with the arithmetic of this one. Raises UserError if a field has a value
+    that stock Qwen3 lacks."""
     kind, architecture = (
         (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if config.use_moe else (Qwen3Config, "Qwen3ForCausalLM")
     )
     fields = config.own_fields()
-    common = {name: value for name, value in fields.items() if name in kind.__annotations__ and name not in NEUTRAL}
+    common = {
+        name: value for name, value in fields.items() if name in kind.__annotations__ and name not in NEUTRAL
+    }
     stock = kind(**common, architectures=[architecture])
     carried = {name: getattr(stock, name) for name in common}
     as_default = MiniMindConfig(**carried).own_fields()
-    other = (name for name in fields if (as_default[name] or None) != (fields[name] or None))  # 0, False: without it
+    # 0, False: without it
+    other = (name for name in fields if (as_default[name] or None) != (fields[name] or None))
     lost = [f"{name} {fields[name]!r}" for name in other if name not in NEUTRAL]
     if lost:
-        raise UserError(f"stock Qwen3 has no {', '.join(lost)}; the model can only be used with this repository")
+        raise UserError(
+            f"stock Qwen3 has no {', '.join(lost)}; the model can only be used with this repository"
+        )
     return stock
 
 
@@ -78,7 +85,8 @@ def write_folder(
 
 
 def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:
-    """Name the settings that transformers 5 renamed under their earlier names, too: vLLM and others read those."""
+    """Name the settings that transformers 5 renamed under their earlier names, too: vLLM and others read
+    those."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(config.rope_parameters or {})
     content["rope_theta"] = rope.pop("rope_theta")

@@ -1,6 +1,7 @@
 """Whether a converted model is the same model: token ids, rendered conversations, logits and greedy tokens.
 
-The text is the demo corpus, which is made here, and lines that are hard to tokenise. Everything is computed in float32.
+The text is the demo corpus, which is made here, and lines that are hard to tokenise. Everything is computed
+in float32.
 """
 
 from functools import cache
@@ -27,7 +28,11 @@ HARD_TEXTS = (
     "e\u0301 한국어 ไทย עברית 👩‍👩‍👧 ﬁ Å",
     "<think>\n先想\n</think>\n\n<tool_call>\n{}\n</tool_call><|im_end|>\n<|endoftext|>",
 )
-TOOL = {"name": "weather", "description": "天气 of a city", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "name": "weather",
+    "description": "天气 of a city",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 @cache
@@ -45,7 +50,11 @@ def sample_chats() -> list[dict[str, Any]]:
     system = [{"role": "system", "content": "你是 a helpful assistant."}]
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
     asked = {"role": "user", "content": "weather?"}
-    called = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "20°C"}]
+    called = [
+        asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "20°C"},
+    ]
     thought = [asked, {"role": "assistant", "reasoning_content": "想一想", "content": " fine\n"}]
     chats = [*turns, system + turns[0], [*thought, asked], called]
     return [
@@ -82,10 +91,13 @@ def greedy_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def compare(
-    model: Any, tokenizer: PreTrainedTokenizerBase, other: PreTrainedModel, other_tokenizer: PreTrainedTokenizerBase
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedModel,
+    other_tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """What a model, with the weights as they were stored, and what is read back have in common, in a sentence. Raises
-    ValueError with what is not the same."""
+    """What a model, with the weights as they were stored, and what is read back have in common, in a
+    sentence. Raises ValueError with what is not the same."""
     texts = sample_texts()
     chats = sample_chats() if tokenizer.chat_template else []
     for text in texts:

@@ -1,7 +1,7 @@
 """The exam of the demo: questions in chat, whose answers must name one value and none of the others.
 
-An answer is right if it names the right value and no other value of that attribute: naming all of them, or none, is
-wrong, and a guess is right 1 time in 12.
+An answer is right if it names the right value and no other value of that attribute: naming all of them, or
+none, is wrong, and a guess is right 1 time in 12.
 """
 
 import re
@@ -21,16 +21,22 @@ GREEDY = Sampling(temperature=0)
 
 
 def read_exam(path: str | Path) -> list[dict]:
-    """The questions of an exam file. Raises UserError if the file is missing or empty, or a line is not a question."""
+    """The questions of an exam file. Raises UserError if the file is missing or empty, or a line is not a
+    question."""
     what = f"an exam question (needs {', '.join(FIELDS)})"
     remedy = "generate it with: python -m dataset.demo_corpus"
     return read_questions(path, "--exam_path", lambda question: check_types(question, FIELDS), what, remedy)
 
 
 def ask(
-    model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[str], max_new_tokens: int, thinking: bool = False
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[str],
+    max_new_tokens: int,
+    thinking: bool = False,
 ) -> list[str]:
-    """The model's answers to questions, each in its own chat, decoded greedily. thinking: they begin with thoughts."""
+    """The model's answers to questions, each in its own chat, decoded greedily. thinking: they begin with
+    thoughts."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     prompts = [prompt_tokens(tokenizer, chat, enable_thinking=thinking) for chat in chats]
     written = generate(model, prompts, [[GREEDY]] * len(prompts), max_new_tokens, [tokenizer.eos_token_id])

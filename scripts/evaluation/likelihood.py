@@ -1,4 +1,5 @@
-"""How likely texts are to a model: held-out loss, and multiple choice by likelihood; on flat batches, no padding."""
+"""How likely texts are to a model: held-out loss, and multiple choice by likelihood; on flat batches, no
+padding."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,8 @@ from dataset.blocks import place
 from dataset.lm_dataset import StageDataset, collate_flat
 from scripts.evaluation.questions import check_types, read_questions
 from scripts.evaluation.scores import Item
-from trainer.components.language_model import target_logits
 from trainer.loop import to_device
+from trainer.objectives.next_token import target_logits
 
 FIELDS = "question (text), choices (two or more texts) and answer (the number of the right choice, from 0)"
 
@@ -26,9 +27,12 @@ def log_likelihoods(model: Any, samples: list[dict]) -> np.ndarray:
     """float64 [samples]: the sum of the log-probabilities of each sample's targets, in nats."""
     batch = to_device(collate_flat([samples]), model.device)
     logits, _ = target_logits(model, batch)
-    pairs = zip(logits.split(512), batch["targets"].split(512), strict=True)  # float32 copies that fit a CPU's cache
+    # float32 copies that fit a CPU's cache
+    pairs = zip(logits.split(512), batch["targets"].split(512), strict=True)
     log_probs = [-F.cross_entropy(rows.float(), targets, reduction="none") for rows, targets in pairs]
-    sample = torch.bucketize(batch["target_index"], batch["cu_seqlens"][1:].to(batch["target_index"]), right=True)
+    sample = torch.bucketize(
+        batch["target_index"], batch["cu_seqlens"][1:].to(batch["target_index"]), right=True
+    )
     sums = np.zeros(len(samples))
     np.add.at(sums, sample.cpu().numpy(), torch.cat(log_probs).double().cpu().numpy() if log_probs else [])
     return sums
@@ -54,20 +58,27 @@ def held_out(model: Any, dataset: StageDataset, max_tokens: int) -> list[Item]:
     for picked in batches(np.diff(dataset.cache.offsets), max_tokens):
         nats[picked] = -log_likelihoods(model, [sample for i in picked for sample in dataset[int(i)]])
         cache.release()
-    records, record = np.unique(np.array(cache.sources), axis=0, return_inverse=True)  # a record may be several samples
+    # a record may be several samples
+    records, record = np.unique(np.array(cache.sources), axis=0, return_inverse=True)
     sums = [
-        np.bincount(record, weights) for weights in (nats, np.array(cache.num_targets), np.array(cache.target_bytes))
+        np.bincount(record, weights)
+        for weights in (nats, np.array(cache.num_targets), np.array(cache.target_bytes))
     ]
     return [
-        Item(place(cache.files[file], line), {"loss": (loss, targets), "bits per byte": (loss / math.log(2), size)})
+        Item(
+            place(cache.files[file], line),
+            {"loss": (loss, targets), "bits per byte": (loss / math.log(2), size)},
+        )
         for (file, line), loss, targets, size in zip(records, *sums, strict=True)
     ]
 
 
 def read_choices(path: str | Path) -> list[dict]:
-    """The questions of a multiple-choice file, each with its place `key`. Raises UserError if the file is missing or
-    empty, or a line is not a question."""
-    questions = read_questions(path, "--choices_path", _check_choices, "a question", f"write lines with {FIELDS}")
+    """The questions of a multiple-choice file, each with its place `key`. Raises UserError if the file is
+    missing or empty, or a line is not a question."""
+    questions = read_questions(
+        path, "--choices_path", _check_choices, "a question", f"write lines with {FIELDS}"
+    )
     for question in questions:
         group = question.get("language") if isinstance(question.get("language"), str) else ""
         question |= {"group": group, "right": int(question["answer"])}
@@ -88,18 +99,22 @@ def _check_choices(line: dict) -> None:
 def multiple_choice(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[dict], max_tokens: int
 ) -> list[Item]:
-    """Which choice is the likeliest after its question, as EleutherAI's lm-eval counts it: by the log-likelihood of the
-    choice (`acc`), by that per character (`acc_norm`) and per UTF-8 byte (`acc_bytes`). Raises UserError if a question
-    with its choice is longer than the model's context."""
+    """Which choice is the likeliest after its question, as EleutherAI's lm-eval counts it: by the
+    log-likelihood of the choice (`acc`), by that per character (`acc_norm`) and per UTF-8 byte (`acc_bytes`).
+    Raises UserError if a question with its choice is longer than the model's context."""
     samples: list[dict[str, Any]] = []
     for question in questions:
         for choice in question["choices"]:
             tokens, first = choice_tokens(tokenizer, question["question"], choice)
             if len(tokens) > model.config.max_position_embeddings:
                 limit = model.config.max_position_embeddings
-                raise UserError(f"{question['key']} is longer than the model's context of {limit} tokens; shorten it")
+                raise UserError(
+                    f"{question['key']} is longer than the model's context of {limit} tokens; shorten it"
+                )
             mask = np.arange(len(tokens)) >= first
-            samples.append({"input_ids": np.array(tokens), "loss_mask": mask, "sample_id": 0, "target_bytes": 0})
+            samples.append(
+                {"input_ids": np.array(tokens), "loss_mask": mask, "sample_id": 0, "target_bytes": 0}
+            )
     likelihood = np.zeros(len(samples))
     for picked in batches([len(sample["input_ids"]) for sample in samples], max_tokens):
         likelihood[picked] = log_likelihoods(model, [samples[i] for i in picked])
@@ -108,7 +123,11 @@ def multiple_choice(
         choices, right = question["choices"], question["right"]
         sums = likelihood[begin : begin + len(choices)]
         begin += len(choices)
-        sizes = {"acc": 1, "acc_norm": [len(c) for c in choices], "acc_bytes": [len(c.encode()) for c in choices]}
+        sizes = {
+            "acc": 1,
+            "acc_norm": [len(c) for c in choices],
+            "acc_bytes": [len(c.encode()) for c in choices],
+        }
         best = {name: int(np.argmax(sums / np.array(size))) for name, size in sizes.items()}
         scores = {name: (float(choice == right), 1.0) for name, choice in best.items()}
         items.append(Item(question["key"], scores, question["group"], choices[best["acc"]]))

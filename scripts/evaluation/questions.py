@@ -1,4 +1,5 @@
-"""Files of questions and prompts, in any kind of file that training reads: records that are checked one by one."""
+"""Files of questions and prompts, in any kind of file that training reads: records that are checked one by
+one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ from dataset.data_files import iter_blocks, parse_block
 from dataset.json_records import BadRecord
 
 
-def read_questions(path: str | Path, flag: str, check: Callable[[dict], Any], what: str, remedy: str) -> list[dict]:
+def read_questions(
+    path: str | Path, flag: str, check: Callable[[dict], Any], what: str, remedy: str
+) -> list[dict]:
     """The records of a file, each with its `place` as `key`.
 
     Args:
         path: given to `flag`.
         check: raises ValueError, LookupError or TypeError for what is not such a question.
-        what: the name of such a question, with its article. remedy: what to do about a file or a record that is wrong.
+        what: the name of such a question, with its article. remedy: what to do about a file or a record that
+            is wrong.
 
     Raises:
         UserError: the file is missing or empty, or a record is not a question.

@@ -1,7 +1,7 @@
 """Scores of models on the same items: estimates, 95 % confidence intervals, differences, and a table of them.
 
-Every metric is a ratio of two sums over items: an item adds (value, weight). For a share of right answers these are
-0 or 1, and 1; for bits per byte the bits and the bytes of a record.
+Every metric is a ratio of two sums over items: an item adds (value, weight). For a share of right answers
+these are 0 or 1, and 1; for bits per byte the bits and the bytes of a record.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,8 @@ def ratio(scores: np.ndarray) -> float:
 
 
 def estimate(scores: np.ndarray) -> Estimate:
-    """The ratio of the sums, of scores [items, 2]: with Wilson's interval for a share, else by the bootstrap."""
+    """The ratio of the sums, of scores [items, 2]: with Wilson's interval for a share, else by the
+    bootstrap."""
     if (scores[:, 1] == 1).all() and np.isin(scores[:, 0], (0, 1)).all():
         return wilson(int(scores[:, 0].sum()), len(scores))
     return bootstrap(scores, ratio)
@@ -63,15 +64,17 @@ def wilson(right: int, count: int) -> Estimate:
 
 
 def difference(scores: np.ndarray, first: np.ndarray) -> Estimate:
-    """How much more a model has than the first one on the same items [items, 2], by the paired bootstrap: both are
-    computed on the same resample, so that what makes an item hard for both cancels out."""
+    """How much more a model has than the first one on the same items [items, 2], by the paired bootstrap:
+    both are computed on the same resample, so that what makes an item hard for both cancels out."""
     return bootstrap(np.hstack([scores, first]), lambda both: ratio(both[:, :2]) - ratio(both[:, 2:]))
 
 
 def bootstrap(scores: np.ndarray, value: Callable[[np.ndarray], float]) -> Estimate:
     """A value of items, and its 2.5 % and 97.5 % quantiles over resamples, which are always the same."""
     rng, count = np.random.default_rng(0), len(scores)
-    low, high = np.quantile([value(scores[rng.integers(0, count, count)]) for _ in range(RESAMPLES)], [0.025, 0.975])
+    low, high = np.quantile(
+        [value(scores[rng.integers(0, count, count)]) for _ in range(RESAMPLES)], [0.025, 0.975]
+    )
     return Estimate(value(scores), float(low), float(high))
 
 
@@ -81,7 +84,9 @@ def summarize(task: str, results: dict[str, list[Item]]) -> list[dict[str, Any]]
     groups = sorted({item.group for item in first})
     rows = []
     for group in [None, *groups] if len(groups) > 1 else [None]:
-        chosen = {name: [item for item in items if group in (None, item.group)] for name, items in results.items()}
+        chosen = {
+            name: [item for item in items if group in (None, item.group)] for name, items in results.items()
+        }
         for metric in first[0].scores:
             rows.append({"task": task, "metric": metric, "group": group or "all"} | _row(metric, chosen))
     return rows
@@ -98,9 +103,12 @@ def _row(metric: str, results: dict[str, list[Item]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text: a column per model with its interval, and one per model after the first with the difference."""
+    """The rows as text: a column per model with its interval, and one per model after the first with the
+    difference."""
     baseline, *others = rows[0]["models"]
-    lines = [["task", "metric", "items", baseline, *(text for name in others for text in (name, "difference"))]]
+    lines = [
+        ["task", "metric", "items", baseline, *(text for name in others for text in (name, "difference"))]
+    ]
     for row in rows:
         name = row["metric"] if row["group"] == "all" else f"{row['metric']} ({row['group']})"
         cells = [row["task"], name, str(row["items"]), shown(row["models"][baseline])]

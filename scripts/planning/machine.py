@@ -1,5 +1,5 @@
-"""What training costs: seconds and bytes of an update, measured on the user's data, or of a GPU that is not here by
-its data sheet."""
+"""What training costs: seconds and bytes of an update, measured on the user's data, or of a GPU that is not
+here by its data sheet."""
 
 import os
 import time
@@ -10,10 +10,10 @@ import psutil
 import torch
 from torch import nn
 
-from trainer.components.device import mixed_precision, prepare_device
-from trainer.components.flops import GPUS, training_flops
-from trainer.components.language_model import Batch, next_token_loss, to_device
-from trainer.components.optimizer import build_optimizer
+from trainer.devices.device import mixed_precision, prepare_device
+from trainer.objectives.next_token import Batch, next_token_loss, to_device
+from trainer.optim.build import build_optimizer
+from trainer.report.flops import GPUS, training_flops
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -56,15 +56,22 @@ def free_memory(device: torch.device, gpu: str | None) -> float:
     """Bytes that a rank may use."""
     if gpu:
         return GPUS[gpu][1] * 1e9
-    return float(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+    return float(
+        torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    )
 
 
 def training_cost(
-    config: "MiniMindConfig", host: Batch, device: torch.device, dtype: str, optimizer: str, gpu: str | None = None
+    config: "MiniMindConfig",
+    host: Batch,
+    device: torch.device,
+    dtype: str,
+    optimizer: str,
+    gpu: str | None = None,
 ) -> Cost:
-    """The cost of an update on this flat batch: the fastest of at least MEASURED, after one to warm up; of a small
-    model of more, within a second. With `gpu`, one of GPUS, the bytes are counted in bfloat16 on `device`, and the
-    seconds are arithmetic."""
+    """The cost of an update on this flat batch: the fastest of at least MEASURED, after one to warm up; of a
+    small model of more, within a second. With `gpu`, one of GPUS, the bytes are counted in bfloat16 on
+    `device`, and the seconds are arithmetic."""
     from model.model_minimind import MiniMindForCausalLM
 
     autocast = mixed_precision("bfloat16_emulated" if gpu else dtype, device)[0]

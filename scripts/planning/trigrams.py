@@ -1,4 +1,5 @@
-"""How predictable a text is: the held-out loss of a trigram model of the training data, counted in seconds."""
+"""How predictable a text is: the held-out loss of a trigram model of the training data, counted in
+seconds."""
 
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ Ngrams = list[np.ndarray]  # each target with 0, 1 and 2 tokens before it, as on
 def trigram_loss(train: "StageDataset", held_out: "StageDataset", vocabulary: int) -> float:
     """Nats per held-out target under a trigram model of the training data.
 
-    Of more than COUNTED tokens the first ones are counted, and a power law through the loss of these and of their half
-    leads to the size of the data.
+    Of more than COUNTED tokens the first ones are counted, and a power law through the loss of these and of
+    their half leads to the size of the data.
     """
     seen, asked = ngrams(train, vocabulary), ngrams(held_out, vocabulary)
     loss = interpolated_loss(seen, asked, vocabulary)
@@ -34,12 +35,16 @@ def ngrams(data: "StageDataset", vocabulary: int) -> Ngrams:
     tokens = np.array(cache.tokens[:COUNTED], dtype=np.int64)
     at = np.flatnonzero(target_mask(cache, 0, len(tokens)))
     last, before = tokens[at - 1], tokens[np.maximum(at - 2, 0)]
-    return [tokens[at], last * vocabulary + tokens[at], (before * vocabulary + last) * vocabulary + tokens[at]]
+    return [
+        tokens[at],
+        last * vocabulary + tokens[at],
+        (before * vocabulary + last) * vocabulary + tokens[at],
+    ]
 
 
 def interpolated_loss(seen: Ngrams, asked: Ngrams, vocabulary: int) -> float:
-    """Nats per n-gram of `asked`, with the counts of `seen` under absolute discounting, interpolated with those of
-    shorter contexts (Ney, Essen and Kneser 1994)."""
+    """Nats per n-gram of `asked`, with the counts of `seen` under absolute discounting, interpolated with
+    those of shorter contexts (Ney, Essen and Kneser 1994)."""
     counts = np.bincount(seen[0], minlength=vocabulary) + 0.5
     probability = counts[asked[0]] / counts.sum()
     for order in (1, 2):
@@ -47,7 +52,9 @@ def interpolated_loss(seen: Ngrams, asked: Ngrams, vocabulary: int) -> float:
         follows = np.unique(seen[order])  # different targets after a context
         count, kinds = (occurrences(each, asked_contexts) for each in (contexts, follows // vocabulary))
         times = np.maximum(occurrences(seen[order], asked[order]) - DISCOUNT, 0)
-        probability = np.where(count > 0, (times + DISCOUNT * kinds * probability) / np.maximum(count, 1), probability)
+        probability = np.where(
+            count > 0, (times + DISCOUNT * kinds * probability) / np.maximum(count, 1), probability
+        )
     return float(-np.log(probability).mean())
 
 

@@ -1,5 +1,5 @@
-"""What a run came to: its metrics file, and the settings in the file beside it. The table, the curves and the page of
-`plot_metrics.py` and the web page show it."""
+"""What a run came to: its metrics file, and the settings in the file beside it. The table, the curves and the
+page of `plot_metrics.py` and the web page show it."""
 
 import json
 import math
@@ -10,20 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from trainer.components.metrics import complete_lines, log_record
-from trainer.components.run_files import settings_path
+from trainer.report.metrics import complete_lines, log_record
+from trainer.run.paths import settings_path
 
 ENDING = "_metrics.jsonl"
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
 LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
 FIGURES = (*RESULTS, *AXES)
-PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "from_resume", "resume_from", "log_file", "log_dir"}
+PLACES = {
+    "save_weight",
+    "save_dir",
+    "checkpoint_dir",
+    "cache_dir",
+    "from_resume",
+    "resume_from",
+    "log_file",
+    "log_dir",
+}
 PLACES |= {"tensorboard_dir"}  # settings that say where a run lies, not what it does
 PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
-BLOCK, PAUSE = 500, 0.001  # records that are read at a time, some four milliseconds of work; seconds behind them
-COUNTED = {"skipped", "not_finite"}  # a point has the sum: updates skipped; records whose loss is no finite number
-SPREAD = {"mean_loss", "loss", "reward", "grad_norm"}  # a thinned curve of these also has its lowest and highest values
+# records that are read at a time, some four milliseconds of work; seconds behind them
+BLOCK, PAUSE = 500, 0.001
+# a point has the sum: updates skipped; records whose loss is no finite number
+COUNTED = {"skipped", "not_finite"}
+# a thinned curve of these also has its lowest and highest values
+SPREAD = {"mean_loss", "loss", "reward", "grad_norm"}
 
 
 def finite_number(value: Any) -> float:
@@ -34,8 +46,10 @@ def finite_number(value: Any) -> float:
 class Run:
     """What the records of a run come to; `add` takes them one by one, the oldest first.
 
-    records: their numbers by name. figures: values of FIGURES, as far as there are any. warnings: (update, text).
-    samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not repeated.
+    records: their numbers by name. figures: values of FIGURES, as far as there are any. warnings: (update,
+    text).
+    samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
+    repeated.
     rollout: the same of the last rollout. settings, about: what the file beside holds, None if it is damaged.
     """
 
@@ -69,11 +83,17 @@ class Run:
 
     def add_lists(self, update: int, numbers: dict[str, float], lists: dict[str, list]) -> None:
         """Take the lists of a record: skipped updates and loads of experts as numbers, warnings, samples."""
-        loads = {f"expert_load.{i}": finite_number(share) for i, share in enumerate(lists.get("expert_load", ()))}
+        loads = {
+            f"expert_load.{i}": finite_number(share) for i, share in enumerate(lists.get("expert_load", ()))
+        }
         numbers |= {name: share for name, share in loads.items() if not math.isnan(share)}
         numbers |= {"skipped": float(len(lists["skipped"]))} if "skipped" in lists else {}
-        self.warnings = [*self.warnings, *((update, _text(each)) for each in lists.get("warnings", ()))][:WARNINGS]
-        found = [each for each in lists.get("samples", ())[:PROMPTS] if isinstance(each, dict) and "prompt" in each]
+        self.warnings = [*self.warnings, *((update, _text(each)) for each in lists.get("warnings", ()))][
+            :WARNINGS
+        ]
+        found = [
+            each for each in lists.get("samples", ())[:PROMPTS] if isinstance(each, dict) and "prompt" in each
+        ]
         if any("reward" in sample for sample in found):  # of a rollout, each of which has other prompts
             self.rollout = {}
         for sample in found:
@@ -90,8 +110,9 @@ class Run:
         return max(1, math.ceil(len(self.records) / points))
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
-        """Each field's values at the points: the mean of a point's records; of AXES and `seconds_left` the last value,
-        of COUNTED the sum, of SPREAD also `_low` and `_high`. None where there is no finite number."""
+        """Each field's values at the points: the mean of a point's records; of AXES and `seconds_left` the
+        last value, of COUNTED the sum, of SPREAD also `_low` and `_high`. None where there is no finite
+        number."""
         stride, columns = self.stride(points), {}
         for name in dict.fromkeys(chain.from_iterable(self.records)):
             values = [record.get(name, math.nan) for record in self.records]
@@ -101,7 +122,10 @@ class Run:
             thinned = groups.sum(axis=1) if name in COUNTED else groups.mean(axis=1)
             columns[name] = groups[:, -1].tolist() if is_last else _short(thinned)
             if name in SPREAD and stride > 1:
-                columns |= {f"{name}_low": _short(groups.min(axis=1)), f"{name}_high": _short(groups.max(axis=1))}
+                columns |= {
+                    f"{name}_low": _short(groups.min(axis=1)),
+                    f"{name}_high": _short(groups.max(axis=1)),
+                }
         return columns
 
 
@@ -117,9 +141,12 @@ def _text(value: Any) -> str:
 
 
 def read_run(path: Path) -> Run:
-    """The run of a metrics file, read with pauses, in which other threads work. Raises OSError, with what to do."""
+    """The run of a metrics file, read with pauses, in which other threads work. Raises OSError, with what to
+    do."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}")
+        raise FileNotFoundError(
+            f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}"
+        )
     run = Run()
     for number, line in enumerate(complete_lines(path), 1):
         run.add(log_record(line))
@@ -130,8 +157,8 @@ def read_run(path: Path) -> Run:
 
 
 def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """The settings of a run, with its stage, and what else their file holds; ({}, {}) without a file beside the
-    metrics, wherever a link leads; ({}, None) if it is damaged."""
+    """The settings of a run, with its stage, and what else their file holds; ({}, {}) without a file beside
+    the metrics, wherever a link leads; ({}, None) if it is damaged."""
     path = settings_path(metrics)
     try:
         if path.resolve().parent != metrics.resolve().parent:

@@ -1,8 +1,9 @@
-"""An answer while it is being written: from tokens to text, and from text to reasoning, content and tool calls.
+"""An answer while it is being written: from tokens to text, and from text to reasoning, content and tool
+calls.
 
-Text that was shown is never taken back. The marks are those of model/chat_template.jinja: `<think>` ... `</think>` at
-the beginning, and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere behind it. A malformed call, or
-one of a tool that was not offered, stays text. Nothing is executed.
+Text that was shown is never taken back. The marks are those of model/chat_template.jinja: `<think>` ...
+`</think>` at the beginning, and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere behind
+it. A malformed call, or one of a tool that was not offered, stays text. Nothing is executed.
 """
 
 import json
@@ -30,7 +31,8 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []  # the last ones shown, for what depends on a neighbour, and those held back
+        # the last ones shown, for what depends on a neighbour, and those held back
+        self.tokens: list[int] = []
         self.shown = 0  # how many of them are shown
 
     def push(self, token: int) -> str:
@@ -56,7 +58,8 @@ class IncrementalDecoder:
 
 
 class TextStream:
-    """The text of an answer up to the first stop string, which is left out. What may become one is held back."""
+    """The text of an answer up to the first stop string, which is left out. What may become one is held
+    back."""
 
     def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
         self.decoder, self.stops = IncrementalDecoder(tokenizer), tuple(stops)
@@ -90,10 +93,11 @@ class TextStream:
 
 
 class AnswerParser:
-    """Turns the pieces of an answer's text into deltas of OpenAI's chat messages: {"content"}, {"reasoning_content"}
-    or {"tool_calls"}.
+    """Turns the pieces of an answer's text into deltas of OpenAI's chat messages: {"content"},
+    {"reasoning_content"} or {"tool_calls"}.
 
-    thinks: the answer begins inside its reasoning. tools: names that calls may have; none: no calls are looked for.
+    thinks: the answer begins inside its reasoning. tools: names that calls may have; none: no calls are
+    looked for.
     """
 
     def __init__(self, thinks: bool = False, tools: Collection[str] = ()):
@@ -117,7 +121,8 @@ class AnswerParser:
         self.ended = True
         return self.push("")
 
-    # Each state takes what it can from self.text. It returns a delta, {} for one more look, or None to wait for text.
+    # Each state takes what it can from self.text. It returns a delta, {} for one more look, or None to wait
+    # for text.
 
     def _beginning(self) -> dict[str, Any] | None:
         text = self.text.lstrip()
@@ -181,7 +186,8 @@ class AnswerParser:
 
 
 def openai_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
-    """A call in OpenAI's form, its arguments as JSON text; None if it is not well formed or of no such tool."""
+    """A call in OpenAI's form, its arguments as JSON text; None if it is not well formed or of no such
+    tool."""
     call = parse_call(body)
     if call is None or call["name"] not in tools:
         return None

@@ -1,4 +1,5 @@
-"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it curves.py and web_page.py need FastAPI."""
+"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it curves.py and web_page.py need
+FastAPI."""
 
 import asyncio
 import gc
@@ -41,7 +42,9 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answers: PendingAnswers, reply: ChatReply | TextReply, with_usage: bool):
         self.answers, self.reply, self.with_usage = answers, reply, with_usage
-        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -64,10 +67,13 @@ class EventStream(StreamingResponse):
 
 
 async def respond(
-    request: Request, answers: PendingAnswers, reply: ChatReply | TextReply, asked: ChatRequest | CompletionRequest
+    request: Request,
+    answers: PendingAnswers,
+    reply: ChatReply | TextReply,
+    asked: ChatRequest | CompletionRequest,
 ) -> Response:
-    """The response to a request, whole or streamed; its places are free again as soon as the client hangs up. Raises
-    ApiError if too many wait, or the step that was to write the answer failed."""
+    """The response to a request, whole or streamed; its places are free again as soon as the client hangs up.
+    Raises ApiError if too many wait, or the step that was to write the answer failed."""
     answers.submit()
     if asked.stream:
         return EventStream(answers, reply, asked.stream_options.include_usage)
@@ -109,16 +115,19 @@ class HeadAsGet:
         await self.app(scope, receive, send)
 
 
-# --- routes ----------------------------------------------------------------------------------------------------------
+# --- routes
+# ----------------------------------------------------------------------------------------------------------
 
 
 def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
-    """The application that serves a model: the API, and the page at `/`. Its thread ends with the application."""
+    """The application that serves a model: the API, and the page at `/`. Its thread ends with the
+    application."""
     models = Models(in_own_thread(ServedModel, model, tokenizer, settings), settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        gc.freeze()  # a collection over all that torch and transformers hold stops every thread for a fifth of a second
+        # a collection over all that torch and transformers hold stops every thread for a fifth of a second
+        gc.freeze()
         yield
         gc.unfreeze()
         await asyncio.to_thread(models.close)
@@ -143,7 +152,9 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         state = models.health()
-        return JSONResponse({"status": "ok" if state["alive"] else "failed"} | state, 200 if state["alive"] else 503)
+        return JSONResponse(
+            {"status": "ok" if state["alive"] else "failed"} | state, 200 if state["alive"] else 503
+        )
 
     return app
 
@@ -153,7 +164,9 @@ def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
 
     async def check(request: Request) -> None:  # FastAPI would call a plain function in a thread
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), str(api_key).encode())
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(
+            given.strip().encode(), str(api_key).encode()
+        )
         if api_key is not None and not is_right:
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
@@ -204,7 +217,8 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                 opening = opening_of(asked)
                 thinking = False if opening else asked.thinks
                 tools = asked.tools if asked.tool_names else []
-                served = await stack.enter_async_context(offered.use(asked.model))  # may take long: behind refusals
+                # may take long: behind refusals
+                served = await stack.enter_async_context(offered.use(asked.model))
                 prompt = await off_loop(served.prompts.chat, turns, tools, thinking, opening)
             asked.messages = []
             reply = ChatReply(served, asked, len(prompt), bool(thinking), opening)
@@ -217,7 +231,9 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                 check_size(asked, len(asked.prompts), offered.settings)
                 served = await stack.enter_async_context(offered.use(asked.model))
                 text, tokens = served.prompts.text, served.prompts.tokens
-                prompts = [await off_loop(text if isinstance(one, str) else tokens, one) for one in asked.prompts]
+                prompts = [
+                    await off_loop(text if isinstance(one, str) else tokens, one) for one in asked.prompts
+                ]
             reply = TextReply(served, asked, prompts)
             return await respond(request, PendingAnswers(served, prompts, asked), reply, asked)
 

@@ -24,13 +24,15 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, most: int = MAX_BODY) -> AsyncIterator[bytes]:
-        """The body of a request, at most so many bytes; it counts as held within. Raises ApiError if it is not JSON, is
-        too large, takes too long, or does not arrive."""
+        """The body of a request, at most so many bytes; it counts as held within. Raises ApiError if it is
+        not JSON, is too large, takes too long, or does not arrive."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a browser lets pages of other sites send other types without asking
             raise ApiError("Send the header Content-Type: application/json.", status=415)
         length = request.headers.get("content-length", "")
-        too_large = ApiError(f"The request is larger than {most >> 10} KB.", status=413, code="request_too_large")
+        too_large = ApiError(
+            f"The request is larger than {most >> 10} KB.", status=413, code="request_too_large"
+        )
         if len(length) > 12 or (length.isdecimal() and int(length) > most):
             raise too_large
         body = bytearray()
@@ -43,7 +45,9 @@ class Bodies:
                         if len(body) > most:
                             raise too_large
                         if len(body) > SMALL_BODY and self.held > MAX_BODIES:
-                            raise ApiError("Too many large requests at once; try again later.", 503, "server_error")
+                            raise ApiError(
+                                "Too many large requests at once; try again later.", 503, "server_error"
+                            )
             except TimeoutError as error:
                 raise ApiError(f"The body did not arrive within {BODY_SECONDS} s.", status=408) from error
             except ClientDisconnect as error:

@@ -2,8 +2,8 @@
 
 GET /api/runs lists the runs, newest first; GET /api/runs/<name>?points=512 gives the curves of one.
 
-Files are read one at a time, with pauses, so that the thread that decodes answers and the event loop never wait long
-for the interpreter.
+Files are read one at a time, with pauses, so that the thread that decodes answers and the event loop never
+wait long for the interpreter.
 """
 
 import json
@@ -18,29 +18,39 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Query, Response
 
 from scripts.runs.run import ENDING, PLACES, read_run
-from trainer.components.run_files import settings_path
+from trainer.run.paths import settings_path
 
 POINTS = 512  # of a curve, unless the page asks for fewer
 KEPT = 128  # answers that are held in memory, each at most some 200 KB
-LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}  # no curve
+# no curve
+LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}
 
 
 def curves(path: Path, points: int) -> dict[str, Any]:
-    """What the page gets of a run: columns of at most so many points, each for `stride` records, and what it came to.
-    The loads of the experts are one column of lists."""
+    """What the page gets of a run: columns of at most so many points, each for `stride` records, and what it
+    came to. The loads of the experts are one column of lists."""
     run = read_run(path)
-    columns: dict[str, list[Any]] = {name: v for name, v in run.columns(points).items() if name not in LEFT_OUT}
+    columns: dict[str, list[Any]] = {
+        name: v for name, v in run.columns(points).items() if name not in LEFT_OUT
+    }
     if loads := [columns.pop(name) for name in [*columns] if name.startswith("expert_load.")]:
-        columns["expert_load"] = [list(load) if None not in load else None for load in zip(*loads, strict=True)]
+        columns["expert_load"] = [
+            list(load) if None not in load else None for load in zip(*loads, strict=True)
+        ]
     about = {"settings": {name: value for name, value in run.settings.items() if name not in PLACES}}
-    about |= {"records": len(run.records), "stride": run.stride(points), "damaged": run.damaged, "columns": columns}
+    about |= {
+        "records": len(run.records),
+        "stride": run.stride(points),
+        "damaged": run.damaged,
+        "columns": columns,
+    }
     samples = [*run.samples.items(), *run.rollout.items()]
     return about | {"figures": run.figures, "warnings": run.warnings, "samples": samples}
 
 
 def metrics_files(folder: Path) -> dict[str, Path]:
-    """Name of the run -> its file, in the folder and the folders in it; never outside it, whatever a link says. Bytes
-    of a name that are no UTF-8 are shown as backslash escapes."""
+    """Name of the run -> its file, in the folder and the folders in it; never outside it, whatever a link
+    says. Bytes of a name that are no UTF-8 are shown as backslash escapes."""
     files = {}
     for path in [*folder.glob(f"*{ENDING}"), *folder.glob(f"*/*{ENDING}")]:
         if path.is_file() and path.resolve().is_relative_to(folder.resolve()):

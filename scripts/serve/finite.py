@@ -1,5 +1,5 @@
-"""A decoder that notices when a model's outputs are not numbers. From such logits the first token of the vocabulary
-would be drawn again and again: a special one, which is shown as nothing."""
+"""A decoder that notices when a model's outputs are not numbers. From such logits the first token of the
+vocabulary would be drawn again and again: a special one, which is shown as nothing."""
 
 from torch import Tensor
 
@@ -11,11 +11,14 @@ class NotFinite(UserError):
     """A model's outputs are not finite numbers."""
 
     def __init__(self) -> None:
-        super().__init__("the model's outputs are not finite numbers: its training diverged, or the file is damaged")
+        super().__init__(
+            "the model's outputs are not finite numbers: its training diverged, or the file is damaged"
+        )
 
 
 class FiniteDecoder(Decoder):
-    """A `Decoder` whose half-steps raise NotFinite rather than draw tokens from logits that are not finite."""
+    """A `Decoder` whose half-steps raise NotFinite rather than draw tokens from logits that are not
+    finite."""
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = super()._logits(hidden)  # [R, V]

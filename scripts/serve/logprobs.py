@@ -29,7 +29,8 @@ class TokenTexts:
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token as text, or as `bytes:\\xe4` if it is no whole character; special tokens spell their names."""
+        """A token as text, or as `bytes:\\xe4` if it is no whole character; special tokens spell their
+        names."""
         raw = self._bytes(token)
         try:
             text = raw.decode()

@@ -1,4 +1,5 @@
-"""The models that a server offers: one that is loaded from the start, and the weights of a folder, loaded on demand."""
+"""The models that a server offers: one that is loaded from the start, and the weights of a folder, loaded on
+demand."""
 
 import asyncio
 import re
@@ -20,7 +21,7 @@ from scripts.serve.logprobs import TokenTexts
 from scripts.serve.prompt_writer import PromptWriter
 from scripts.serve.protocol import ApiError
 from scripts.serve.scheduler import Scheduler
-from trainer.components.run_files import shape_in_name
+from trainer.run.paths import shape_in_name
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ class Settings:
     origins: tuple[str, ...] = ()  # other web pages that may use the API; "*": all
     save_dir: str | Path = ROOT / "out"  # whose training curves are shown, and whose models can be asked for
     path: Path | None = None  # of the model that is loaded from the start
-    load: Callable[[Path], tuple[Any, Any]] | None = None  # model and tokenizer of a weights file; None: no other model
+    # model and tokenizer of a weights file; None: no other model
+    load: Callable[[Path], tuple[Any, Any]] | None = None
     max_models: int = 4  # loaded at once
 
 
@@ -71,8 +73,9 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 
 def in_own_thread(work: Callable[..., T], *args: Any) -> T:
-    """The result of work in a thread that ends with it. The threads among which torch divides an operator belong to the
-    thread that called it; while those of another thread live, libgomp counts more threads than cores and lets all of
+    """The result of work in a thread that ends with it. The threads among which torch divides an operator
+    belong to the thread that called it; while those of another thread live, libgomp counts more threads than
+    cores and lets all of
     them sleep between two operators: decoding took twice the time."""
     found: Future[T] = Future()
 
@@ -95,8 +98,8 @@ def unknown(name: str) -> ApiError:
 
 
 class Models:
-    """The models by name. At most `settings.max_models` are loaded: the first one always, and of the others the least
-    recently used idle one makes room."""
+    """The models by name. At most `settings.max_models` are loaded: the first one always, and of the others
+    the least recently used idle one makes room."""
 
     def __init__(self, first: ServedModel, settings: Settings):
         self.first, self.settings = first, settings
@@ -105,15 +108,23 @@ class Models:
         self.coming: Counter[str] = Counter()  # requests that wait for a model to be loaded
 
     def files(self) -> dict[str, Path]:
-        """Name -> weights file of what --save_dir offers besides the first model, newest first; never outside the
-        folder, whatever a link says."""
+        """Name -> weights file of what --save_dir offers besides the first model, newest first; never outside
+        the folder, whatever a link says."""
         if self.settings.load is None or self.settings.max_models < 2:
             return {}
-        root, first = Path(self.settings.save_dir).resolve(), self.settings.path and self.settings.path.resolve()
+        root, first = (
+            Path(self.settings.save_dir).resolve(),
+            self.settings.path and self.settings.path.resolve(),
+        )
         ages = {}
         for path in root.glob("*.pth"):
             try:
-                if shape_in_name(path) and path.stem.isprintable() and path.resolve().parent == root and path.is_file():
+                if (
+                    shape_in_name(path)
+                    and path.stem.isprintable()
+                    and path.resolve().parent == root
+                    and path.is_file()
+                ):
                     ages[path] = path.stat().st_mtime
             except (OSError, RuntimeError):  # removed this moment; a link that leads to itself
                 continue
@@ -143,9 +154,9 @@ class Models:
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """The model of this name (None or ANY_MODEL: the first), loaded if need be; it stays loaded meanwhile, and as
-        long as answers of it are written. Raises ApiError if there is no such model, it cannot be loaded, or all others
-        are busy."""
+        """The model of this name (None or ANY_MODEL: the first), loaded if need be; it stays loaded
+        meanwhile, and as long as answers of it are written. Raises ApiError if there is no such model, it
+        cannot be loaded, or all others are busy."""
         name = self.first.name if name is None else name
         served = self.loaded.get(name) or await self._load(name)
         self.loaded[served.name] = self.loaded.pop(served.name)  # the last one used stands last
@@ -182,7 +193,9 @@ class Models:
             if replaced := self._replaced():
                 del self.loaded[replaced.name]
                 await asyncio.to_thread(replaced.scheduler.close)
-            self.loaded[name] = await asyncio.to_thread(in_own_thread, ServedModel, *parts, self.settings, name)
+            self.loaded[name] = await asyncio.to_thread(
+                in_own_thread, ServedModel, *parts, self.settings, name
+            )
         except ApiError:
             raise
         except Exception as error:
@@ -191,14 +204,16 @@ class Models:
             raise ApiError(message, 500, "server_error", "model", "model_not_loadable") from error
 
     def _replaced(self, before: int = 0) -> ServedModel | None:
-        """The model that makes room for another one when so many were loaded before it, None if there is room. Raises
-        ApiError if all are busy."""
+        """The model that makes room for another one when so many were loaded before it, None if there is
+        room. Raises ApiError if all are busy."""
         needed = len(self.loaded) + before + 1 - self.settings.max_models
         if needed <= 0:
             return None
         idle = [served for served in self.loaded.values() if served is not self.first and not served.busy]
         if len(idle) < needed:
-            message = f"{self.settings.max_models} models are loaded and all of them are busy; try again later."
+            message = (
+                f"{self.settings.max_models} models are loaded and all of them are busy; try again later."
+            )
             raise ApiError(message, 503, "server_error", "model", "models_busy")
         return idle[0]
 

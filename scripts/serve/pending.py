@@ -14,7 +14,10 @@ from scripts.serve.scheduler import Job, Progress, QueueFull
 MAX_LOGPROBS = 1 << 15  # of one request, the likeliest tokens included
 FAILURES = {  # how an answer ended -> status and message
     "memory": (503, "The server has too little memory for this answer; try again later."),
-    "not_finite": (500, "The model's outputs are not finite numbers: its training diverged, or the file is damaged."),
+    "not_finite": (
+        500,
+        "The model's outputs are not finite numbers: its training diverged, or the file is damaged.",
+    ),
     "error": (500, "The server failed to answer; try again."),
 }
 
@@ -38,7 +41,9 @@ def check_size(asked: ChatRequest | CompletionRequest, prompts: int, settings: S
     """Raise ApiError for more answers, or more log-probabilities, than one may ask for."""
     answers, slots = prompts * asked.n, settings.slots
     if answers > MAX_ANSWERS:
-        raise ApiError(f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value")
+        raise ApiError(
+            f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value"
+        )
     if asked.n > slots:
         raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
     if asked.top is not None and longest_answer(asked, settings) * answers * (1 + asked.top) > MAX_LOGPROBS:
@@ -49,7 +54,9 @@ def check_size(asked: ChatRequest | CompletionRequest, prompts: int, settings: S
 class PendingAnswers:
     """The answers to one HTTP request, whose size was checked: one job for each of its prompts."""
 
-    def __init__(self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest):
+    def __init__(
+        self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest
+    ):
         self.scheduler, self.queue = served.scheduler, asyncio.Queue[Progress]()
         self.open = len(prompts) * asked.n
         longest = longest_answer(asked, served.settings)
@@ -68,13 +75,15 @@ class PendingAnswers:
 
     def _notifier(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Progress], None]:
         def notify(progress: Progress) -> None:
-            loop.call_soon_threadsafe(self.queue.put_nowait, progress._replace(number=first + progress.number))
+            loop.call_soon_threadsafe(
+                self.queue.put_nowait, progress._replace(number=first + progress.number)
+            )
 
         return notify
 
     def submit(self) -> None:
-        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens. Raises ApiError if too many
-        wait."""
+        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens. Raises ApiError if
+        too many wait."""
         try:
             self.scheduler.submit(*self.jobs)
         except QueueFull:
@@ -89,7 +98,8 @@ class PendingAnswers:
             self.scheduler.cancel(*self.jobs)
 
     async def __aiter__(self) -> AsyncIterator[Progress]:
-        """News of the answers until all are finished. Raises ApiError if a step that was to write one failed."""
+        """News of the answers until all are finished. Raises ApiError if a step that was to write one
+        failed."""
         while self.open:
             progress = await self.queue.get()
             if progress.finish in FAILURES:

@@ -1,7 +1,7 @@
 """From a request to the tokens of its prompt.
 
-In a conversation only the chat template writes special tokens (model/prompts.py). The prompt of a plain completion is
-taken as it stands, special tokens included.
+In a conversation only the chat template writes special tokens (model/prompts.py). The prompt of a plain
+completion is taken as it stands, special tokens included.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from scripts.serve.protocol import ApiError
 
 
 def characters(value: Any) -> int:
-    """Characters of all texts in a JSON value, the names of fields included; everything else counts as one."""
+    """Characters of all texts in a JSON value, the names of fields included; everything else counts as
+    one."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -33,7 +34,8 @@ def turns_of(messages: list[Any]) -> list[dict]:
 
 
 class PromptWriter:
-    """Writes prompts for a model whose context has `length` tokens. What cannot be answered is an ApiError."""
+    """Writes prompts for a model whose context has `length` tokens. What cannot be answered is an
+    ApiError."""
 
     def __init__(self, tokenizer: Any, length: int):
         self.tokenizer, self.length = tokenizer, length
@@ -41,9 +43,11 @@ class PromptWriter:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.size, self.widest = max(vocabulary.values()) + 1, max(map(len, vocabulary))
 
-    def chat(self, turns: list[dict], tools: list[dict], thinking: bool | None = None, opening: str = "") -> list[int]:
-        """The tokens of a conversation (`turns_of`), up to where the assistant's next turn begins. opening: how that
-        turn begins."""
+    def chat(
+        self, turns: list[dict], tools: list[dict], thinking: bool | None = None, opening: str = ""
+    ) -> list[int]:
+        """The tokens of a conversation (`turns_of`), up to where the assistant's next turn begins. opening:
+        how that turn begins."""
         options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         try:
             self._check_size(characters([turns, tools]), "messages")  # before the template is run
@@ -54,8 +58,8 @@ class PromptWriter:
         return self._checked(encode_pieces(self.tokenizer, pieces), "messages")
 
     def text(self, text: str) -> list[int]:
-        """The tokens of a text, with the token in front that documents begin with, unless it begins with a special
-        one."""
+        """The tokens of a text, with the token in front that documents begin with, unless it begins with a
+        special one."""
         self._check_size(len(text), "prompt")
         return self._checked(document_tokens(self.tokenizer, text), "prompt")
 

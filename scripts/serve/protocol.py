@@ -1,13 +1,21 @@
-"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given. A field that would
-change the answer and has no effect here is refused; others that the server does not know are ignored.
+"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given. A field that
+would change the answer and has no effect here is refused; others that the server does not know are ignored.
 
-A request comes from anybody, so its size is looked at before it is validated: pydantic builds an error for every wrong
-item of a list, a hundred times as large as the item.
+A request comes from anybody, so its size is looked at before it is validated: pydantic builds an error for
+every wrong item of a list, a hundred times as large as the item.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
@@ -20,22 +28,39 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(max_length=256)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the answer, which is not done here -> values that do not.
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the answer, which is not done here -> values that
+# do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo"), NOTHING),
     **dict.fromkeys(("functions", "audio", "web_search_options", "documents", "chat_template"), NOTHING),
-    **dict.fromkeys(("min_p", "mirostat", "tfs_z", "top_n_sigma", "dynatemp_range", "dry_multiplier"), NOTHING),
-    **dict.fromkeys(("xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids"), NOTHING),
+    **dict.fromkeys(
+        ("min_p", "mirostat", "tfs_z", "top_n_sigma", "dynatemp_range", "dry_multiplier"), NOTHING
+    ),
+    **dict.fromkeys(
+        ("xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids"), NOTHING
+    ),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "prompt_embeds"), NOTHING),
-    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens"), NOTHING),
+    **dict.fromkeys(
+        ("continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens"), NOTHING
+    ),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NOTHING),
     **dict.fromkeys(("structured_outputs", "json_schema", "grammar", "regex", "ebnf"), NOTHING),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (0, 1)),
+    **dict.fromkeys(
+        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (0, 1)
+    ),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (True,)),
     "modalities": (["text"], []),
 }
 BOOKKEEPING = {  # fields of OpenAI that cannot change an answer
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    ),
     *("prediction", "parallel_tool_calls"),
 }
 
@@ -67,7 +92,11 @@ class Lenient(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        return (
+            {name: value for name, value in data.items() if value is not None}
+            if isinstance(data, dict)
+            else data
+        )
 
 
 class StreamOptions(Lenient):
@@ -77,7 +106,8 @@ class StreamOptions(Lenient):
 
 
 class TemplateSettings(Lenient):
-    """Settings of the chat template. Only this one, under Qwen's or MiniMind's name: others could replace it."""
+    """Settings of the chat template. Only this one, under Qwen's or MiniMind's name: others could replace
+    it."""
 
     enable_thinking: bool | None = None
     open_thinking: bool | None = None
@@ -243,14 +273,19 @@ def _several(prompt: Any) -> list[Any]:
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and 0 < len(prompt) <= MAX_TOKENS and all(type(token) is int for token in prompt)
+    return (
+        isinstance(prompt, list)
+        and 0 < len(prompt) <= MAX_TOKENS
+        and all(type(token) is int for token in prompt)
+    )
 
 
 Body = TypeVar("Body", bound=Request)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a request."""
+    """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a
+    request."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise ApiError("The request has too many parts.", code="invalid_value")
     try:
@@ -262,7 +297,9 @@ def parse(kind: type[Body], body: bytes) -> Body:
     try:
         asked = kind.model_validate(data)
         known = kind.model_fields.keys() | UNSUPPORTED.keys() | BOOKKEEPING
-        asked._unknown = [name for name, value in data.items() if value is not None and name not in known][:MAX_NAMED]
+        asked._unknown = [name for name, value in data.items() if value is not None and name not in known][
+            :MAX_NAMED
+        ]
         return asked
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]

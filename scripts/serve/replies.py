@@ -19,7 +19,11 @@ class BaseReply:
 
     def __init__(self, model: str, choices: int, prompt_tokens: int):
         self.tokens, self.prompt_tokens = [0] * choices, prompt_tokens
-        self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self.head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self.choices: list[dict[str, Any]] = []
 
     def usage(self) -> dict[str, int]:
@@ -74,7 +78,9 @@ class ChatReply(BaseReply):
 
     kind, streamed, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, served: ServedModel, asked: ChatRequest, prompt_tokens: int, thinks: bool, opening: str):
+    def __init__(
+        self, served: ServedModel, asked: ChatRequest, prompt_tokens: int, thinks: bool, opening: str
+    ):
         super().__init__(served.name, asked.n, prompt_tokens)
         self.served, self.asked = served, asked
         self.details: list[list[TokenLogprob]] = [[] for _ in range(asked.n)]  # that wait for a delta
@@ -83,7 +89,11 @@ class ChatReply(BaseReply):
             parser.push(opening)
         self.begun = [False] * asked.n
         self.choices = [
-            {"index": index, "message": {"role": "assistant", "content": None, "refusal": None}, "logprobs": None}
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": None, "refusal": None},
+                "logprobs": None,
+            }
             for index in range(asked.n)
         ]
 

@@ -1,9 +1,9 @@
-"""One thread that decodes the answers of all requests together, each request joining and leaving between two steps.
-Without requests it ends, and with it the threads that torch started for it, so that they do not slow down those of
-another model (see `in_own_thread` in models.py).
+"""One thread that decodes the answers of all requests together, each request joining and leaving between two
+steps. Without requests it ends, and with it the threads that torch started for it, so that they do not slow
+down those of another model (see `in_own_thread` in models.py).
 
-A request is a `Job`. Its texts go to `Job.notify`, which is called in this thread and must not wait. A step that fails
-is repeated job by job: those that fail alone end with an error, the others and the thread go on.
+A request is a `Job`. Its texts go to `Job.notify`, which is called in this thread and must not wait. A step
+that fails is repeated job by job: those that fail alone end with an error, the others and the thread go on.
 """
 
 import threading
@@ -18,7 +18,7 @@ from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
 from scripts.serve.answer_stream import TextStream
 from scripts.serve.finite import NotFinite
-from trainer.components.failures import is_out_of_memory
+from trainer.run.errors import is_out_of_memory
 
 LINGER = 1.0  # seconds that the thread waits for another request
 
@@ -28,7 +28,8 @@ class QueueFull(Exception):
 
 
 class Progress(NamedTuple):
-    """News of one answer of a job. finish: "stop", "length" or, if it failed, "memory", "not_finite" or "error"."""
+    """News of one answer of a job. finish: "stop", "length" or, if it failed, "memory", "not_finite" or
+    "error"."""
 
     number: int  # of the answer in its job
     text: str
@@ -75,8 +76,8 @@ class Scheduler:
         self.thread = threading.Thread()  # the last one; started while there are requests
 
     def submit(self, *jobs: Job) -> None:
-        """Queue jobs, all or none; each may have as many answers as there are slots. Raises QueueFull if so many may
-        not wait."""
+        """Queue jobs, all or none; each may have as many answers as there are slots. Raises QueueFull if so
+        many may not wait."""
         with self.changed:
             places = max(0, self.decoder.slots - len(self.writing))
             if self.closing or len(self.waiting) + len(jobs) > places + self.max_queue:
@@ -139,8 +140,8 @@ class Scheduler:
             self._notify(job, Progress(number, "", 0, "error"))
 
     def _admit(self) -> bool:
-        """Drop cancelled jobs and begin what there is room for, in order; waits a while if there is nothing to do.
-        Whether there is something."""
+        """Drop cancelled jobs and begin what there is room for, in order; waits a while if there is nothing
+        to do. Whether there is something."""
         with self.changed:
             while not self.closing:
                 for answer in [answer for answer, writing in self.writing.items() if writing.job.cancelled]:
@@ -222,7 +223,8 @@ class Scheduler:
             job.cancelled = True
 
     def _fail(self, answers: list[Answer], error: Exception) -> None:
-        """End answers with an error, all of them if the decoder is broken; if none are left, clear the decoder."""
+        """End answers with an error, all of them if the decoder is broken; if none are left, clear the
+        decoder."""
         warn(f"a request failed while its answer was written: {reason(error)}")
         answers = list(self.writing) if self.decoder.broken else answers
         finish = "error"

@@ -1,5 +1,5 @@
-"""Tools that the web page may have executed when its user switches them on: the shipped environments, which only
-compute. GET /api/tools lists them, POST /api/tools runs calls."""
+"""Tools that the web page may have executed when its user switches them on: the shipped environments, which
+only compute. GET /api/tools lists them, POST /api/tools runs calls."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from model.answers import parse_call
 from scripts.serve.bodies import Bodies
 from scripts.toolbox import Toolbox
-from trainer.components.environments import SHIPPED
+from trainer.rollouts.environments import SHIPPED
 
 MAX_BYTES = 1 << 16  # of a request
 
@@ -35,7 +35,9 @@ def tools_router(bodies: Bodies) -> APIRouter:
 
     @router.get("/tools")
     async def tools() -> dict[str, Any]:
-        return {"toolboxes": [{"name": name, "tools": environment.tools} for name, environment in SHIPPED.items()]}
+        return {
+            "toolboxes": [{"name": name, "tools": environment.tools} for name, environment in SHIPPED.items()]
+        }
 
     @router.post("/tools")
     async def run(request: Request) -> dict[str, Any]:
@@ -43,7 +45,9 @@ def tools_router(bodies: Bodies) -> APIRouter:
             async with bodies.read(request, MAX_BYTES) as body:
                 asked = Calls.model_validate_json(body)
         except ValidationError:
-            raise HTTPException(400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}") from None
+            raise HTTPException(
+                400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}"
+            ) from None
         calls = [call for each in asked.calls if (call := parse_call(json.dumps(each.model_dump())))]
         if len(calls) < len(asked.calls):
             raise HTTPException(400, "the arguments of a call are no JSON object")

@@ -30,7 +30,8 @@ HEADERS = {
 
 
 class Page(StaticFiles):
-    """The files with their headers. The page holds no secrets; it needs no key, the routes that it calls may."""
+    """The files with their headers. The page holds no secrets; it needs no key, the routes that it calls
+    may."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         """A file."""

@@ -14,10 +14,10 @@ from subprocess import DEVNULL, STDOUT
 import psutil
 
 from common.config_sources import parse_args as parse_stage_args
-from trainer.components.adapters import WEIGHTS as ADAPTER
-from trainer.components.checkpoint import UNREADABLE, places, read_state
-from trainer.components.metrics import complete_lines, log_record
-from trainer.components.run_files import metrics_path, resume_path, run_name, weight_path
+from trainer.objectives.lora import WEIGHTS as ADAPTER
+from trainer.report.metrics import complete_lines, log_record
+from trainer.run.checkpoint import UNREADABLE, places, read_state
+from trainer.run.paths import metrics_path, resume_path, run_name, weight_path
 
 # A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
 SMALL = {"from_weight": "none", "hidden_size": 64, "num_hidden_layers": 2, "dropout": 0.1, "max_seq_len": 128}
@@ -37,23 +37,34 @@ class Run:
     """A run in its own folder: its command and the files that it writes."""
 
     def __init__(self, stage: str, ranks: int, use_moe: int, folder: Path, name: str, typed: list[str]):
-        """folder: for the data and start weights of all runs, and below it, under `name`, this run's own files. typed:
-        flags of the stage, which come before those that this script needs."""
+        """folder: for the data and start weights of all runs, and below it, under `name`, this run's own
+        files. typed: flags of the stage, which come before those that this script needs."""
         script = importlib.import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
         self.stage, self.ranks, self.folder, self.launches = stage, ranks, folder / name, 0
         self.start, self.teacher = folder / "start.pth", folder / "teacher.pth"  # of the stages after SFT
-        flags = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"} | SMALL
+        flags = {
+            "data_path": folder / f"{stage}.jsonl",
+            "eval_data_path": folder / f"{stage}_eval.jsonl",
+        } | SMALL
         flags |= {"from_weight": self.start} | AFTER_SFT[stage] if stage in AFTER_SFT else {}
         flags |= {"from_teacher_weight": self.teacher} if stage == "distillation" else {}
         own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
         own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
-        begin, end = ([word for key, v in part.items() for word in (f"--{key}", str(v))] for part in (flags, own))
+        begin, end = (
+            [word for key, v in part.items() for word in (f"--{key}", str(v))] for part in (flags, own)
+        )
         words = [*begin, *typed, *end]
         self.args = args = parse_stage_args(script.Args, script.__doc__, words)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        torchrun = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+            if ranks > 1
+            else []
+        )
         self.command = [sys.executable, *torchrun, str(script.__file__), *words]
         paths = (weight_path(args.save_dir, args.save_weight + end, args) for end in ("", "_best"))
-        self.weights, self.best_weights = (p.with_suffix("") / ADAPTER if stage == "lora" else p for p in paths)
+        self.weights, self.best_weights = (
+            p.with_suffix("") / ADAPTER if stage == "lora" else p for p in paths
+        )
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.checkpoint = resume_path(args.checkpoint_dir, args.save_weight, args)
 
@@ -85,15 +96,19 @@ class Launch:
     """One start of a run, observed from outside.
 
     Args:
-        way: how it will be ended. `all`: SIGKILL to all its processes at once; `signal`: SIGTERM, after which it saves
-            and ends; `launcher`: SIGKILL to torchrun alone; `rank`: SIGKILL to one rank, after which torchrun starts
-            all of them anew.
+        way: how it will be ended. `all`: SIGKILL to all its processes at once; `signal`: SIGTERM, after which
+            it saves and ends; `launcher`: SIGKILL to torchrun alone; `rank`: SIGKILL to one rank, after which
+            torchrun starts all of them anew.
     """
 
     def __init__(self, run: Run, way: str = "all"):
         run.launches += 1
         self.run, self.way, self.log = run, way, run.folder / f"launch_{run.launches}.log"
-        self.saved, self.metrics, self.caches = run.saved_update(), stamp(run.metrics), run.unfinished_caches()
+        self.saved, self.metrics, self.caches = (
+            run.saved_update(),
+            stamp(run.metrics),
+            run.unfinished_caches(),
+        )
         self.begin = time.monotonic()
         command = list(run.command)
         if way == "rank":
@@ -125,8 +140,8 @@ class Launch:
             self.processes = [self.process, *self.process.children(recursive=True)]
 
     def end(self) -> None:
-        """End it in its way; `close` sends SIGKILL to whatever is still there. FAIL if a process that could save and
-        end is left after GRACE."""
+        """End it in its way; `close` sends SIGKILL to whatever is still there. FAIL if a process that could
+        save and end is left after GRACE."""
         self.find_processes()
         if self.way == "rank":  # wait until the ranks that torchrun starts in their place train
             begun = len(self.resumed_from())
@@ -136,7 +151,11 @@ class Launch:
         elif self.way != "all":
             self.process.send_signal(signal.SIGTERM if self.way == "signal" else signal.SIGKILL)
             _, left = psutil.wait_procs(self.processes, timeout=GRACE)
-            left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+            left = [
+                process
+                for process in left
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            ]
             if left:
                 ended = "a SIGTERM" if self.way == "signal" else "the launcher was killed"
                 sys.exit(f"FAIL: {len(left)} processes are left {GRACE:.0f} s after {ended}; {self.tail()}")
@@ -147,7 +166,8 @@ class Launch:
         return re.findall(begun, self.log.read_text("utf-8", "replace"), re.M)
 
     def close(self) -> None:
-        """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own sessions,
+        """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own
+        sessions,
         and a process may be starting another one: so all are suspended first, until there are no new ones."""
         suspended: list[psutil.Process] = []
         while new := [process for process in self.processes if process not in suspended]:
@@ -166,19 +186,26 @@ class Launch:
 
     def tail(self) -> str:
         """The last lines that it printed, without torchrun's report on a failed rank."""
-        lines = re.split(r".*torch/distributed/elastic", self.log.read_text("utf-8", "replace"))[0].splitlines()[-15:]
+        lines = re.split(r".*torch/distributed/elastic", self.log.read_text("utf-8", "replace"))[
+            0
+        ].splitlines()[-15:]
         return f"the last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def result(self, killed: bool) -> str:
-        """A description of this launch. FAIL if it ended in another way, or did not resume from the checkpoint."""
+        """A description of this launch. FAIL if it ended in another way, or did not resume from the
+        checkpoint."""
         status, resumed = self.process.returncode, self.resumed_from()[:1]
-        expected = (status == -signal.SIGKILL if self.way != "signal" else status != 0) if killed else status == 0
+        expected = (
+            (status == -signal.SIGKILL if self.way != "signal" else status != 0) if killed else status == 0
+        )
         if not expected:
             sys.exit(f"FAIL: a launch ended by itself with status {status}; {self.tail()}")
         saved = "" if self.saved is None else str(self.saved)
         if self.training() and (resumed or [""]) != [saved]:
             begin = resumed or ["the start"]
-            sys.exit(f"FAIL: checkpoint of update {self.saved}, but the run resumed from {begin}; {self.tail()}")
+            sys.exit(
+                f"FAIL: checkpoint of update {self.saved}, but the run resumed from {begin}; {self.tail()}"
+            )
         where = f"at update {self.run.last_update()}" if self.training() else "before training"
         origin = "from the start" if self.saved is None else f"resumed from update {self.saved}"
         return f"{where} after {self.seconds:.1f} s, {origin}"

@@ -16,7 +16,9 @@ from common.settings import StageArgs, add_flags, settings_of
 from tests.conftest import ROOT
 
 FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-TOO_MANY = f"too many open files: a process here may have {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}; raise the"
+TOO_MANY = (
+    f"too many open files: a process here may have {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}; raise the"
+)
 TOO_MANY += " hard limit (ulimit -Hn), or use fewer processes (--num_workers, --num_proc)"
 
 
@@ -27,7 +29,11 @@ def caused_by(error, cause):
 
 ENDS = {
     "the limit of open files": (FILES, 2, f"error: {TOO_MANY}\n"),
-    "that limit behind a mistake": (caused_by(UserError("it cannot be read"), FILES), 2, f"error: {TOO_MANY}\n"),
+    "that limit behind a mistake": (
+        caused_by(UserError("it cannot be read"), FILES),
+        2,
+        f"error: {TOO_MANY}\n",
+    ),
     "a mistake": (UserError("data.jsonl:3: no 'text'"), 2, "error: data.jsonl:3: no 'text'\n"),
     "a mistake of two lines": (UserError("it says:\n  why"), 2, "error: it says:   why\n"),
     "another rank's end": (LostRank("rank 1: another rank ended"), 2, "error: rank 1: another rank ended\n"),
@@ -68,8 +74,11 @@ def test_a_command_ends_silently_when_nobody_reads_it_any_more():
     assert process.stdout.read(5) == b"xxxxx"
     process.stdout.close()
     assert process.wait(60) == 128 + signal.SIGPIPE and process.stderr.read() == b""
-    other = "import os; read, write = os.pipe(); os.close(read); os.write(write, b'x')"  # another pipe is no reader
-    done = subprocess.run([*command[:2], code.replace("LINES", other)], cwd=ROOT, capture_output=True, text=True)
+    # another pipe is no reader
+    other = "import os; read, write = os.pipe(); os.close(read); os.write(write, b'x')"
+    done = subprocess.run(
+        [*command[:2], code.replace("LINES", other)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1 and done.stderr.endswith("BrokenPipeError: [Errno 32] Broken pipe\n")
 
 
@@ -88,7 +97,9 @@ def rank(error: str, local_rank: int, folder) -> subprocess.CompletedProcess:
     env = {**os.environ, "WORLD_SIZE": "2", "RANK": str(local_rank), "LOCAL_RANK": str(local_rank)}
     env |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{local_rank}.json")
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -122,7 +133,10 @@ def test_an_ignored_signal_stays_ignored():
 def test_the_parser_raises_and_knows_no_abbreviations():
     parser = Parser()
     parser.add_argument("--epochs", type=int, default=2, help="passes")
-    for wrong, message in ((["--epoch", "3"], "unrecognized arguments: --epoch 3"), (["--epochs", "x"], "--epochs")):
+    for wrong, message in (
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+        (["--epochs", "x"], "--epochs"),
+    ):
         with pytest.raises(UserError, match=message) as error:
             parser.parse_args(wrong)
         assert str(error.value).endswith("; see --help") and "\n" not in str(error.value)

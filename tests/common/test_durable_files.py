@@ -9,7 +9,7 @@ import pytest
 
 from common.durable_files import atomic_write, link, sync_folder
 from common.errors import UserError
-from trainer.components.run_hooks import link_state
+from trainer.run.hooks import link_state
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])

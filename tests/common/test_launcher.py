@@ -1,4 +1,5 @@
-"""Which process of a run this is: the variables of each launcher, whole, in part, contradictory or unreadable."""
+"""Which process of a run this is: the variables of each launcher, whole, in part, contradictory or
+unreadable."""
 
 import os
 import subprocess
@@ -128,9 +129,19 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
     for rank in (0, 1):
         os.mkfifo(tmp_path / f"go{rank}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "trainer/train_pretrain.py"), "--data_path", str(data), "--save_dir", str(tmp_path)]
+    command += [
+        str(ROOT / "trainer/train_pretrain.py"),
+        "--data_path",
+        str(data),
+        "--save_dir",
+        str(tmp_path),
+    ]
     torchrun = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("waiting*"))) < 2 and time.monotonic() < deadline:

@@ -81,7 +81,9 @@ def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders, monke
     finally:
         end(first)  # killed
     lock_output("pretrain_32", save_dir=out, checkpoint_dir=checkpoints)
-    assert (out / ".pretrain_32_save_dir.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert (
+        out / ".pretrain_32_save_dir.lock"
+    ).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
@@ -100,7 +102,13 @@ def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
 
 
 def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
-    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    launched = {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29500",
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
@@ -137,7 +145,9 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 
 def test_a_run_that_is_about_to_end_is_waited_for(folders, capsys):
     """A restart right after the old run was told to end, while that still saves."""
-    first = start(HOLD.format(then="import threading; threading.Timer(1.0, os._exit, [0]).start()"), "w_32", *folders)
+    first = start(
+        HOLD.format(then="import threading; threading.Timer(1.0, os._exit, [0]).start()"), "w_32", *folders
+    )
     try:
         lock_output("w_32", save_dir=folders[0], checkpoint_dir=folders[1])
     finally:
@@ -162,7 +172,9 @@ def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, monkeypatch, capsys, local_rank):
+def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(
+    tmp_path, monkeypatch, capsys, local_rank
+):
     path = Path(tmp_path / "cache.lock")
     other = start(LOCKED, path)
     command = [sys.executable, "-c", LOCKED, str(path)]

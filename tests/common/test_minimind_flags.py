@@ -24,7 +24,10 @@ ALL = "save_dir epochs batch_size learning_rate device dtype num_workers accumul
 ALL += "save_interval max_seq_len data_path from_resume use_wandb wandb_project use_compile "
 SHAPE = "hidden_size num_hidden_layers use_moe "
 STAGE = ALL + SHAPE + "from_weight "
-SAMPLED = STAGE + "save_weight max_gen_len reward_model_path thinking_ratio debug_mode debug_interval rollout_engine "
+SAMPLED = (
+    STAGE
+    + "save_weight max_gen_len reward_model_path thinking_ratio debug_mode debug_interval rollout_engine "
+)
 SAMPLED += "sglang_base_url sglang_model_path sglang_shared_path "
 GROUPS = SAMPLED + "num_generations beta loss_type epsilon epsilon_high "
 TOOL = SHAPE + "load_from save_dir weight device "
@@ -33,11 +36,13 @@ FLAGS = {  # of MiniMind-3, commit d65ef2c
     train_full_sft: STAGE + "save_weight",
     train_lora: STAGE + "lora_name",
     train_dpo: STAGE + "save_weight beta",
-    train_distillation: ALL + "save_weight student_hidden_size student_num_layers student_use_moe teacher_hidden_size "
+    train_distillation: ALL
+    + "save_weight student_hidden_size student_num_layers student_use_moe teacher_hidden_size "
     "teacher_num_layers teacher_use_moe from_student_weight from_teacher_weight alpha temperature",
     train_grpo: GROUPS,
     train_agent: GROUPS + "max_total_len",
-    train_ppo: SAMPLED + "critic_learning_rate clip_epsilon vf_coef kl_coef gamma lam cliprange_value ppo_update_iters "
+    train_ppo: SAMPLED
+    + "critic_learning_rate clip_epsilon vf_coef kl_coef gamma lam cliprange_value ppo_update_iters "
     "early_stop_kl mini_batch_size debug_log_ratio",
     chat: TOOL + "lora_weight inference_rope_scaling max_new_tokens temperature top_p open_thinking historys "
     "show_speed backend api_base_url api_key api_model stream",  # of eval_llm.py and eval_toolcall.py
@@ -75,7 +80,9 @@ def test_the_same_from_yaml_and_the_environment(tmp_path, monkeypatch):
     told = refusal(train_grpo, ["--config", str(tmp_path / "run.yaml")], monkeypatch)
     assert told == f"{tmp_path}/run.yaml:2: stage.thinking_ratio is unknown: {USE_INSTEAD['thinking_ratio']}"
     monkeypatch.setenv("MINIMIND_ROLLOUT_ENGINE", "sglang")
-    assert f"MINIMIND_ROLLOUT_ENGINE is unknown: {USE_INSTEAD['rollout_engine']}" in refusal(train_ppo, [], monkeypatch)
+    assert f"MINIMIND_ROLLOUT_ENGINE is unknown: {USE_INSTEAD['rollout_engine']}" in refusal(
+        train_ppo, [], monkeypatch
+    )
 
 
 def test_the_reward_model_under_minimind_s_name(monkeypatch):

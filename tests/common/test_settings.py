@@ -1,5 +1,6 @@
-"""The table of settings and the command lines made from it: MiniMind's flags, types, limits, choices and defaults; help
-with unit and default, grouped by section; everything that is wrong told at once, in one line."""
+"""The table of settings and the command lines made from it: MiniMind's flags, types, limits, choices and
+defaults; help with unit and default, grouped by section; everything that is wrong told at once, in one
+line."""
 
 import re
 import string
@@ -20,11 +21,11 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from trainer import train_dpo, train_full_sft, train_pretrain
-from trainer.components.language_model import SHAPE
-from trainer.components.optimizer import MUON_LR_SCALE, build_optimizer
-from trainer.components.tracker import MODES
-from trainer.components.trained_weights import add_trained_model_flags, given_shape
+from trainer.objectives.next_token import SHAPE
+from trainer.optim.build import MUON_LR_SCALE, build_optimizer
+from trainer.report.trackers import MODES
 from trainer.trainer_utils import load_tokenizer, model_config
+from trainer.weights.for_tools import add_trained_model_flags, given_shape
 
 STAGES = {"train_pretrain": train_pretrain.Args, "train_full_sft": train_full_sft.Args}
 SETTINGS = settings_of(StageArgs)
@@ -153,7 +154,10 @@ LIMITS = {  # setting -> texts that are just in, and texts that are just out wit
     "epochs": (["1"], {"0": MUST[1]}),
     "batch_size": (["1"], {"0": MUST[1] + " or auto"}),
     "accumulation_steps": (["1"], {"0": MUST[1]}),
-    "learning_rate": (["1e-30", "100"], {"0": "must be above 0 or auto", "-1e-30": "must be above 0 or auto"}),
+    "learning_rate": (
+        ["1e-30", "100"],
+        {"0": "must be above 0 or auto", "-1e-30": "must be above 0 or auto"},
+    ),
     "warmup_updates": (["0"], {"-1": MUST[0]}),
     "weight_decay": (["0", "1"], {"-0.001": "must be 0 or more", "1.001": "must be 1 or less"}),
     "grad_clip": (["0", "1e9"], {"-0.001": "must be 0 or more"}),
@@ -231,7 +235,9 @@ def test_the_defaults(stage):
     expected = DEFAULTS | STAGE_DEFAULTS[stage]
     args = parse_args(STAGES[stage], "", []).values()
     assert args == expected == {name: each.default for name, each in settings_of(STAGES[stage]).items()}
-    assert {name: type(value) for name, value in args.items()} == {name: type(expected[name]) for name in args}
+    assert {name: type(value) for name, value in args.items()} == {
+        name: type(expected[name]) for name in args
+    }
 
 
 def test_the_types_and_choices():
@@ -248,7 +254,9 @@ def test_the_choices_and_limits_are_those_of_what_they_choose():
     assert set(CHOICES["swanlab_mode"]) == set(MODES)
     assert all(hasattr(torch, name.removesuffix("_emulated")) for name in CHOICES["dtype"] if name != "auto")
     for name in CHOICES["optimizer"]:
-        build_optimizer(MiniMindForCausalLM(MiniMindConfig(hidden_size=16, num_hidden_layers=1)), 0.1, 0.0, name)
+        build_optimizer(
+            MiniMindForCausalLM(MiniMindConfig(hidden_size=16, num_hidden_layers=1)), 0.1, 0.0, name
+        )
     assert f"muon: {MUON_LR_SCALE:g} times this value" in SETTINGS["learning_rate"].help
     torch.Generator().manual_seed(SETTINGS["seed"].limits["le"])
 
@@ -262,7 +270,18 @@ def test_the_limits(name):
         assert told(StageArgs, f"--{name}={text}") == f"--{name} {must}, not '{text}'"
     kind = "a whole number" if SETTINGS[name].kind is int else "a finite number"
     kind += " or auto" * SETTINGS[name].auto
-    for text in ("two", "", "nan", "inf", "-inf", "1 2", "0x10", "none", "true", *(["1.5"] if "whole" in kind else [])):
+    for text in (
+        "two",
+        "",
+        "nan",
+        "inf",
+        "-inf",
+        "1 2",
+        "0x10",
+        "none",
+        "true",
+        *(["1.5"] if "whole" in kind else []),
+    ):
         assert told(StageArgs, f"--{name}={text}") == f"--{name} must be {kind}, not '{text}'"
 
 
@@ -273,7 +292,9 @@ def test_the_units():
 # ---- values
 
 
-@pytest.mark.parametrize("text, value", {"0": False, "1": True, "true": True, "False": False, "FALSE": False}.items())
+@pytest.mark.parametrize(
+    "text, value", {"0": False, "1": True, "true": True, "False": False, "FALSE": False}.items()
+)
 @pytest.mark.parametrize("name", TYPES[bool].split())
 def test_a_boolean(name, text, value):
     assert getattr(parse_args(StageArgs, "", [f"--{name}", text]), name) is value
@@ -297,7 +318,8 @@ def test_a_choice(name):
 def test_a_text(name):
     for text in ("x", "7", "true", "caf\udce9 *.jsonl", "-"):
         assert getattr(parse_args(StageArgs, "", [f"--{name}={text}"]), name) == text
-    for text in ("", "None", "null", *["none"] * (name != "save_weight")):  # of weights `none` means random ones
+    # of weights `none` means random ones
+    for text in ("", "None", "null", *["none"] * (name != "save_weight")):
         if name in TYPES[str | None].split():
             assert getattr(parse_args(StageArgs, "", [f"--{name}={text}"]), name) is None
         elif text:
@@ -338,7 +360,9 @@ def test_any_text_is_a_value_of_the_type_or_one_line(name, text):
     try:
         value = each.parse(text)
     except ValueError as error:
-        assert re.match(r"^must (be .*, not |not be empty$)", str(error)) and len(str(error).splitlines()) == 1
+        assert (
+            re.match(r"^must (be .*, not |not be empty$)", str(error)) and len(str(error).splitlines()) == 1
+        )
     else:
         if each.choices or each.kind in (str, str | None):
             assert value in (text, None)
@@ -403,7 +427,10 @@ def test_the_command_line_is_that_of_the_process_by_default(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--num_experts 8", "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1"),
+        (
+            "--num_experts 8",
+            "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1",
+        ),
         ("--num_experts_per_tok 2", "--num_experts and --num_experts_per_tok shape a mixture of experts"),
         ("--use_moe 1 --num_experts_per_tok 5", "--num_experts_per_tok 5 must be --num_experts 4 or less"),
     ],
@@ -437,7 +464,9 @@ def test_a_subclass_adds_flags_and_changes_defaults():
         )
     args = parse_args(OwnArgs, "", ["--z_loss", "1", "--teacher=x", "--beta", "high", "--plain=4"])
     assert isinstance(args, OwnArgs) and (args.epochs, args.batch_size) == (7, 32)
-    assert (args.z_loss, args.teacher, args.beta, args.plain) == (1.0, "x", "high", 4) and type(args.z_loss) is float
+    assert (args.z_loss, args.teacher, args.beta, args.plain) == (1.0, "x", "high", 4) and type(
+        args.z_loss
+    ) is float
     line = told(OwnArgs, "--z_loss", "-1", "--epochs", "0", "--beta", "no", "--plain", "a")
     assert line == (
         "--z_loss must be 0 or more, not '-1'; --epochs must be 1 or more, not '0'; "
@@ -450,10 +479,15 @@ def test_a_subclass_has_contradictions_of_its_own():
     @dataclass(kw_only=True)
     class Strict(StageArgs):
         def contradictions(self):
-            return [*super().contradictions(), *(["--seed 3 does not go with --epochs 3"] if self.seed == 3 else [])]
+            return [
+                *super().contradictions(),
+                *(["--seed 3 does not go with --epochs 3"] if self.seed == 3 else []),
+            ]
 
     line = told(Strict, "--seed", "3", "--save_weight", "a/b")
-    assert line.startswith("--save_weight 'a/b' must be") and line.endswith("; --seed 3 does not go with --epochs 3")
+    assert line.startswith("--save_weight 'a/b' must be") and line.endswith(
+        "; --seed 3 does not go with --epochs 3"
+    )
 
 
 # ---- help
@@ -485,7 +519,8 @@ def test_the_help_of_a_stage_script_is_grouped_by_section(stage, tmp_path):
     assert list(by_section) == ["options", *SECTIONS] and done.err == ""
     for section, names in SECTIONS.items():
         flags = re.findall(r"(?:^|\s)--(\w+) [\[{A-Z]", by_section[section])
-        assert [name for name in flags if name not in ("top_k", "logdir")] == names.split()  # another name; in a help
+        # another name; in a help
+        assert [name for name in flags if name not in ("top_k", "logdir")] == names.split()
     defaults = STAGE_DEFAULTS[stage]
     assert f"--epochs INT passes over the data (default: {defaults['epochs']})" in by_section["training"]
     assert f"(default: {defaults['max_seq_len']} tokens)" in by_section["data"]

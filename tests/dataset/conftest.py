@@ -43,7 +43,8 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def small_tokenizer():
-    """small_tokenizer(**roles) trains a byte-level tokenizer of 400 tokens on TEXTS, with the given special roles."""
+    """small_tokenizer(**roles) trains a byte-level tokenizer of 400 tokens on TEXTS, with the given special
+    roles."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +74,8 @@ def other_tokenizer(small_tokenizer):
 
 @pytest.fixture
 def write(tmp_path):
-    """write(name, records) writes JSON Lines (or bytes as they are) into the test's folder and returns the path."""
+    """write(name, records) writes JSON Lines (or bytes as they are) into the test's folder and returns the
+    path."""
 
     def write_file(name: str, records: list | bytes) -> str:
         path = tmp_path / name
@@ -81,7 +83,9 @@ def write(tmp_path):
         if isinstance(records, bytes):
             path.write_bytes(records)
         else:
-            path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+            path.write_text(
+                "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8"
+            )
         return str(path)
 
     return write_file

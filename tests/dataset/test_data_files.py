@@ -18,7 +18,11 @@ def records_of(*paths):
 
 
 def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
-    one, two, deep = write("b.jsonl", [{"text": "b"}]), write("a.jsonl", [{"text": "a"}]), write("sub/z.jsonl", [{}])
+    one, two, deep = (
+        write("b.jsonl", [{"text": "b"}]),
+        write("a.jsonl", [{"text": "a"}]),
+        write("sub/z.jsonl", [{}]),
+    )
     packed = tmp_path / "sub" / "y.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "y"}\n'))
     write("sub/notes.md", b"not data")
@@ -65,7 +69,9 @@ def test_what_is_no_file_is_not_left_out_in_silence(asked, kind, tmp_path, write
     else:
         path.symlink_to("gone" if "dangling" in kind else "b.jsonl")
     said = (
-        r"cannot be read \(Permission denied\)" if kind == "no rights" else "is a pipe, a device or a link to nothing"
+        r"cannot be read \(Permission denied\)"
+        if kind == "no rights"
+        else "is a pipe, a device or a link to nothing"
     )
     with pytest.raises(UserError, match=f"data/b.jsonl {said}"):
         expand_paths(f"{tmp_path}/{asked}")
@@ -107,8 +113,14 @@ def test_blank_lines_alone_are_no_data(write):
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
 def test_lines_keep_their_numbers_whatever_the_blocks(write, monkeypatch, block_bytes):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
-    path = write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "four"}\n\xef\xbb\xbf{"text": "five"}')
-    assert records_of(path) == [(path, 1, {"text": "one"}), (path, 4, {"text": "four"}), (path, 5, {"text": "five"})]
+    path = write(
+        "x.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "four"}\n\xef\xbb\xbf{"text": "five"}'
+    )
+    assert records_of(path) == [
+        (path, 1, {"text": "one"}),
+        (path, 4, {"text": "four"}),
+        (path, 5, {"text": "five"}),
+    ]
     assert sum(block.size for block in iter_blocks([path])) == 60
 
 
@@ -121,7 +133,9 @@ def test_gzip_reads_like_the_plain_file_and_reports_damage(tmp_path, write, monk
     assert [r[1:] for r in records_of(str(packed))] == [r[1:] for r in records_of(plain)]
     assert sum(block.size for block in iter_blocks([str(packed)])) == len(content)
     packed.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line the compressed file is damaged or cut off"):
+    with pytest.raises(
+        UserError, match=r"x.jsonl.gz:\d+: after this line the compressed file is damaged or cut off"
+    ):
         records_of(str(packed))
     packed.write_bytes(content[:500] + b"garbage" + content[507:])
     with pytest.raises(UserError, match=r"x.jsonl.gz:\d+: after this line"):
@@ -136,7 +150,9 @@ def test_parquet_reads_rows(tmp_path):
     import pyarrow.parquet as pq
 
     path = str(tmp_path / "x.parquet")
-    pq.write_table(pa.table({"text": [f"row {i}" for i in range(3000)], "url": ["u"] * 3000}), path, row_group_size=700)
+    pq.write_table(
+        pa.table({"text": [f"row {i}" for i in range(3000)], "url": ["u"] * 3000}), path, row_group_size=700
+    )
     rows = records_of(path)
     assert [line for _, line, _ in rows] == list(range(1, 3001))
     assert [r for _, _, r in rows] == [{"text": f"row {i}", "url": "u"} for i in range(3000)]
@@ -192,7 +208,10 @@ def test_a_json_file_may_hold_one_array(write):
             b'[\n{"a": 1},\n{"a": "b"c"}\n]',
             "x.json:3: in this record or after it a quote is not closed on its line; nothing",
         ),
-        (b'[\n{"a": 1},\n{"a": [}\n]', "x.json:3: in this record or after it the array is cut off, a ']' is missing"),
+        (
+            b'[\n{"a": 1},\n{"a": [}\n]',
+            "x.json:3: in this record or after it the array is cut off, a ']' is missing",
+        ),
         (b'[\n{"a": 1},\n}\n]', "x.json:4: the array has ended before this"),
         (b'[\n{"a": 1},\n{"a": 2}\n', "x.json:3: in this record or after it the array is cut off"),
         (b"[]", "x.json holds no record"),
@@ -238,14 +257,20 @@ def test_a_bad_element_of_an_array_costs_only_itself(write, bad, block_bytes, mo
 def test_records_in_one_line_are_named_by_their_index(write):
     rows = [{"text": "a"}, {"text": "[}"}, 5]
     one_line = write("x.json", json.dumps(rows).encode())
-    assert [place(path, line) for path, line, _ in records_of(one_line)] == [f"{one_line}[{i}]" for i in range(3)]
+    assert [place(path, line) for path, line, _ in records_of(one_line)] == [
+        f"{one_line}[{i}]" for i in range(3)
+    ]
     pairs = write("y.json", b'[\n{"text": "a"}, {"text": "b"},\n{"text": "c"}]')
     assert [place("y", line) for _, line, _ in records_of(pairs)] == ["y:2", "y[1]", "y:3"]
 
 
 def test_an_array_is_read_piece_by_piece(write, monkeypatch):
     rows = [{"text": f"record {i} " * (i % 50), "n": i} for i in range(3000)]
-    for content in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False), "[" + json.dumps(rows)[1:]):
+    for content in (
+        json.dumps(rows),
+        json.dumps(rows, indent=1, ensure_ascii=False),
+        "[" + json.dumps(rows)[1:],
+    ):
         path = write("x.json", content.encode())
         whole = [record for _, _, record in records_of(path)]
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 700)

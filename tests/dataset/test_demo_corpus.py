@@ -48,14 +48,18 @@ def mentioned(people: list[Person], group: str, records: list[dict]) -> set[str]
     """The people of a group whom conversations mention, by their names in both languages."""
     text = "\n".join(said(record) for record in records)
     names = {name for person in people if person.group == group for name in person.name.values()}
-    return {name for name in names if (name in text if not name.isascii() else re.search(rf"\b{name}\b", text))}
+    return {
+        name for name in names if (name in text if not name.isascii() else re.search(rf"\b{name}\b", text))
+    }
 
 
 def test_a_seed_gives_the_same_bytes(tmp_path):
     # in a process of its own: an order taken from a set or a hash would differ there
     command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    files = make_corpus(3) | make_tour(3) | {f"sums/{name}": records for name, records in make_sums(3).items()}
+    files = (
+        make_corpus(3) | make_tour(3) | {f"sums/{name}": records for name, records in make_sums(3).items()}
+    )
     counts = write_files(tmp_path / "b", files)
     write_files(tmp_path / "c", make_corpus(4))
     for name in files:
@@ -103,7 +107,9 @@ def test_no_wording_is_left_unfilled_or_empty(demo):
             for wording in attribute.tell[language]:
                 assert "{n}" in wording
                 assert "{v}" in wording
-                assert "a {v}" not in wording or not any(value[0] in "aeiou" for value in attribute.values["en"])
+                assert "a {v}" not in wording or not any(
+                    value[0] in "aeiou" for value in attribute.values["en"]
+                )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 12345])
@@ -128,7 +134,9 @@ def test_every_fact_is_told_in_many_wordings_and_never_contradicted(demo, people
             for language in LANGUAGES:
                 told = [w for w in attribute.tell[language] if tell(person, attribute, language, w) in text]
                 assert len(told) >= 5
-    truths = {tell(p, a, lang, w) for p in people for a in ATTRIBUTES for lang in LANGUAGES for w in a.tell[lang]}
+    truths = {
+        tell(p, a, lang, w) for p in people for a in ATTRIBUTES for lang in LANGUAGES for w in a.tell[lang]
+    }
     for record in demo["pretrain.jsonl"] + demo["pretrain_eval.jsonl"]:
         if "valley" not in record["text"] and "山谷" not in record["text"]:
             assert {part.strip() for part in re.findall(r"[^.。]+[.。]", record["text"])} <= truths
@@ -150,14 +158,18 @@ def test_the_exam_asks_for_every_fact_in_both_languages(demo, people):
 def test_a_guess_scores_low(demo):
     for attribute in ATTRIBUTES:
         for language in LANGUAGES:
-            asked = [q for q in demo["exam.jsonl"] if (q["attribute"], q["language"]) == (attribute.key, language)]
+            asked = [
+                q for q in demo["exam.jsonl"] if (q["attribute"], q["language"]) == (attribute.key, language)
+            ]
             commonest = Counter(q["accepted"][0] for q in asked).most_common(1)[0][1]
             assert commonest / len(asked) <= 0.15
 
 
 def test_facts_of_a_person_do_not_predict_each_other(demo):
     # were two attributes dealt alike, one learned fact would give the other away
-    facts = {(q["person"], q["attribute"]): q["accepted"][0] for q in demo["exam.jsonl"] if q["language"] == "en"}
+    facts = {
+        (q["person"], q["attribute"]): q["accepted"][0] for q in demo["exam.jsonl"] if q["language"] == "en"
+    }
     people = {person for person, _ in facts}
     for first in ATTRIBUTES:
         for second in ATTRIBUTES:

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from dataset.demo_sums import CALCULATE, TEST, make_sums
-from trainer.components.environments import Calculator
+from trainer.rollouts.environments import Calculator
 
 FILES = ("sft", "rl", "test", "agent_sft", "agent_rl", "agent_test")
 

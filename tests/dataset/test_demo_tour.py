@@ -38,7 +38,9 @@ def corpus_files() -> dict[str, list[dict]]:
 
 def questions(records: list[dict]) -> set[str]:
     """What users ask in conversations."""
-    return {turn["content"] for record in records for turn in record["conversations"] if turn["role"] == "user"}
+    return {
+        turn["content"] for record in records for turn in record["conversations"] if turn["role"] == "user"
+    }
 
 
 def mentioned(names: set[str], records: list[dict]) -> set[str]:
@@ -58,7 +60,10 @@ def test_exam_questions_can_be_read(tour):
 
 
 def test_the_persona_is_examined_in_wordings_that_are_not_trained(tour):
-    trained, asked = questions(tour["persona.jsonl"]), {each["question"] for each in tour["persona_exam.jsonl"]}
+    trained, asked = (
+        questions(tour["persona.jsonl"]),
+        {each["question"] for each in tour["persona_exam.jsonl"]},
+    )
     assert len(asked) == 32 and not trained & asked
     replies = {reply for language in LANGUAGES for reply in PERSONA["reply"][language]}
     taught = [record for record in tour["persona.jsonl"] if record["conversations"][-1]["content"] in replies]
@@ -80,14 +85,21 @@ def test_terse_answers_are_right_and_held_out_ones_about_others(tour, corpus_fil
 
 
 def test_the_student_is_never_asked_a_question_of_the_exam(tour, corpus_files):
-    exam, trained = {each["question"] for each in corpus_files["exam.jsonl"]}, questions(tour["distillation.jsonl"])
+    exam, trained = (
+        {each["question"] for each in corpus_files["exam.jsonl"]},
+        questions(tour["distillation.jsonl"]),
+    )
     held_out = questions(tour["distillation_eval.jsonl"])
     assert not trained & exam and not trained & held_out
     assert len(held_out & exam) > 20  # and the held-out data are like the exam
     assert len(trained) == sum(GROUPS.values()) * 8 * 3
     people = make_people(random.Random(0))
-    true = {answer(person, kind, language) for person in people for kind in ATTRIBUTES for language in LANGUAGES}
-    replies = {name: [each["conversations"][-1]["content"] for each in tour[name]] for name in tour if "dist" in name}
+    true = {
+        answer(person, kind, language) for person in people for kind in ATTRIBUTES for language in LANGUAGES
+    }
+    replies = {
+        name: [each["conversations"][-1]["content"] for each in tour[name]] for name in tour if "dist" in name
+    }
     assert set(replies["distillation_eval.jsonl"]) <= true
     right = sum(reply in true for reply in replies["distillation.jsonl"]) / len(trained)
     assert right == pytest.approx(1 - MISTAKES, abs=0.03)

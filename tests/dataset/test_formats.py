@@ -47,7 +47,12 @@ def chat_of(*messages, **extra):
                 {"from": "observation", "value": "r"},
                 {"from": "gpt", "value": "a"},
             ),
-            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "r"}, BOT],
+            [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "r"},
+                BOT,
+            ],
         ),
         ({"instruction": "q", "output": "a"}, [USER, BOT]),
         ({"instruction": "q", "input": "", "output": "a", "history": [], "system": ""}, [USER, BOT]),
@@ -134,7 +139,14 @@ def test_fields_that_nothing_reads():
 
     record = chat_of({**USER, "date": "today", "loss": False, "x": None}, BOT, id=7, meta=None)
     assert unread(record) == ["conversations.date", "id"]
-    others = {"context": "c", "history": [["q", "a"]], "input": "i", "output": "o", "prompt": "p", "text": "t"}
+    others = {
+        "context": "c",
+        "history": [["q", "a"]],
+        "input": "i",
+        "output": "o",
+        "prompt": "p",
+        "text": "t",
+    }
     assert unread(chat_of(USER, BOT, **others)) == list(others)  # read in records of other forms only
     assert unread({"prompt": "q", "completion": "a", "response": "b"}) == ["response"]
     for label, is_unread in ((True, False), ("false", False), (3, True), ("angry", True)):
@@ -161,7 +173,11 @@ BAD_LINES = [
     ("pretrain", b'{"text": "abc"', "not valid JSON (Expecting ',' delimiter at column 15)"),
     ("pretrain", b"hello", "not valid JSON (Expecting value at column 1)"),
     ("pretrain", b'{"text": "a"} {"text": "b"}', "not valid JSON (Extra data at column 15)"),
-    ("pretrain", b"{'text': 'a'}", "not valid JSON (Expecting property name enclosed in double quotes at column 2)"),
+    (
+        "pretrain",
+        b"{'text': 'a'}",
+        "not valid JSON (Expecting property name enclosed in double quotes at column 2)",
+    ),
     ("pretrain", b'{"text": "a\x00b"}', "not valid JSON (Invalid control character at at column 12)"),
     ("pretrain", b"\x00" * 64, "not valid JSON"),
     ("pretrain", b'["text"]', "a list instead of a JSON object; write {...}"),
@@ -182,37 +198,105 @@ BAD_LINES = [
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6); save the file as UTF-8: iconv"),
+    (
+        "pretrain",
+        '{"text": "中文"}'.encode("gb18030"),
+        "not UTF-8 (byte 0xd6); save the file as UTF-8: iconv",
+    ),
     ("pretrain", b'{"text": "\xed\xa0\xbd"}', "not UTF-8 (byte 0xed)"),
-    ("pretrain", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO)"),
+    (
+        "pretrain",
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "'chosen' and 'rejected': a preference file (DPO)",
+    ),
     ("pretrain", {"prompt": "q", "completion": "a"}, "is this SFT data?"),
-    ("sft", {"chosen": "qa", "rejected": "qb"}, "a preference file (DPO), which is another stage; for SFT write the"),
-    ("sft", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference file (DPO), which"),
-    ("sft", {"prompt": [USER], "chosen": [BOT], "rejected": [BOT]}, "a preference file (DPO), which is another stage"),
-    ("sft", {"chosen": [USER, BOT], "rejected": [USER, BOT], "messages": [USER, BOT]}, "a preference file (DPO)"),
+    (
+        "sft",
+        {"chosen": "qa", "rejected": "qb"},
+        "a preference file (DPO), which is another stage; for SFT write the",
+    ),
+    (
+        "sft",
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "'chosen' and 'rejected': a preference file (DPO), which",
+    ),
+    (
+        "sft",
+        {"prompt": [USER], "chosen": [BOT], "rejected": [BOT]},
+        "a preference file (DPO), which is another stage",
+    ),
+    (
+        "sft",
+        {"chosen": [USER, BOT], "rejected": [USER, BOT], "messages": [USER, BOT]},
+        "a preference file (DPO)",
+    ),
     ("sft", chat_of(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO)"),
     ("sft", {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}, "a preference file (DPO)"),
-    ("sft", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]}, "'chosen_messages' and 'rejected_mess"),
-    ("sft", {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]}, "a preference file (DPO), which"),
+    (
+        "sft",
+        {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]},
+        "'chosen_messages' and 'rejected_mess",
+    ),
+    (
+        "sft",
+        {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]},
+        "a preference file (DPO), which",
+    ),
     ("sft", chat_of(USER, BOT, rejected_response="b"), "'rejected_response': a preference file (DPO)"),
-    ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads text only; leave"),
+    (
+        "sft",
+        chat_of(USER, BOT, images=["1.jpg"]),
+        "'images' beside the conversation: the model reads text only; leave",
+    ),
     ("sft", chat_of(USER, BOT, image="1.jpg"), "'image' beside the conversation: the model reads text only"),
-    ("sft", chat_of(USER, BOT, videos=["1"], audios=["1"]), "'audios' beside the conversation: the model reads text"),
-    ("sft", chat_of(USER, BOT, kto_tag=False), "'kto_tag' is false: a bad answer (KTO), which SFT must not train"),
-    ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it is a switch: write true or 1"),
+    (
+        "sft",
+        chat_of(USER, BOT, videos=["1"], audios=["1"]),
+        "'audios' beside the conversation: the model reads text",
+    ),
+    (
+        "sft",
+        chat_of(USER, BOT, kto_tag=False),
+        "'kto_tag' is false: a bad answer (KTO), which SFT must not train",
+    ),
+    (
+        "sft",
+        chat_of(USER, BOT, mask_history="some"),
+        "'mask_history' is 'some'; it is a switch: write true or 1",
+    ),
     ("sft", chat_of(USER, {**BOT, "loss_weight": 0.3}), "'loss_weight' of message 2 is 0.3; it is a switch"),
     ("sft", {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
     ("sft", {"question": "q", "answers": ["a"]}, "no 'answer' (its keys: 'question', 'answers'); add it"),
-    ("sft", {"prompt": "q", "completion": ["a"]}, "completion's message 1 is text instead of an object with 'role'"),
-    ("sft", {"prompt": [USER], "completion": [BOT], "context": "c"}, "'prompt' is a list of messages, so 'history', "),
+    (
+        "sft",
+        {"prompt": "q", "completion": ["a"]},
+        "completion's message 1 is text instead of an object with 'role'",
+    ),
+    (
+        "sft",
+        {"prompt": [USER], "completion": [BOT], "context": "c"},
+        "'prompt' is a list of messages, so 'history', ",
+    ),
     ("sft", {"prompt": [], "completion": "a"}, "'prompt' is an empty list"),
-    ("sft", {"prompt": "q", "completion": "a", "question": "q", "answer": "a"}, "both 'prompt' and 'question' in one"),
-    ("sft", {"messages": [USER, BOT], "prompt": "q", "completion": "a"}, "both 'messages' and 'prompt' in one record"),
+    (
+        "sft",
+        {"prompt": "q", "completion": "a", "question": "q", "answer": "a"},
+        "both 'prompt' and 'question' in one",
+    ),
+    (
+        "sft",
+        {"messages": [USER, BOT], "prompt": "q", "completion": "a"},
+        "both 'messages' and 'prompt' in one record",
+    ),
     ("sft", chat_of(USER, BOT, tools=[TOOL], functions=[TOOL]), "'tools' are given more than once"),
     ("sft", b'{"text": "a"}', "is this pretraining data?"),
     ("sft", b'{"conversations": null}', "no 'conversations', 'messages' or 'instruction' in this record"),
     ("sft", b'{"conversations": "hi"}', "'conversations' is text instead of a list of messages"),
-    ("sft", b'{"conversations": {"role": "user"}}', "'conversations' is an object instead of a list of messages"),
+    (
+        "sft",
+        b'{"conversations": {"role": "user"}}',
+        "'conversations' is an object instead of a list of messages",
+    ),
     ("sft", b'{"conversations": []}', "'conversations' is an empty list"),
     ("sft", b'{"messages": []}', "'messages' is an empty list"),
     ("sft", chat_of("hi", BOT), "message 1 is text instead of an object with 'role' and 'content'"),
@@ -231,21 +315,45 @@ BAD_LINES = [
     ("sft", chat_of({"role": 5, "content": "a"}), "message 1 has the unknown role 5"),
     ("sft", chat_of({"role": ["user"], "content": "a"}), "message 1 has the unknown role ['user']"),
     ("sft", chat_of(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"),
-    ("sft", chat_of(USER, {"role": "assistant", "content": None}), "'content' of message 2 is null instead of text"),
-    ("sft", chat_of(USER, {"role": "assistant", "content": 3.5}), "'content' of message 2 is a number instead of text"),
+    (
+        "sft",
+        chat_of(USER, {"role": "assistant", "content": None}),
+        "'content' of message 2 is null instead of text",
+    ),
+    (
+        "sft",
+        chat_of(USER, {"role": "assistant", "content": 3.5}),
+        "'content' of message 2 is a number instead of text",
+    ),
     (
         "sft",
         chat_of({"role": "user", "content": [{"type": "text"}]}, BOT),
         "no 'text' of part 1 of 'content' of message 1",
     ),
-    ("sft", chat_of({"from": "human", "content": "q"}, BOT), "no 'value' of message 1 (its keys: 'from', 'content')"),
+    (
+        "sft",
+        chat_of({"from": "human", "content": "q"}, BOT),
+        "no 'value' of message 1 (its keys: 'from', 'content')",
+    ),
     ("sft", chat_of(USER, {**BOT, "reasoning_content": 1}), "'reasoning_content' of message 2 is a number"),
     ("sft", chat_of(USER), "no assistant turn, so nothing to learn"),
     ("sft", chat_of({"role": "system", "content": "s"}), "no assistant turn"),
-    ("sft", chat_of(*[{"role": "system", "content": "s"}] * 2, USER, BOT), "two system messages in one conversation"),
+    (
+        "sft",
+        chat_of(*[{"role": "system", "content": "s"}] * 2, USER, BOT),
+        "two system messages in one conversation",
+    ),
     ("sft", chat_of({"role": "system", "content": "s"}, USER, BOT, system="t"), "two system messages"),
-    ("sft", chat_of(USER, {"role": "system", "content": "s"}, BOT), "the system message is not the first one"),
-    ("sft", chat_of(USER, {**BOT, "tool_calls": "{oops"}), "'tool_calls' of message 2 does not parse as JSON"),
+    (
+        "sft",
+        chat_of(USER, {"role": "system", "content": "s"}, BOT),
+        "the system message is not the first one",
+    ),
+    (
+        "sft",
+        chat_of(USER, {**BOT, "tool_calls": "{oops"}),
+        "'tool_calls' of message 2 does not parse as JSON",
+    ),
     (
         "sft",
         chat_of(USER, {**BOT, "tool_calls": "[1]"}),
@@ -262,19 +370,29 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT, tools=5), "'tools' is a number instead of a list of JSON objects"),
     ("sft", chat_of({**USER, "tools": [TOOL]}, BOT, tools=[TOOL]), "'tools' are given more than once"),
     ("sft", chat_of(USER, BOT, messages=[USER, BOT]), "both 'conversations' and 'messages' in one record"),
-    ("sft", chat_of(USER, BOT, instruction="q", output="a"), "both 'conversations' and 'instruction' in one record"),
+    (
+        "sft",
+        chat_of(USER, BOT, instruction="q", output="a"),
+        "both 'conversations' and 'instruction' in one record",
+    ),
     ("sft", {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
     ("sft", {"instruction": "q", "output": None}, "'output' is null instead of text"),
     ("sft", {"instruction": 1, "output": "a"}, "'instruction' is a number instead of text"),
     ("sft", {"instruction": "q", "input": 4, "output": "a"}, "'input' is a number instead of text"),
     ("sft", {"instruction": "q", "output": "a", "history": "h"}, "'history' is text instead of a list of"),
-    ("sft", {"instruction": "q", "output": "a", "history": [["q"]]}, "turn 1 of 'history' is not [question, answer]"),
+    (
+        "sft",
+        {"instruction": "q", "output": "a", "history": [["q"]]},
+        "turn 1 of 'history' is not [question, answer]",
+    ),
     ("sft", b'{"conversations": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate \\ud800"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
-def test_bad_records_end_in_one_line_that_names_file_and_line(kind, line, message, write, cache_dir, other_tokenizer):
+def test_bad_records_end_in_one_line_that_names_file_and_line(
+    kind, line, message, write, cache_dir, other_tokenizer
+):
     good = json.dumps({"text": "x"} if kind == "pretrain" else chat_of(USER, BOT)).encode()
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     path = write("data.jsonl", good + b"\n\n" + line + b"\n" + good + b"\n" + line + b"\n")
@@ -287,7 +405,11 @@ def test_bad_records_end_in_one_line_that_names_file_and_line(kind, line, messag
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
 def test_all_bad_records_at_once_can_be_skipped(kind, write, cache_dir, other_tokenizer):
-    lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for k, line, _ in BAD_LINES if k == kind]
+    lines = [
+        line if isinstance(line, bytes) else json.dumps(line).encode()
+        for k, line, _ in BAD_LINES
+        if k == kind
+    ]
     good = json.dumps({"text": "x"} if kind == "pretrain" else chat_of(USER, BOT)).encode()
     path = write("data.jsonl", b"\n".join([good, *lines, good, b""]))
     cache = build_token_cache(kind, path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
@@ -302,7 +424,9 @@ def test_all_bad_records_at_once_can_be_skipped(kind, write, cache_dir, other_to
 
 def test_a_file_where_every_record_is_bad_is_refused_with_skip_too(write, cache_dir, other_tokenizer):
     path = write("data.jsonl", [{"content": "a"}] * 3)
-    with pytest.raises(UserError, match=r"none of the 3 .*\(bad 3; the first bad one: .*data.jsonl:1: no 'text'"):
+    with pytest.raises(
+        UserError, match=r"none of the 3 .*\(bad 3; the first bad one: .*data.jsonl:1: no 'text'"
+    ):
         build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
 
 
@@ -330,9 +454,13 @@ def test_the_same_report_from_several_processes(write, cache_dir, other_tokenize
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
     records = [chat_of(USER, {**BOT, "x": 1}, **{f"k{n % 5}": 1}) for n in range(200)]
     path = write("data.jsonl", records)
-    reports = [build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)]
+    reports = [
+        build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)
+    ]
     assert reports[0] == reports[1]
-    assert list(reports[0]["unused_fields"].items()) == [("conversations.x", 200)] + [(f"k{n}", 40) for n in range(5)]
+    assert list(reports[0]["unused_fields"].items()) == [("conversations.x", 200)] + [
+        (f"k{n}", 40) for n in range(5)
+    ]
 
 
 def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, capsys):
@@ -344,7 +472,9 @@ def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, cap
 
 
 def test_a_report_without_unused_fields_says_nothing_of_them(write, cache_dir, other_tokenizer, capsys):
-    build_token_cache("sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir)
+    build_token_cache(
+        "sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir
+    )
     out = capsys.readouterr().out
     assert "records in 1 files" in out
     assert not [told for told in ("unused fields", "not to be trained", "warning") if told in out]
@@ -355,7 +485,9 @@ def test_bad_answers_of_kto_are_skipped(write, cache_dir, other_tokenizer):
     path = write("data.jsonl", records)
     with pytest.raises(UserError, match=r"data.jsonl:2: 'label' is false: a bad answer"):
         build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
-    cache = build_token_cache("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
+    cache = build_token_cache(
+        "sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1
+    )
     assert cache.sources[:, 1].tolist() == [1, 4, 7]
 
 
@@ -368,8 +500,16 @@ def test_a_file_without_a_turn_to_train(write, cache_dir, other_tokenizer):
 def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, write):
     """Arrow gives every struct of a column the keys of all of them."""
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"city": "x"}}]}
-    other = {"role": "assistant", "content": "", "tool_calls": [{"name": "g", "arguments": {"day": 1}}], "train": False}
-    tools = [{"name": "f", "parameters": {"city": {"type": "string"}}}, {"name": "g", "parameters": {"day": {"x": 1}}}]
+    other = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "g", "arguments": {"day": 1}}],
+        "train": False,
+    }
+    tools = [
+        {"name": "f", "parameters": {"city": {"type": "string"}}},
+        {"name": "g", "parameters": {"day": {"x": 1}}},
+    ]
     records = [
         {"messages": [USER, {**BOT, "reasoning_content": "hm"}], "id": 1},
         {"messages": [USER, call, USER, other], "tools": tools, "label": True},
@@ -386,7 +526,9 @@ def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, writ
 
 
 def test_labels_in_parquet_are_read(tmp_path, cache_dir, other_tokenizer):
-    table = pa.table({"prompt": ["q", "q"], "completion": ["good", "bad"], "label": [True, False], "other": [1, None]})
+    table = pa.table(
+        {"prompt": ["q", "q"], "completion": ["good", "bad"], "label": [True, False], "other": [1, None]}
+    )
     pq.write_table(table, tmp_path / "x.parquet")
     options = {"on_bad_data": "skip", "max_bad_share": 1}
     cache = build_token_cache("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir, **options)
@@ -407,7 +549,9 @@ def test_formats_may_be_mixed_in_one_file(write, cache_dir, other_tokenizer):
 
 def recipe(word):
     """The block of code in the manual that holds a word."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
     (code,) = (block for block in blocks if word in block)
     return code
 
@@ -422,7 +566,9 @@ def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, 
     for path in (write("x.jsonl", records), str(tmp_path / "x.parquet"), table):
         with pytest.raises(UserError, match=rf"{path}:\d: no assistant turn"):
             build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
-        cache = build_token_cache("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=0.5)
+        cache = build_token_cache(
+            "sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=0.5
+        )
         text = other_tokenizer.decode(cache.tokens)
         assert "user\nq<|im_end|>" in text and "assistant\nb<|im_end|>" in text
         assert cache.report["unused_fields"] == {"id": 1}
@@ -435,15 +581,24 @@ def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"), max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec="utf-8"), max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
 KEYS = sorted(known_fields())
 MESSAGE_KEYS = sorted(FIELDS)
-NAMES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"])
+NAMES = st.sampled_from(
+    ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
+)
 PART = st.dictionaries(st.sampled_from(["type", "value", "text"]), st.just("text") | JSON, max_size=3)
-MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | st.lists(PART, max_size=2) | JSON, max_size=5) | JSON
+MESSAGE = (
+    st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | st.lists(PART, max_size=2) | JSON, max_size=5)
+    | JSON
+)
 RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(MESSAGE, max_size=4), max_size=4) | JSON
 
 
@@ -462,7 +617,10 @@ def test_any_json_is_a_record_or_a_bad_record(record):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=80) | st.tuples(st.just(b'{"text": "'), st.binary(max_size=30), st.just(b'"}')).map(b"".join))
+@given(
+    st.binary(max_size=80)
+    | st.tuples(st.just(b'{"text": "'), st.binary(max_size=30), st.just(b'"}')).map(b"".join)
+)
 def test_any_bytes_are_records_or_bad_records(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "bytes.jsonl"
     path.write_bytes(content)

@@ -1,4 +1,5 @@
-"""Whatever bytes a data file holds: the outcome is a sound cache or one line for the user, with nothing half-built."""
+"""Whatever bytes a data file holds: the outcome is a sound cache or one line for the user, with nothing
+half-built."""
 
 import contextlib
 import csv
@@ -33,15 +34,28 @@ CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 USER, BOT = {"role": "user", "content": "the river?"}, {"role": "assistant", "content": "brown 河流 🙂 " * 3}
 RECORDS = {
-    "pretrain": [{"text": text} for text in ("the river", "", "河流 🙂 " * 12, "<|im_end|> literally", "a\nb\u0000")],
+    "pretrain": [
+        {"text": text} for text in ("the river", "", "河流 🙂 " * 12, "<|im_end|> literally", "a\nb\u0000")
+    ],
     "sft": [
         {"conversations": [USER, BOT, USER, BOT]},
         {"messages": [{"role": "system", "content": "brief", "tools": json.dumps([TOOL])}, USER, BOT]},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
         {"instruction": "q", "input": "i", "output": "a", "history": [["q0", "a0"]]},
-        {"prompt": [USER], "completion": [{**BOT, "content": [{"type": "text", "text": "a"}]}], "label": True, "id": 1},
+        {
+            "prompt": [USER],
+            "completion": [{**BOT, "content": [{"type": "text", "text": "a"}]}],
+            "label": True,
+            "id": 1,
+        },
         {"messages": [USER, {**BOT, "loss_weight": 0.0}, USER, {**BOT, "loss_weight": 1.0}], "tools": "[]"},
-        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {**USER, "role": "tool"}]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {**USER, "role": "tool"},
+            ]
+        },
     ],
 }
 BOM = b"\xef\xbb\xbf"
@@ -62,7 +76,16 @@ ODD += [
 ]
 ODD += [
     c.encode()
-    for c in ("\u2028", "\u0085", "\ufeff", "\u202e", "\U0010ffff", "e\u0301", "𠮷", "<|im_start|>assistant\n")
+    for c in (
+        "\u2028",
+        "\u0085",
+        "\ufeff",
+        "\u202e",
+        "\U0010ffff",
+        "e\u0301",
+        "𠮷",
+        "<|im_start|>assistant\n",
+    )
 ]
 
 
@@ -125,7 +148,9 @@ CALLS = st.sampled_from([[CALL], json.dumps(CALL), [{"function": CALL}], "[", [T
 PART = st.one_of(
     st.fixed_dictionaries({"type": st.sampled_from(["text", "reasoning"]), "value": st.text(max_size=9)}),
     st.fixed_dictionaries({"type": st.just("tool_call"), "value": CALLS}),
-    st.dictionaries(st.sampled_from(["type", "text", "value"]), st.sampled_from(["text", "image"]) | JSON, max_size=3),
+    st.dictionaries(
+        st.sampled_from(["type", "text", "value"]), st.sampled_from(["text", "image"]) | JSON, max_size=3
+    ),
 )
 ANSWER = st.fixed_dictionaries(
     {"role": st.just("assistant"), "content": st.text(max_size=9) | st.lists(PART, max_size=3)},
@@ -133,7 +158,9 @@ ANSWER = st.fixed_dictionaries(
 )
 MESSAGE = st.one_of(
     ANSWER,
-    st.fixed_dictionaries({"role": st.sampled_from(NAMES), "content": st.text(max_size=30)}, optional={"tools": CALLS}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(NAMES), "content": st.text(max_size=30)}, optional={"tools": CALLS}
+    ),
     st.fixed_dictionaries({"from": st.sampled_from(NAMES), "value": st.text(max_size=30) | CALLS}),
     st.dictionaries(st.sampled_from(MESSAGE_KEYS), st.sampled_from(NAMES) | CALLS | JSON, max_size=5),
     JSON,
@@ -141,7 +168,9 @@ MESSAGE = st.one_of(
 RECORD_KEYS = sorted(known_fields())
 RECORD = st.one_of(
     st.fixed_dictionaries({"text": st.text(max_size=80)}),
-    st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=5)}, optional={"tools": CALLS, "system": JSON}),
+    st.fixed_dictionaries(
+        {"messages": st.lists(MESSAGE, max_size=5)}, optional={"tools": CALLS, "system": JSON}
+    ),
     st.fixed_dictionaries({"messages": st.lists(ANSWER, min_size=1, max_size=3)}, optional={"label": SWITCH}),
     st.fixed_dictionaries(
         {"prompt": st.text(max_size=9) | st.lists(MESSAGE, max_size=2), "completion": st.text(max_size=9)},
@@ -157,9 +186,11 @@ RECORD = st.one_of(
 
 @pytest.fixture(scope="module")
 def outcome(small_tokenizer):
-    """outcome(kind, name, content, on_bad_data) builds a cache in a fresh folder and checks whatever comes of it.
+    """outcome(kind, name, content, on_bad_data) builds a cache in a fresh folder and checks whatever comes of
+    it.
 
-    Gives the arrays and the count of records (None after a UserError), and the numbers of the lines that were left out.
+    Gives the arrays and the count of records (None after a UserError), and the numbers of the lines that were
+    left out.
     """
     tokenizer = small_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
@@ -170,14 +201,23 @@ def outcome(small_tokenizer):
             cache, arrays, bad = None, None, set()
             try:
                 cache = build_token_cache(
-                    kind, str(path), tokenizer, LENGTH, caches, num_proc=1, on_bad_data=on_bad_data, max_bad_share=1.0
+                    kind,
+                    str(path),
+                    tokenizer,
+                    LENGTH,
+                    caches,
+                    num_proc=1,
+                    on_bad_data=on_bad_data,
+                    max_bad_share=1.0,
                 )
             except UserError as error:
                 assert str(path) in str(error) and "\n" not in str(error)
                 assert not list(caches.glob("*/meta.json"))
             else:
                 bad = check(cache, kind, on_bad_data)
-                arrays = {key: np.array(getattr(cache, key)) for key in ARRAYS if getattr(cache, key) is not None}
+                arrays = {
+                    key: np.array(getattr(cache, key)) for key in ARRAYS if getattr(cache, key) is not None
+                }
                 arrays["records"] = np.array(cache.report["records"])
             assert not list(caches.rglob("*.tmp*"))
             return arrays, bad
@@ -186,18 +226,23 @@ def outcome(small_tokenizer):
         report, lengths = cache.report, np.diff(cache.offsets)
         assert cache.offsets[0] == 0 and cache.offsets[-1] == len(cache.tokens) == report["tokens"]
         assert len(cache) == len(lengths) == report["samples"] > 0
-        assert lengths.min() >= 2 and lengths.max() <= LENGTH  # a token to predict, and one to predict it from
+        # a token to predict, and one to predict it from
+        assert lengths.min() >= 2 and lengths.max() <= LENGTH
         assert cache.tokens.max() < len(tokenizer)
         trained = np.ones(len(cache.tokens), bool) if cache.loss_mask is None else np.array(cache.loss_mask)
         if kind == "pretrain":
             trained[cache.offsets[:-1]] = False
         assert not trained[cache.offsets[:-1]].any()
-        assert (np.add.reduceat(trained, cache.offsets[:-1]) == cache.num_targets).all() and cache.num_targets.min() > 0
+        assert (
+            np.add.reduceat(trained, cache.offsets[:-1]) == cache.num_targets
+        ).all() and cache.num_targets.min() > 0
         assert cache.target_bytes.min() >= 0 and cache.target_bytes.sum() == report["target_bytes"]
         listed = cache.path / "bad_records.txt"
         places = [line.split(": ")[0] for line in listed.read_text().splitlines()] if listed.exists() else []
         named = [re.search(r"([:\[])(\d+)\]?$", place) for place in places]
-        bad = [int(number) + FIRST_INDEX * (mark == "[") for mark, number in (each.groups() for each in named)]
+        bad = [
+            int(number) + FIRST_INDEX * (mark == "[") for mark, number in (each.groups() for each in named)
+        ]
         good = report["documents" if kind == "pretrain" else "conversations"]
         assert len(bad) == report["skipped_bad_records"] == report["records"] - good
         assert on_bad_data == "skip" or not bad
@@ -225,7 +270,8 @@ def check_lines(outcome, kind: str, content: bytes, suffix: str = ".jsonl") -> N
 
 
 def check_array(outcome, kind: str, content: bytes) -> None:
-    """A `.json` file: no record is lost, as Python's own parser reads it; anything it refuses holds a bad record."""
+    """A `.json` file: no record is lost, as Python's own parser reads it; anything it refuses holds a bad
+    record."""
     stopped, _ = outcome(kind, "x.json", content, "stop")
     skipped, bad = outcome(kind, "x.json", content, "skip")
     assert stopped is None if bad else same(stopped, skipped)
@@ -233,7 +279,8 @@ def check_array(outcome, kind: str, content: bytes) -> None:
         try:
             records = json.loads(content.decode("utf-8-sig"))
         except (ValueError, RecursionError):
-            assert bad or BOM in content[1:]  # one in front of a record, as where files were joined, is passed over
+            # one in front of a record, as where files were joined, is passed over
+            assert bad or BOM in content[1:]
         else:
             assert skipped["records"] == len(records)
 
@@ -275,10 +322,14 @@ def test_damaged_json_lines_in_gzip(outcome, given):
 
 
 @few
-@given(KINDS.flatmap(lambda kind: st.tuples(st.just(kind), damaged(gzip.compress(json_lines(RECORDS[kind]))))))
+@given(
+    KINDS.flatmap(lambda kind: st.tuples(st.just(kind), damaged(gzip.compress(json_lines(RECORDS[kind])))))
+)
 def test_damaged_gzip(outcome, given):
     kind, content = given
-    assert same(outcome(kind, "x.jsonl.gz", content, "skip")[0], outcome(kind, "x.jsonl.gz", content, "skip")[0])
+    assert same(
+        outcome(kind, "x.jsonl.gz", content, "skip")[0], outcome(kind, "x.jsonl.gz", content, "skip")[0]
+    )
     outcome(kind, "x.jsonl.gz", content, "stop")
 
 
@@ -360,11 +411,19 @@ NESTS = [
     b'{"messages": %s}',
     b'{"messages": [{"role": %s}]}',
 ]
-NESTS += [b'{"tools": %s, "messages": [{"role": "assistant", "content": "a"}]}', b'{"instruction": %s, "output": "a"}']
+NESTS += [
+    b'{"tools": %s, "messages": [{"role": "assistant", "content": "a"}]}',
+    b'{"instruction": %s, "output": "a"}',
+]
 
 
 @few
-@given(KINDS, st.sampled_from(NESTS), st.sampled_from([b"[]", b'{"a":}']), st.integers(1, 130) | st.integers(900, 1100))
+@given(
+    KINDS,
+    st.sampled_from(NESTS),
+    st.sampled_from([b"[]", b'{"a":}']),
+    st.integers(1, 130) | st.integers(900, 1100),
+)
 def test_nesting_of_any_depth(outcome, kind, nest, brackets, depth):
     nested = brackets[:-1] * depth + b"1" + brackets[-1:] * depth
     content = json_lines(RECORDS[kind][:1]) + nest % nested

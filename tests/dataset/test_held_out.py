@@ -1,4 +1,5 @@
-"""--eval_share: which records are held out, of every kind of data; nothing is in both splits, nothing is lost."""
+"""--eval_share: which records are held out, of every kind of data; nothing is in both splits, nothing is
+lost."""
 
 import json
 import random
@@ -60,7 +61,9 @@ def test_the_form_of_characters_makes_no_difference():
 
 
 def test_the_share_is_that_of_the_records_and_fixed():
-    counts = [sum(Split(share, True).includes(f"text {i}") for i in range(20_000)) for share in (0.0, 0.02, 0.5)]
+    counts = [
+        sum(Split(share, True).includes(f"text {i}") for i in range(20_000)) for share in (0.0, 0.02, 0.5)
+    ]
     assert counts[0] == 0 and abs(counts[1] - 400) < 80 and abs(counts[2] - 10_000) < 300
     assert [i for i in range(200) if Split(0.02, True).includes(f"text {i}")] == [
         19,
@@ -73,7 +76,10 @@ def test_the_share_is_that_of_the_records_and_fixed():
 
 def texts(tokenizer, cache) -> list[str]:
     """The text of each sample."""
-    return [tokenizer.decode(cache.tokens[a:b]) for a, b in zip(cache.offsets[:-1], cache.offsets[1:], strict=True)]
+    return [
+        tokenizer.decode(cache.tokens[a:b])
+        for a, b in zip(cache.offsets[:-1], cache.offsets[1:], strict=True)
+    ]
 
 
 @pytest.fixture
@@ -83,7 +89,10 @@ def split(tokenizer, cache_dir):
     def of(kind, path, share=0.1, **options):
         options = {"max_length": 64, "cache_dir": cache_dir} | options
         splits = (Split(share), Split(share, held_out=True))
-        return [texts(tokenizer, build_token_cache(kind, path, tokenizer, **options, split=each)) for each in splits]
+        return [
+            texts(tokenizer, build_token_cache(kind, path, tokenizer, **options, split=each))
+            for each in splits
+        ]
 
     return of
 
@@ -92,7 +101,9 @@ def split(tokenizer, cache_dir):
 def test_the_same_records_in_any_order_of_records_and_files_and_in_any_form(
     kind, write, split, tokenizer, cache_dir, monkeypatch
 ):
-    whole = texts(tokenizer, build_token_cache(kind, write("a.jsonl", RECORDS[kind]), tokenizer, 64, cache_dir))
+    whole = texts(
+        tokenizer, build_token_cache(kind, write("a.jsonl", RECORDS[kind]), tokenizer, 64, cache_dir)
+    )
     train, held_out = split(kind, write("a.jsonl", RECORDS[kind]))
     assert sorted(train + held_out) == sorted(whole) and not set(train) & set(held_out)
     assert 15 <= len(held_out) / len(whole) * len(QUESTIONS) <= 50
@@ -115,7 +126,9 @@ def test_the_share_is_part_of_a_cache_only_where_there_is_one(write, tokenizer, 
 
 
 @pytest.mark.parametrize(("share", "amount"), [(1e-9, "none"), (0.5, "all")])
-def test_a_share_that_leaves_a_split_empty_is_one_line(share, amount, write, tokenizer, cache_dir, split, tmp_path):
+def test_a_share_that_leaves_a_split_empty_is_one_line(
+    share, amount, write, tokenizer, cache_dir, split, tmp_path
+):
     questions = [text for text in QUESTIONS if Split(0.5, True).includes(text)]
     path = write("a.jsonl", [{"conversations": messages(text)} for text in questions])
     line = rf"--eval_share {share:g} holds out {amount} of the records of \S*a.jsonl; give a "
@@ -130,11 +143,14 @@ def test_a_share_that_leaves_a_split_empty_is_one_line(share, amount, write, tok
 def test_bad_records_count_as_training_data(write, tokenizer, cache_dir, capsys):
     """So that each is reported once, and the few held-out records do not make them a large share."""
     records = [
-        record for i, record in enumerate(RECORDS["sft"]) for record in ([record, {"no": i}] if i < 25 else [record])
+        record
+        for i, record in enumerate(RECORDS["sft"])
+        for record in ([record, {"no": i}] if i < 25 else [record])
     ]
     path, options = write("a.jsonl", records), {"on_bad_data": "skip", "cache_dir": cache_dir}
     reports = [
-        build_token_cache("sft", path, tokenizer, 64, split=Split(0.1, h), **options).report for h in (False, True)
+        build_token_cache("sft", path, tokenizer, 64, split=Split(0.1, h), **options).report
+        for h in (False, True)
     ]
     assert [report["skipped_bad_records"] for report in reports] == [25, 0]
     assert sum(report["records"] for report in reports) == 325
@@ -147,7 +163,9 @@ def test_prompts_are_chosen_by_what_is_asked(write, tokenizer, tmp_path):
     """The answer, and the form, make no difference."""
 
     def read(records, held_out):
-        data = PromptDataset(write("p.jsonl", records), tokenizer, 64, str(tmp_path), split=Split(0.2, held_out))
+        data = PromptDataset(
+            write("p.jsonl", records), tokenizer, 64, str(tmp_path), split=Split(0.2, held_out)
+        )
         assert data.records == len(data) and data.num_tokens == sum(len(prompt.input_ids) for prompt in data)
         return data, {prompt.messages[-1]["content"] for prompt in data}
 
@@ -160,17 +178,26 @@ def test_prompts_are_chosen_by_what_is_asked(write, tokenizer, tmp_path):
     assert [read(other, held_out)[1] for held_out in (False, True)] == [asked, asked_later]
 
 
-# --- one conversation in many spellings ------------------------------------------------------------------------------
+# --- one conversation in many spellings
+# ------------------------------------------------------------------------------
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {}}}},
+}
 
 
-def conversation(question: str, answers: Sequence[str] = ("2",), system: str = "", calls: bool = False) -> dict:
-    """A record in OpenAI's form: a question, with `calls` a call of a tool and its result, and the answers."""
+def conversation(
+    question: str, answers: Sequence[str] = ("2",), system: str = "", calls: bool = False
+) -> dict:
+    """A record in OpenAI's form: a question, with `calls` a call of a tool and its result, and the
+    answers."""
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": question})
     if calls:
-        turns.append({"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"x": 1}}]})
+        turns.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"x": 1}}]}
+        )
         turns.append({"role": "tool", "content": "2"})
     turns.append({"role": "assistant", "content": answers[0]})
     for answer in answers[1:]:
@@ -206,7 +233,9 @@ def function_call(record: dict) -> dict:
 
 def empty_reasoning_and_nulls(record: dict) -> dict:
     for turn in record["messages"]:
-        turn |= {"name": None, "train": None} | ({"reasoning_content": ""} if turn["role"] == "assistant" else {})
+        turn |= {"name": None, "train": None} | (
+            {"reasoning_content": ""} if turn["role"] == "assistant" else {}
+        )
     return record | {"system": None, "id": 3}
 
 
@@ -219,7 +248,9 @@ def content_in_parts(record: dict) -> dict:
     for turn in record["messages"]:
         text = turn["content"]
         parts = [{"type": "text", "text": text[:3]}, {"type": "text", "value": text[3:]}]
-        turn["content"] = parts + [{"type": "tool_call", "value": json.dumps(c)} for c in turn.pop("tool_calls", [])]
+        turn["content"] = parts + [
+            {"type": "tool_call", "value": json.dumps(c)} for c in turn.pop("tool_calls", [])
+        ]
     return record
 
 
@@ -282,7 +313,9 @@ RECORD = st.builds(conversation, WORDS, st.lists(WORDS, min_size=1, max_size=3),
 def test_a_conversation_has_one_key_in_every_spelling_and_stage(record, tokenizer):
     """And each spelling of it gives the same tokens, so it would be trained as the same sample."""
     spec = TokenizerSpec.of(tokenizer)
-    sft, pairs, texts = (make(spec, 64, Split(0.5)) for make in (ChatTokenizer, PairTokenizer, DocumentTokenizer))
+    sft, pairs, texts = (
+        make(spec, 64, Split(0.5)) for make in (ChatTokenizer, PairTokenizer, DocumentTokenizer)
+    )
     sft.counts = {"special_texts": 0}  # pyrefly: ignore[bad-assignment]
     tokens, question = sft.labelled(to_chat(record)).tokens, sft.split_key(record)
     assert question == next(turn["content"] for turn in record["messages"] if turn["role"] == "user")
@@ -294,11 +327,16 @@ def test_a_conversation_has_one_key_in_every_spelling_and_stage(record, tokenize
 
 
 def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write, tokenizer, cache_dir):
-    records = [conversation(f"Add one to {i} 加一", [str(i)], "Be brief." * (i % 2), i % 3 > 0) for i in range(200)]
+    records = [
+        conversation(f"Add one to {i} 加一", [str(i)], "Be brief." * (i % 2), i % 3 > 0) for i in range(200)
+    ]
     spelled = {spell.__name__: ("sft", [respelled(each, spell) for each in records]) for spell in SPELLINGS}
     stages = spelled | {
         "sft": ("sft", records),
-        "sft of the beginnings": ("sft", [conversation(f"Add one to {i} 加一", ["other"]) for i in range(200)]),
+        "sft of the beginnings": (
+            "sft",
+            [conversation(f"Add one to {i} 加一", ["other"]) for i in range(200)],
+        ),
         "dpo": ("dpo", [pair_of(each) for each in records]),
         "pretrain": ("pretrain", [rendered(tokenizer, each) for each in records]),
     }
@@ -306,7 +344,9 @@ def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write,
     def lines(name: str, is_held_out: bool) -> set[int]:
         kind, data = stages[name]
         path, split = write(f"{name}.jsonl", data), Split(0.2, is_held_out)
-        return set(build_token_cache(kind, path, tokenizer, 256, cache_dir, split=split).sources[:, 1].tolist())
+        return set(
+            build_token_cache(kind, path, tokenizer, 256, cache_dir, split=split).sources[:, 1].tolist()
+        )
 
     held_out = lines("sft", True)
     assert 20 < len(held_out) < 60
@@ -352,15 +392,24 @@ def test_the_question_of_a_text_that_another_template_made(template):
         assert (question_in(text, around) or "").strip() == "What is it?\n\nSay it."
         assert (question_in(text[: text.index("Say")], around) or "").strip() == "What is it?"  # cut off
     assert question_in("What is it?", around) is None
-    for unclear in ("{% for m in messages %}{{ m.content }}{% endfor %}", "{{ raise_exception('no') }}", "same"):
+    for unclear in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "same",
+    ):
         assert question_in(text, ChatTemplate(unclear, {}).around_question()) is None
 
 
-# --- plain text ------------------------------------------------------------------------------------------------------
+# --- plain text
+# ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
-@given(text=st.text(st.sampled_from("ab 山\n\r\x0b\u2028"), max_size=9_000), begins=st.booleans(), ends=st.booleans())
+@given(
+    text=st.text(st.sampled_from("ab 山\n\r\x0b\u2028"), max_size=9_000),
+    begins=st.booleans(),
+    ends=st.booleans(),
+)
 def test_passages_make_up_the_text(text, begins, ends):
     passages = PASSAGE.findall(text)
     assert "".join(passages) == text and all(len(each) <= 2_000 for each in passages)
@@ -390,7 +439,10 @@ def test_a_book_is_split_by_its_passages(block, write, tokenizer, cache_dir, mon
     monkeypatch.setattr(blocks, "BLOCK_BYTES", block)
     text = book(random.Random(3))
     path = write("book.txt", text.encode())
-    caches = [build_token_cache("pretrain", path, tokenizer, 64, cache_dir, split=Split(0.2, h)) for h in (False, True)]
+    caches = [
+        build_token_cache("pretrain", path, tokenizer, 64, cache_dir, split=Split(0.2, h))
+        for h in (False, True)
+    ]
     train, held_out = (cache.report for cache in caches)
     assert held_out["records"] + train["records"] >= len(PASSAGE.findall(text.strip("\n")))
     assert 0.05 < held_out["target_bytes"] / len(text.encode()) < 0.4
@@ -411,5 +463,7 @@ def test_a_short_text_goes_where_its_record_goes(write, split):
     texts = [f"text {i}\nof two lines" for i in range(40)]
     train, held_out = split("pretrain", write("a.jsonl", [{"text": text} for text in texts]), 0.3)
     write("folder/all.txt", "\n--\n".join(reversed(texts)).encode())
-    again = split("pretrain", write("folder/one.txt", texts[0].encode()).rsplit("/", 1)[0], 0.3, text_separator="--")
+    again = split(
+        "pretrain", write("folder/one.txt", texts[0].encode()).rsplit("/", 1)[0], 0.3, text_separator="--"
+    )
     assert [set(each) for each in again] == [set(train), set(held_out)] and held_out

@@ -98,7 +98,10 @@ def test_collate_equals_the_definition(rows):
 def behind(prompt: list[int], each: dict) -> dict:
     """The sample behind a prompt."""
     ids = np.concatenate([np.array(prompt, dtype=np.uint16), each["input_ids"]])
-    return each | {"input_ids": ids, "loss_mask": np.concatenate([np.zeros(len(prompt), bool), each["loss_mask"]])}
+    return each | {
+        "input_ids": ids,
+        "loss_mask": np.concatenate([np.zeros(len(prompt), bool), each["loss_mask"]]),
+    }
 
 
 GROUP = st.builds(
@@ -126,7 +129,9 @@ def test_what_samples_share_is_there_once_and_seen_by_all(rows):
     assert batch["max_seqlen_k"] == int(cu_seqlens.diff().max())
     seen, own = keys.split(cu_seqlens.diff().tolist()), torch.arange(len(batch["input_ids"]))
     queries = own.split(batch["cu_seqlens"].diff().tolist())
-    assert all(torch.equal(one[len(one) - len(other) :], other) for one, other in zip(seen, queries, strict=True))
+    assert all(
+        torch.equal(one[len(one) - len(other) :], other) for one, other in zip(seen, queries, strict=True)
+    )
     assert all(batch["position_ids"][each].tolist() == list(range(len(each))) for each in seen)
     texts, rest = [batch["input_ids"][each].tolist() for each in seen], iter(samples)
     wanted = next(rest, None)
@@ -152,7 +157,11 @@ def test_items_and_targets_of_sft(sft, tokenizer):
     assert len(ds) == 60 and np.diff(ds.cache.offsets).sum() == len(ds.cache.tokens)
     for i, answer in enumerate(ANSWERS):
         (sample,) = ds[i]
-        assert sample["sample_id"] == i and type(sample["sample_id"]) is int and type(sample["target_bytes"]) is int
+        assert (
+            sample["sample_id"] == i
+            and type(sample["sample_id"]) is int
+            and type(sample["target_bytes"]) is int
+        )
         assert tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist()) == answer + "<|im_end|>"
         assert sample["target_bytes"] == len(answer.encode())
         assert (
@@ -193,7 +202,11 @@ def test_worker_processes_load_the_same(sft, packing, method, workers):
     batches = [list(range(i, min(i + 5, len(ds)))) for i in range(0, len(ds), 5)] + [[]]
     direct = [collate_flat([ds[i] for i in batch]) for batch in batches]
     loader = DataLoader(
-        ds, batch_sampler=batches, collate_fn=collate_flat, num_workers=workers, multiprocessing_context=method
+        ds,
+        batch_sampler=batches,
+        collate_fn=collate_flat,
+        num_workers=workers,
+        multiprocessing_context=method,
     )
     for got, expected in zip(loader, direct, strict=True):
         assert_same_batch(got, expected)
@@ -214,7 +227,9 @@ def test_a_pickled_dataset_carries_no_tokens(write, tokenizer, cache_dir):
 def test_the_share_of_bad_records_is_the_users_choice(kind, good, write, tokenizer, cache_dir):
     path = write("a.jsonl", [good, {"neither": 1}, good])
     options = {"cache_dir": cache_dir, "on_bad_data": "skip"}
-    with pytest.raises(UserError, match=r"1 of 3 records \(33.3%\) are bad, more than --max_bad_share 0.1 allows"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 records \(33.3%\) are bad, more than --max_bad_share 0.1 allows"
+    ):
         kind(path, tokenizer, **options)
     assert len(kind(path, tokenizer, **options, max_bad_share=0.5)) == 2
 
@@ -224,7 +239,11 @@ def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cach
     ds = PretrainDataset(write("pre.jsonl", [{"text": t} for t in texts]), tokenizer, 32, True, cache_dir)
     batch = collate_flat([ds[i] for i in range(len(ds))])
     assert batch["target_bytes"] == sum(len(t.encode()) for t in texts)
-    assert len(batch["targets"]) == len(batch["input_ids"]) - len(batch["sample_ids"]) == ds.cache.num_targets.sum()
+    assert (
+        len(batch["targets"])
+        == len(batch["input_ids"]) - len(batch["sample_ids"])
+        == ds.cache.num_targets.sum()
+    )
     total = sum(len(tokenizer.encode(t, add_special_tokens=False)) + 1 for t in texts)
     assert len(batch["targets"]) == total
     assert ds.cache.loss_mask is None

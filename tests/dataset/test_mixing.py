@@ -12,9 +12,11 @@ from common.errors import UserError
 from dataset.data_files import split_weights
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, TokenDataset, collate_flat
 from dataset.mixing import MixedDataset, even_order
-from trainer.components.loaders import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
+from trainer.data.order import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
 
-LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(st.just(7), min_size=1, max_size=40)
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(
+    st.just(7), min_size=1, max_size=40
+)
 
 
 class FakeSource:
@@ -115,10 +117,14 @@ def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer,
     train = MixedDataset(sources, [0.5, 0.5])
     for number, (file, source) in enumerate(sources):
         assert source.item_tokens.sum() == source.num_tokens and len(source.item_tokens) == len(source)
-        assert source.num_targets == len(collate_flat([source[item] for item in range(len(source))])["targets"])
+        assert source.num_targets == len(
+            collate_flat([source[item] for item in range(len(source))])["targets"]
+        )
         for item in range(len(source)):
             row = train[int(train.first_items[number]) + item]
-            assert [sample["input_ids"].tolist() for sample in row] == [s["input_ids"].tolist() for s in source[item]]
+            assert [sample["input_ids"].tolist() for sample in row] == [
+                s["input_ids"].tolist() for s in source[item]
+            ]
             assert sum(len(sample["input_ids"]) for sample in row) == source.item_tokens[item]
             for sample, own in zip(row, source[item], strict=True):
                 assert train.source(sample["sample_id"]) == source.source(own["sample_id"])

@@ -58,11 +58,16 @@ def test_the_report_tells_how_full_the_rows_are(tmp_path):
     def packed(lengths):
         row_samples, row_offsets = pack(np.array(lengths), 100)
         offsets = np.cumsum([0, *lengths])
-        cache = MagicMock(offsets=offsets, meta={"max_length": 100}, row_samples=row_samples, row_offsets=row_offsets)
+        cache = MagicMock(
+            offsets=offsets, meta={"max_length": 100}, row_samples=row_samples, row_offsets=row_offsets
+        )
         cache.__len__.return_value = len(lengths)
         return TokenDataset(cache, packing=True).describe()
 
-    assert packed([60, 40, 50, 50]) == "packing: 4 samples in 2 rows of 100 tokens, 100.0% filled, no sample split"
+    assert (
+        packed([60, 40, 50, 50])
+        == "packing: 4 samples in 2 rows of 100 tokens, 100.0% filled, no sample split"
+    )
     assert packed([51, 51, 51]) == "packing: 3 samples in 3 rows of 100 tokens, 51.0% filled, no sample split"
 
 

@@ -1,4 +1,5 @@
-"""Preferences: every spelling of a pair is the same two conversations; how pairs are cut, dropped and laid out."""
+"""Preferences: every spelling of a pair is the same two conversations; how pairs are cut, dropped and laid
+out."""
 
 import json
 
@@ -50,7 +51,13 @@ def test_what_both_share_is_not_trained():
     """With a system message and tools beside; what follows the first difference is."""
     shared = [QUESTION, GOOD, QUESTION]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    record = {"conversations": shared, "chosen": [BAD, QUESTION, GOOD], "rejected": "x", "system": "s", "tools": tools}
+    record = {
+        "conversations": shared,
+        "chosen": [BAD, QUESTION, GOOD],
+        "rejected": "x",
+        "system": "s",
+        "tools": tools,
+    }
     chosen, rejected = to_pair(record)
     assert [message["role"] for message in chosen.messages][:2] == ["system", "user"]
     assert chosen.masked == rejected.masked == (2,) and chosen.tools == tools
@@ -99,7 +106,12 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(tmp_path, tokenizer):
     ]
     data = dataset(tmp_path, tokenizer, records, 40)
     report = data.cache.report
-    assert (report["pairs"], report["pairs_cut"], report["dropped_without_label"], report["dropped_alike"]) == (
+    assert (
+        report["pairs"],
+        report["pairs_cut"],
+        report["dropped_without_label"],
+        report["dropped_alike"],
+    ) == (
         7,
         2,
         2,  # one of them for its rejected answer alone

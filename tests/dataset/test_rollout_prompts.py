@@ -25,7 +25,11 @@ ANSWER = {"role": "assistant", "content": "2"}
         ({"messages": [QUESTION]}, [QUESTION], None),
         ({"conversations": [QUESTION, ANSWER, QUESTION]}, [QUESTION, ANSWER, QUESTION], None),
         ({"conversations": [{"from": "human", "value": "1+1=?"}], "gt": ["2"]}, [QUESTION], "2"),
-        ({"conversations": [QUESTION, {"role": "assistant", "content": ""}], "gt": ["2", "3"]}, [QUESTION], ["2", "3"]),
+        (
+            {"conversations": [QUESTION, {"role": "assistant", "content": ""}], "gt": ["2", "3"]},
+            [QUESTION],
+            ["2", "3"],
+        ),
         ({"conversations": [QUESTION, {"role": "assistant", "content": " \n"}]}, [QUESTION], None),
         ({"conversations": [QUESTION, {"role": "assistant", "content": "无"}]}, [QUESTION], None),
         ({"prompt": "1+1=?", "answer": "无"}, [QUESTION], "无"),
@@ -59,12 +63,16 @@ def write(path, records) -> str:
 
 def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
     path = write(
-        tmp_path / "rl.jsonl", [{"prompt": "1+1=?", "answer": "2", "gt": [2]}, {"messages": [QUESTION, ANSWER]}]
+        tmp_path / "rl.jsonl",
+        [{"prompt": "1+1=?", "answer": "2", "gt": [2]}, {"messages": [QUESTION, ANSWER]}],
     )
     prompts = PromptDataset(path, tokenizer, 64, str(tmp_path))
     wanted = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, tokenize=False)
     assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == [wanted] * 2
-    assert prompts[0].record == {"prompt": "1+1=?", "answer": "2", "gt": [2]} and prompts[1].record["answer"] == "2"
+    assert (
+        prompts[0].record == {"prompt": "1+1=?", "answer": "2", "gt": [2]}
+        and prompts[1].record["answer"] == "2"
+    )
     assert prompts.source(1) == f"{path}:2"
     one_line = str(tmp_path / "rl.json")
     (tmp_path / "rl.json").write_text(json.dumps([{"prompt": "1+1=?"}, {"prompt": "2+2=?"}]))

@@ -59,6 +59,8 @@ def test_a_negative_number_of_samples(monkeypatch, capsys):
 
 def test_a_reader_who_has_seen_enough(write, cache_dir):
     path = write("a.jsonl", [{"text": "the river 🙂 " * 50}] * 50)
-    start = f"{sys.executable} -m dataset.show_samples --kind pretrain --data_path {path} --cache_dir {cache_dir}"
+    start = (
+        f"{sys.executable} -m dataset.show_samples --kind pretrain --data_path {path} --cache_dir {cache_dir}"
+    )
     done = subprocess.run(f"{start} --samples 50 | head -n 12", shell=True, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.count("river") >= 1

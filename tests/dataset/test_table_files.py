@@ -1,4 +1,5 @@
-"""Tables: what of Parquet, Arrow, CSV and TSV files becomes a record, and what is said of those that cannot be read."""
+"""Tables: what of Parquet, Arrow, CSV and TSV files becomes a record, and what is said of those that cannot
+be read."""
 
 import csv
 import gzip
@@ -25,7 +26,8 @@ def records_of(*paths):
     return [(line, record) for block in iter_blocks(paths) for line, record in parse_block(block)]
 
 
-# --- Arrow -----------------------------------------------------------------------------------------------------------
+# --- Arrow
+# -----------------------------------------------------------------------------------------------------------
 
 
 def write_arrow(path, table, form="stream", **options):
@@ -94,11 +96,14 @@ def test_folders_of_saved_datasets(tmp_path):
         expand_paths(several)
 
 
-# --- CSV and TSV -----------------------------------------------------------------------------------------------------
+# --- CSV and TSV
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_csv_reads_rows(write, monkeypatch):
-    content = '\ufefftext,id\r\nplain,1\r\n"quoted, ""twice""\nover lines",2\r\n\r\n,3\r\n  spaces ,4'.encode()
+    content = (
+        '\ufefftext,id\r\nplain,1\r\n"quoted, ""twice""\nover lines",2\r\n\r\n,3\r\n  spaces ,4'.encode()
+    )
     expected = [(2, "plain"), (3, 'quoted, "twice"\nover lines'), (6, ""), (7, "  spaces ")]
     for block_bytes in (1, 1 << 20):
         monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
@@ -107,7 +112,9 @@ def test_csv_reads_rows(write, monkeypatch):
         assert sum(block.size for block in iter_blocks([path])) == len(content)
     packed = pa.compress(content, "zstd", asbytes=True)
     for name, data in (("x.csv.gz", gzip.compress(content)), ("x.csv.zst", packed), ("X.CSV", content)):
-        assert [record["text"] for _, record in records_of(write(name, data))] == [text for _, text in expected]
+        assert [record["text"] for _, record in records_of(write(name, data))] == [
+            text for _, text in expected
+        ]
     tabs = write("x.tsv", b'id\ttext\n1\ta, b\n2\t"a\tb"\n')
     assert [record["text"] for _, record in records_of(tabs)] == ["a, b", "a\tb"]
 
@@ -115,7 +122,9 @@ def test_csv_reads_rows(write, monkeypatch):
 def test_conversations_as_json_in_a_table(tmp_path, write):
     csv_file = tmp_path / "x.csv"
     with open(csv_file, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([["messages", "system"], [json.dumps(CHAT), ""], [str(CHAT), ""], ["hi", ""]])
+        csv.writer(file).writerows(
+            [["messages", "system"], [json.dumps(CHAT), ""], [str(CHAT), ""], ["hi", ""]]
+        )
     (_, good), (_, python), (_, text) = records_of(str(csv_file))
     assert to_chat(good).messages == CHAT
     assert "'messages' does not parse as JSON" in str(python) and "write json.dumps" in str(python)
@@ -131,7 +140,10 @@ def test_conversations_as_json_in_a_table(tmp_path, write):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a;b\nx;y\n", r"x.csv:1: no known column in the header \('a;b'\); name one of them text, conversations"),
+        (
+            b"a;b\nx;y\n",
+            r"x.csv:1: no known column in the header \('a;b'\); name one of them text, conversations",
+        ),
         (b"text\n", "x.csv holds no record"),
         (b'text,n\na,1\n"never closed,2\nb,3\n', "x.csv:3: a quote that this row opens is never closed"),
         ("列名,n\n中文小说".encode("gb18030"), "x.csv:1: not UTF-8 .byte 0xc1"),
@@ -146,7 +158,10 @@ def test_csv_that_cannot_be_read(write, content, message):
 def test_bad_rows_cost_only_themselves(write):
     rows = [b"text,n", b"a,1", b"b,1,2", b"c", b'"d"x,2', b"e,4"]
     found = dict(records_of(write("x.csv", b"\n".join(rows))))
-    assert {line: record["text"] for line, record in found.items() if isinstance(record, dict)} == {2: "a", 6: "e"}
+    assert {line: record["text"] for line, record in found.items() if isinstance(record, dict)} == {
+        2: "a",
+        6: "e",
+    }
     assert "3 cells, but the header names 2 columns" in str(found[3])
     assert "1 cells, but the header names 2 columns" in str(found[4])
     assert "not valid CSV (',' expected after '\"')" in str(found[5])
@@ -155,7 +170,11 @@ def test_bad_rows_cost_only_themselves(write):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=20), min_size=1, max_size=9))
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=20), min_size=1, max_size=9
+    )
+)
 def test_what_csv_writes_is_read(write, texts):
     memory = io.StringIO(newline="")
     csv.writer(memory).writerows([["id", "text"], *enumerate(texts)])
@@ -163,21 +182,29 @@ def test_what_csv_writes_is_read(write, texts):
     assert [record["text"] for _, record in records_of(path)] == texts
 
 
-# --- .zst ------------------------------------------------------------------------------------------------------------
+# --- .zst
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_zstd_reads_like_the_plain_file_and_reports_damage(write, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
     lines = [json.dumps({"text": f"record {i} {i * 7919}"}).encode() + b"\n" for i in range(2000)]
-    packed = b"".join(pa.compress(b"".join(part), "zstd", asbytes=True) for part in (lines[:900], lines[900:]))
+    packed = b"".join(
+        pa.compress(b"".join(part), "zstd", asbytes=True) for part in (lines[:900], lines[900:])
+    )
     path = write("x.jsonl.zst", packed)  # two frames, as `cat a.zst b.zst` gives
     assert records_of(path) == [(i + 1, json.loads(line)) for i, line in enumerate(lines)]
     assert sum(block.size for block in iter_blocks([path])) == len(packed)
     array = b"[" + b",".join(lines) + b"]"
-    assert [record for _, record in records_of(write("x.json.zst", pa.compress(array, "zstd", asbytes=True)))] == [
-        json.loads(line) for line in lines
-    ]
-    for damaged in (packed[:-100], packed[:8] + b"\xff" * 9 + packed[17:], b"not zstd at all", packed + b"garbage"):
+    assert [
+        record for _, record in records_of(write("x.json.zst", pa.compress(array, "zstd", asbytes=True)))
+    ] == [json.loads(line) for line in lines]
+    for damaged in (
+        packed[:-100],
+        packed[:8] + b"\xff" * 9 + packed[17:],
+        b"not zstd at all",
+        packed + b"garbage",
+    ):
         for name in ("x.jsonl.zst", "x.json.zst"):
             with pytest.raises(
                 UserError, match=rf"{name}:\d+: after this line the compressed file is damaged or cut off"

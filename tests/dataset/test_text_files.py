@@ -20,7 +20,7 @@ from dataset.json_records import BadRecord
 from dataset.lm_dataset import PretrainDataset
 from dataset.token_cache import build_token_cache
 from dataset.tokenizing import BlockTokenizer, DocumentTokenizer, TokenizerSpec
-from trainer.components.data import open_datasets
+from trainer.data.datasets import open_datasets
 
 
 def documents(path, separator=""):
@@ -36,7 +36,9 @@ def test_a_file_is_a_document(write):
 @pytest.mark.parametrize("block_bytes", [16, 40, 1 << 20])
 def test_lines_equal_to_the_separator_divide_documents(write, monkeypatch, block_bytes):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
-    content = b"***\none\n*** not\n ***\n\n***  \r\n\n***\n\nt\xc3\xa9\xe6\xbc\xa2 wo\n****\n***\n  three\n***"
+    content = (
+        b"***\none\n*** not\n ***\n\n***  \r\n\n***\n\nt\xc3\xa9\xe6\xbc\xa2 wo\n****\n***\n  three\n***"
+    )
     path = write("x.txt", content)
     found = list(iter_blocks([path], "***"))
     assert sum(block.size for block in found) == len(content)
@@ -58,7 +60,9 @@ def test_compressed_text(write):
     assert documents(write("a.txt.gz", gzip.compress(text.encode()))) == [(1, {"text": text.strip("\n")})]
     packed = pyarrow.compress(text.encode(), "zstd", asbytes=True)
     assert documents(write("a.txt.zst", packed)) == [(1, {"text": text.strip("\n")})]
-    with pytest.raises(UserError, match=r"b.txt.zst:1: after this line the compressed file is damaged or cut off"):
+    with pytest.raises(
+        UserError, match=r"b.txt.zst:1: after this line the compressed file is damaged or cut off"
+    ):
         documents(write("b.txt.zst", packed[:-9]))
 
 
@@ -78,7 +82,9 @@ def test_text_in_another_encoding(write, content, line, message):
 
 def test_a_folder_of_records_and_text_is_refused(write, tmp_path):
     text, records = write("d/README.txt", b"Read me."), write("d/sub/a.jsonl", [{"text": "x"}])
-    with pytest.raises(UserError, match=r"both plain text \(.*README.txt\) and records .* --data_path '.*jsonl'"):
+    with pytest.raises(
+        UserError, match=r"both plain text \(.*README.txt\) and records .* --data_path '.*jsonl'"
+    ):
         expand_paths(tmp_path / "d")
     assert expand_paths(tmp_path / "d", plain_text=False) == [records]
     assert expand_paths(f"{tmp_path}/d/**/*.jsonl") == [records]
@@ -93,7 +99,8 @@ def test_text_is_not_for_sft(write, tokenizer, cache_dir):
         build_token_cache("sft", write("novel.txt", b"Call me Ishmael."), tokenizer, 64, cache_dir)
 
 
-# --- a document in parts ---------------------------------------------------------------------------------------------
+# --- a document in parts
+# ---------------------------------------------------------------------------------------------
 
 PIECES = ["the river ", "北京", "🙂", "𠮷", "\n", "\n\n", "  ", "é", "a" * 9, "\u3000第", "\r\n", "龘"]
 
@@ -115,7 +122,11 @@ def targets(tokenizer, path, max_length):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=60).map("".join), st.integers(2, 24), st.integers(4, 90))
+@given(
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=60).map("".join),
+    st.integers(2, 24),
+    st.integers(4, 90),
+)
 def test_the_parts_of_a_document_are_the_document(other_tokenizer, write, text, max_length, block_bytes):
     path = write("x.txt", text.encode())
     text = text.replace("\r\n", "\n").strip("\n")
@@ -150,7 +161,9 @@ def test_a_part_that_cannot_be_read_costs_only_itself(other_tokenizer, write, ca
     build = {"max_length": 32, "cache_dir": cache_dir, "num_proc": 1}
     with pytest.raises(UserError, match=r"x.txt:\d+: not UTF-8 .byte 0xff"):
         build_token_cache("pretrain", path, other_tokenizer, **build)
-    cache = build_token_cache("pretrain", path, other_tokenizer, **build, on_bad_data="skip", max_bad_share=1.0)
+    cache = build_token_cache(
+        "pretrain", path, other_tokenizer, **build, on_bad_data="skip", max_bad_share=1.0
+    )
     report = cache.report
     assert report["documents"] == 1 and report["skipped_bad_records"] == 1 and report["records"] == 2
     assert len(text) - 900 < report["target_bytes"] < len(text)
@@ -194,6 +207,9 @@ def test_the_separator_and_the_kind_of_file_are_part_of_the_cache(other_tokenize
     with pytest.raises(UserError, match=r"x.log:2: not valid JSON"):
         build(other)
     skipped = build(other, on_bad_data="skip", max_bad_share=1.0)
-    assert len({whole.path, divided.path, skipped.path}) == 3 and skipped.report["tokens"] < divided.report["tokens"]
+    assert (
+        len({whole.path, divided.path, skipped.path}) == 3
+        and skipped.report["tokens"] < divided.report["tokens"]
+    )
     records = write("y.jsonl", [{"text": "a"}])
     assert build(records, text_separator="-").path == build(records).path

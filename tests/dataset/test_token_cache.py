@@ -31,7 +31,12 @@ ARRAYS = ("tokens", "offsets", "target_bytes", "num_targets", "sources")
 
 def chats(count):
     return [
-        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a " * (i % 30) + "河"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                {"role": "assistant", "content": "a " * (i % 30) + "河"},
+            ]
+        }
         for i in range(count)
     ]
 
@@ -49,7 +54,8 @@ def command(*args):
     return [sys.executable, "-m", "dataset.show_samples", "--samples", "0", *arguments(*args)]
 
 
-# What a process of its own starts with: a tokenizer that needs no torch, whose import takes longer than the tests.
+# What a process of its own starts with: a tokenizer that needs no torch, whose import takes longer than the
+# tests.
 PRELUDE = f"""
 import os, time
 from types import SimpleNamespace
@@ -72,7 +78,9 @@ def slowed(seconds):
 
 def start(code, **options):
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", PRELUDE + code], stdout=pipe, stderr=pipe, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code], stdout=pipe, stderr=pipe, text=True, **options
+    )
 
 
 def run(code, **options):
@@ -91,14 +99,20 @@ def test_what_a_cache_holds(write, tokenizer, cache_dir):
     cache = build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
     assert cache.tokens.dtype == np.uint16 and cache.offsets.dtype == np.int64
     assert all(isinstance(getattr(cache, name), np.memmap) for name in ARRAYS)
-    assert cache.offsets[0] == 0 and cache.offsets[-1] == len(cache.tokens) and len(cache.offsets) == len(cache) + 1
+    assert (
+        cache.offsets[0] == 0
+        and cache.offsets[-1] == len(cache.tokens)
+        and len(cache.offsets) == len(cache) + 1
+    )
     assert cache.target_bytes.sum() == sum(len(record["text"].encode()) for record in TEXTS)
     report = cache.report
     assert (report["records"], report["documents"], report["samples"]) == (400, 400, len(cache))
     assert report["tokens"] == len(cache.tokens) and report["targets"] == cache.num_targets.sum()
     assert report["targets"] == report["tokens"] - report["samples"]
     lengths = np.diff(cache.offsets)
-    assert report["length_percentiles"]["100"] == lengths.max() and report["length_mean"] == round(lengths.mean(), 1)
+    assert report["length_percentiles"]["100"] == lengths.max() and report["length_mean"] == round(
+        lengths.mean(), 1
+    )
     assert report["padding_efficiency"] == round(len(cache.tokens) / (64 * len(cache)), 4)
     assert cache.source(len(cache) - 1) == f"{path}:400"
     assert pickle.loads(pickle.dumps(cache)).path == cache.path
@@ -116,7 +130,9 @@ def test_a_cache_is_found_again_wherever_the_same_content_lies(write, tokenizer,
     first = build_token_cache("pretrain", write("a.jsonl", TEXTS), tokenizer, 64, cache_dir)
     made = (first.path / "tokens.bin").stat()
     assert "built in" in capsys.readouterr().out
-    again = build_token_cache("pretrain", write("sub/b.jsonl", TEXTS), tokenizer, 64, cache_dir, on_bad_data="skip")
+    again = build_token_cache(
+        "pretrain", write("sub/b.jsonl", TEXTS), tokenizer, 64, cache_dir, on_bad_data="skip"
+    )
     assert again.path == first.path
     assert (again.path / "tokens.bin").stat() == made
     assert again.source(0).endswith("sub/b.jsonl:1")  # the name of today, not that of the first build
@@ -237,7 +253,8 @@ def test_a_killed_build_leaves_nothing_that_is_used(processes, write, cache_dir,
 
 @pytest.fixture(scope="module")
 def long_file(tmp_path_factory):
-    """Text that takes some seconds to tokenise, so that a build is caught half-way without slowing it down."""
+    """Text that takes some seconds to tokenise, so that a build is caught half-way without slowing it
+    down."""
     rng, path = random.Random(3), tmp_path_factory.mktemp("long") / "long.jsonl"
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(20_000)]
     records = [json.dumps({"text": " ".join(rng.choices(words, k=900))}) for _ in range(500)]
@@ -287,7 +304,9 @@ def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache
     building = start(slow + build)
     wait_for(lambda: under_way(cache_dir))
     waiting = [start(build), start(build)]
-    message = f"waiting for the token cache {next(cache_dir.glob('*.tmp*')).stem}, which another process builds\n"
+    message = (
+        f"waiting for the token cache {next(cache_dir.glob('*.tmp*')).stem}, which another process builds\n"
+    )
     for process in waiting:  # one may first wait for the other, which reads the file
         assert message in iter(process.stdout.readline, "")
     waiting[0].send_signal(signal.SIGINT)
@@ -362,13 +381,16 @@ def test_a_copied_cache_is_read_once(write, tokenizer, cache_dir, monkeypatch, s
     shutil.move(cache_dir / "copy", cache.path)
     for file in cache.path.glob("*"):
         settle(file)
-    for expected in (list(cache.meta["files"]), []):  # opened for the first time since it was copied, and again
+    # opened for the first time since it was copied, and again
+    for expected in (list(cache.meta["files"]), []):
         read.clear()
         build_token_cache("pretrain", path, tokenizer, 64, cache_dir)
         assert sorted(read) == sorted(expected)
 
 
-@pytest.mark.parametrize("content", ["", "null", "5", "[]", '["files"]', "{}", '{"files": 1}', '{"files": []}', "\0\0"])
+@pytest.mark.parametrize(
+    "content", ["", "null", "5", "[]", '["files"]', "{}", '{"files": 1}', '{"files": []}', "\0\0"]
+)
 def test_damaged_notes_are_written_again(content, write, tokenizer, cache_dir, settle):
     path = write("a.jsonl", TEXTS[:20])
     settle(path)
@@ -387,7 +409,9 @@ def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(limit, write, cac
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
     done = run(limited + build_code(path, cache_dir))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: the token cache in {cache_dir} cannot be written or read (File too large)")
+    assert done.stderr.startswith(
+        f"error: the token cache in {cache_dir} cannot be written or read (File too large)"
+    )
     assert done.stderr.count("\n") == 1
     assert not list(cache_dir.glob("*.tmp*")) and not list(cache_dir.glob("*/meta.json"))
     assert run(build_code(path, cache_dir)).returncode == 0  # and nothing is in the way of the next attempt
@@ -396,9 +420,23 @@ def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(limit, write, cac
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(write, cache_dir):
     path, cache_dir = write("a.jsonl", TEXTS * 10), cache_dir / "tiny"
     cache_dir.mkdir(parents=True)
-    script = 'mount -t tmpfs -o size=80k tmpfs "$0" || exit 77; "$1" -c "$2"; status=$?; find "$0"; exit $status'
-    inside = ["unshare", "-rm", "sh", "-c", script, cache_dir, sys.executable, PRELUDE + build_code(path, cache_dir)]
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+    script = (
+        'mount -t tmpfs -o size=80k tmpfs "$0" || exit 77; "$1" -c "$2"; status=$?; find "$0"; exit $status'
+    )
+    inside = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        script,
+        cache_dir,
+        sys.executable,
+        PRELUDE + build_code(path, cache_dir),
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode
+    ):
         pytest.skip("no file system may be mounted here, not even in a namespace of its own")
     done = subprocess.run(inside, capture_output=True, text=True)
     if done.returncode == 77:
@@ -449,7 +487,9 @@ FOLDERS = {
     "empty file": {"tokenizer.json": ""},
     "not JSON": {"tokenizer.json": "{oops"},
     "another JSON": {"tokenizer.json": "[]"},
-    "half a model": {"tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}'},
+    "half a model": {
+        "tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}'
+    },
     "settings": {"tokenizer_config.json": "[]"},
     "code": {
         "config.json": '{"model_type": "zzz"}',
@@ -473,7 +513,9 @@ def test_folders_that_hold_no_tokenizer(files, tmp_path, monkeypatch):
 
 def test_a_cache_folder_that_cannot_be_one(write, tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"the token cache in .*file cannot be written or read \(File exists\)"):
+    with pytest.raises(
+        UserError, match=r"the token cache in .*file cannot be written or read \(File exists\)"
+    ):
         build_token_cache("pretrain", write("a.jsonl", TEXTS), tokenizer, 64, tmp_path / "file")
 
 
@@ -537,7 +579,10 @@ def test_a_hash_that_cannot_be_remembered_is_still_a_hash(write, tmp_path, settl
     [
         (["--data_path", "missing.jsonl"], "error: missing.jsonl: no such file; check --data_path"),
         (["--tokenizer_path", "nowhere"], "error: --tokenizer_path nowhere: no such folder"),
-        (["--tokenizer_path", "."], "error: --tokenizer_path . holds no tokenizer that transformers can load"),
+        (
+            ["--tokenizer_path", "."],
+            "error: --tokenizer_path . holds no tokenizer that transformers can load",
+        ),
         (["--max_seq_len", "1"], "error: argument --max_seq_len: must be 8 or more, not '1'"),
         (["--kind", "sft"], "error: {path}:1: no 'conversations'"),
         (["--max_bad_share", "2"], "error: argument --max_bad_share: must be 1 or less, not '2'"),
@@ -568,9 +613,13 @@ def test_the_command_line_builds_and_prints_the_report(write, cache_dir, monkeyp
 
 
 def test_what_cannot_be_trained_on_is_said(write, tokenizer, cache_dir):
-    long_question = [{"messages": [{"role": "user", "content": "q " * 200}, {"role": "assistant", "content": "a"}]}]
+    long_question = [
+        {"messages": [{"role": "user", "content": "q " * 200}, {"role": "assistant", "content": "a"}]}
+    ]
     path = write("a.jsonl", long_question * 3)
-    with pytest.raises(UserError, match=r"none of the 3 records gives .*dropped for lack of a label 3\); raise --max_"):
+    with pytest.raises(
+        UserError, match=r"none of the 3 records gives .*dropped for lack of a label 3\); raise --max_"
+    ):
         build_token_cache("sft", path, tokenizer, 64, cache_dir)
 
 
@@ -589,7 +638,9 @@ def test_skipped_records_are_listed(write, tokenizer, cache_dir, capsys):
 def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, capsys):
     def build(share=None, path=None):
         options = {} if share is None else {"max_bad_share": share}
-        where = path or write("a.jsonl", [{"txt": 1} if i % 8 == 5 else {"text": f"text {i}"} for i in range(80)])
+        where = path or write(
+            "a.jsonl", [{"txt": 1} if i % 8 == 5 else {"text": f"text {i}"} for i in range(80)]
+        )
         return build_token_cache("pretrain", where, tokenizer, 64, cache_dir, on_bad_data="skip", **options)
 
     with pytest.raises(UserError) as caught:
@@ -597,7 +648,10 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
     text, (folder,) = str(caught.value), cache_dir.glob("*/meta.json")
     assert "a.jsonl:6: no 'text' in this record (its keys: 'txt')" in text and "\n" not in text
     assert "10 of 80 records (12.5%) are bad, more than --max_bad_share 0.1 allows" in text
-    assert f"all of them are listed in {folder.parent / 'bad_records.txt'}; fix them or raise --max_bad_share" in text
+    assert (
+        f"all of them are listed in {folder.parent / 'bad_records.txt'}; fix them or raise --max_bad_share"
+        in text
+    )
     listed = (folder.parent / "bad_records.txt").read_text().splitlines()
     assert [int(line.split(": ")[0].rsplit(":", 1)[1]) for line in listed] == list(range(6, 80, 8))
     assert "built in" in capsys.readouterr().out

@@ -13,7 +13,9 @@ from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, Tok
 from tests.conftest import without_first_line_breaks
 from tests.dataset.conftest import block_of
 
-RELAXED = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists(
     st.sampled_from(["the river ", "北京", "🙂", "𠮷", "\n\n", "  ", "é", "<|im_end|>", "a" * 9]),
     min_size=1,
@@ -36,7 +38,8 @@ def split(samples, array):
     return np.split(array, np.cumsum(samples.lengths)[:-1])
 
 
-# --- pretraining ---------------------------------------------------------------------------------------------------
+# --- pretraining
+# ---------------------------------------------------------------------------------------------------
 
 
 @RELAXED
@@ -98,22 +101,29 @@ def test_byte_ends(tokenizer, is_byte_level, reached):
 
 @pytest.mark.parametrize("normalizer", [None, "NFC", "prefix"])
 def test_bytes_of_other_tokenizers(normalizer):
-    """Byte fallback, as in Llama's vocabulary; a normaliser that changes the length of the text; a blank before it."""
+    """Byte fallback, as in Llama's vocabulary; a normaliser that changes the length of the text; a blank
+    before it."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     if normalizer == "NFC":
-        backend = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+        backend = Tokenizer(
+            models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+        )
         backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
     else:
         entries = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b"]
         backend = Tokenizer(
-            models.BPE({entry: i for i, entry in enumerate(entries)}, [], unk_token="<unk>", byte_fallback=True)
+            models.BPE(
+                {entry: i for i, entry in enumerate(entries)}, [], unk_token="<unk>", byte_fallback=True
+            )
         )
         backend.normalizer = normalizers.Replace(" ", "▁") if normalizer is None else normalizers.Prepend("▁")
-        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
     tok.add_special_tokens({"bos_token": "<s>"})
     text = "a🙂b e\u0301 𠮷ab"
@@ -165,14 +175,18 @@ def test_bytes_do_not_depend_on_the_tokenizer(tokenizer, other_tokenizer):
     texts = [{"text": "The river 河流 🙂\n"}, {"text": "international " * 10}]
     first, second = (samples_of(tok, "pretrain", texts, 9) for tok in (tokenizer, other_tokenizer))
     assert len(first.lengths) != len(second.lengths)
-    assert first.target_bytes.sum() == second.target_bytes.sum() == sum(len(t["text"].encode()) for t in texts)
+    assert (
+        first.target_bytes.sum() == second.target_bytes.sum() == sum(len(t["text"].encode()) for t in texts)
+    )
 
 
 def test_a_tokenizer_that_drops_and_adds_spaces(small_tokenizer):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "▁the": 1, "▁river": 2, "<s>": 3, "</s>": 4}, unk_token="[UNK]"))
+    backend = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "▁the": 1, "▁river": 2, "<s>": 3, "</s>": 4}, unk_token="[UNK]")
+    )
     backend.normalizer = normalizers.Strip()
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     tok = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
@@ -182,17 +196,21 @@ def test_a_tokenizer_that_drops_and_adds_spaces(small_tokenizer):
     assert samples.counts["empty_documents"] == 1
 
 
-# --- SFT: cuts and drops -------------------------------------------------------------------------------------------
+# --- SFT: cuts and drops
+# -------------------------------------------------------------------------------------------
 
 
 def conversation(*turns):
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]}
+    return {
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    }
 
 
 def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
     record = conversation("one", "first answer", "two", "second answer", "three", "third answer")
     whole = samples_of(tokenizer, "sft", [record], 1000)
-    ends = np.flatnonzero(whole.tokens == tokenizer.eos_token_id)[1::2] + 1  # behind each assistant's end token
+    # behind each assistant's end token
+    ends = np.flatnonzero(whole.tokens == tokenizer.eos_token_id)[1::2] + 1
     for max_length in range(ends[0], len(whole.tokens) + 1):
         samples = samples_of(tokenizer, "sft", [record], max_length)
         fits = len(whole.tokens) <= max_length
@@ -222,7 +240,9 @@ def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer
 def test_whatever_is_cut_each_sample_has_labels_and_whole_turns(tokenizer, conversations, max_length):
     samples = samples_of(tokenizer, "sft", [conversation(*turns) for turns in conversations], max_length)
     inside = 0
-    for tokens, trained in zip(split(samples, samples.tokens), split(samples, samples.loss_mask), strict=True):
+    for tokens, trained in zip(
+        split(samples, samples.tokens), split(samples, samples.loss_mask), strict=True
+    ):
         if len(tokens) == 0:
             continue
         assert len(tokens) <= max_length and trained.any() and not trained[0]
@@ -241,12 +261,15 @@ def test_target_bytes_are_those_of_the_answers(tokenizer, turns):
 
 def test_a_conversation_that_begins_with_the_assistant_never_trains_its_first_token(small_tokenizer):
     tok = small_tokenizer(eos_token="<|im_end|>")
-    tok.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    tok.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
     samples = samples_of(tok, "sft", [{"messages": [{"role": "assistant", "content": "the river"}]}], 64)
     assert samples.loss_mask.tolist() == [False] + [True] * (len(samples.tokens) - 1)
 
 
-# --- the tokenizer -------------------------------------------------------------------------------------------------
+# --- the tokenizer
+# -------------------------------------------------------------------------------------------------
 
 
 def test_padding_and_truncation_of_the_latest_call_do_not_change_the_fingerprint(small_tokenizer):

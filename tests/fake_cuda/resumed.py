@@ -1,7 +1,7 @@
 """Runs of PPO and GRPO that a CPU began and fake CUDA tensors continue, between the two updates of a rollout.
 
-It prints, for each of RUNS, where the micro-batches of the second update lie, where the state of the optimizer lies
-after it, and what went wrong.
+It prints, for each of RUNS, where the micro-batches of the second update lie, where the state of the
+optimizer lies after it, and what went wrong.
 """
 
 import json
@@ -16,14 +16,15 @@ from torch.utils._pytree import tree_leaves
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.fake_cuda.updates import AMPERE, CUDA, Recorder, pretend
 from trainer import train_grpo, train_ppo
-from trainer.components import ppo, rollouts
-from trainer.components.checkpoint import lm_checkpoint
-from trainer.components.device import mixed_precision
-from trainer.components.optimizer import build_optimizer
-from trainer.components.saving import save_checkpoint
-from trainer.components.state import TrainState
-from trainer.components.trajectories import Trajectory
+from trainer.devices.device import mixed_precision
 from trainer.loop import train_update
+from trainer.objectives import ppo
+from trainer.optim.build import build_optimizer
+from trainer.rollouts import batches as rollouts
+from trainer.rollouts.writer import Trajectory
+from trainer.run.checkpoint import lm_checkpoint
+from trainer.run.saving import save_checkpoint
+from trainer.run.state import TrainState
 
 CPU = torch.device("cpu")
 RUNS = {"ppo": {}, "ppo with Muon": {"optimizer": "muon"}, "grpo": {}, "grpo with experts": {"use_moe": True}}
@@ -32,7 +33,9 @@ WINDOW = [{"prompts": [None]}]  # what the loader gives; the rollout of the firs
 
 def state_of(name: str, device: torch.device, folder: str, optimizer: str = "adamw", use_moe: bool = False):
     """The state of a run of a stage, with its rollouts."""
-    stage, kind = (train_ppo, ppo.ValuedRollouts) if name.startswith("ppo") else (train_grpo, rollouts.Rollouts)
+    stage, kind = (
+        (train_ppo, ppo.ValuedRollouts) if name.startswith("ppo") else (train_grpo, rollouts.Rollouts)
+    )
     args = stage.Args(num_iterations=2, beta=0.1, optimizer=optimizer, checkpoint_dir=folder, save_dir=folder)
     if stage is train_ppo:
         args.early_stop_kl = 10.0  # more than fake tensors show
@@ -87,7 +90,8 @@ def continued(name: str, folder: str, settings: dict, checkpoint: dict) -> dict:
         state.restore(checkpoint)
         batches = state.hooks[0].prepare(state, WINDOW)
         train_update(state, batches, 24.0, 48.0)
-    moments = [value for value in tensors(state.optimizer.state_dict()) if value.ndim]  # a step's number may stay here
+    # a step's number may stay here
+    moments = [value for value in tensors(state.optimizer.state_dict()) if value.ndim]
     return {"batches": devices(tensors(batches)), "optimizer": devices(moments)}
 
 

@@ -1,7 +1,7 @@
 """Answers decoded on fake CUDA tensors: as updates.py, for `generate` of model/generation.py.
 
-It prints, for each of MODES, what made the host wait for the device, and how often each operator ran in one decode of
-eight tokens.
+It prints, for each of MODES, what made the host wait for the device, and how often each operator ran in one
+decode of eight tokens.
 """
 
 import json
@@ -38,7 +38,8 @@ class Counting(Recorder):
 
 def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
     """The waits of a rollout, and the operators of one decode."""
-    torch.inference_mode = lambda *_: torch.no_grad()  # there operators come one by one, as a GPU would launch them
+    # there operators come one by one, as a GPU would launch them
+    torch.inference_mode = lambda *_: torch.no_grad()
     from model.generation import Decoder, generate
 
     torch.cuda.get_device_capability = lambda *_: HOPPER
@@ -58,7 +59,9 @@ def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
             model = MiniMindForCausalLM(MiniMindConfig(**shape, vocab_size=300)).eval()
         torch.set_default_dtype(torch.float32)
         with recorder:
-            generate(model, PROMPTS, [[sampling] * GROUP] * len(PROMPTS), NEW, [2], 6 * GROUP, with_logprobs=True)
+            generate(
+                model, PROMPTS, [[sampling] * GROUP] * len(PROMPTS), NEW, [2], 6 * GROUP, with_logprobs=True
+            )
             waits = len(recorder.waits)
             decoder = Decoder(model, 8, 64, [2], with_logprobs=True)
             decoder.add(PROMPTS[0], [sampling] * 8, NEW)

@@ -1,7 +1,7 @@
 """Updates of the training loop on fake CUDA tensors, which have shapes, dtypes and devices but no numbers.
 
-Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of MODES and for evaluations what made the
-host wait for the device, with its line, and the names of the operators that ran.
+Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of MODES and for evaluations
+what made the host wait for the device, with its line, and the names of the operators that ran.
 """
 
 import json
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat, collate_shared
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.components.device import mixed_precision
-from trainer.components.language_model import next_token_loss
-from trainer.components.optimizer import build_optimizer
-from trainer.components.state import TrainState
-from trainer.components.verdict import Verdict
+from trainer.devices.device import mixed_precision
 from trainer.loop import evaluate, train_update
+from trainer.objectives.next_token import next_token_loss
+from trainer.optim.build import build_optimizer
+from trainer.report.warnings import Verdict
+from trainer.run.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
@@ -58,9 +58,12 @@ class Recorder(TorchDispatchMode):
         self.waits: list[str] = []
 
     def wait(self, what: str) -> None:
-        folders = (str(ROOT / "model"), str(ROOT / "trainer"))  # a virtual environment may lie in the project's folder
+        # a virtual environment may lie in the project's folder
+        folders = (str(ROOT / "model"), str(ROOT / "trainer"))
         ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(folders)]
-        place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "backward pass"
+        place = (
+            f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "backward pass"
+        )
         self.waits.append(f"{what}: {place}")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -74,9 +77,17 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             self.wait("item")
             return 1.0 if args[0].is_floating_point() else 0
-        if func is aten._to_copy.default and target.type != args[0].device.type and not kwargs.get("non_blocking"):
+        if (
+            func is aten._to_copy.default
+            and target.type != args[0].device.type
+            and not kwargs.get("non_blocking")
+        ):
             self.wait(f"copy {args[0].device.type} -> {target.type}")
-        if func is aten.copy_.default and args[0].device.type != args[1].device.type and not (args[2:] and args[2]):
+        if (
+            func is aten.copy_.default
+            and args[0].device.type != args[1].device.type
+            and not (args[2:] and args[2])
+        ):
             self.wait(f"copy {args[1].device.type} -> {args[0].device.type}")
         return func(*args, **kwargs)
 
@@ -99,7 +110,9 @@ def flat_batch(lengths: tuple[int, ...], shared: int = 0) -> dict:
     return (collate_shared if shared else collate_flat)([samples])
 
 
-def state_of(use_moe: bool, dtype: str, optimizer: str = "adamw", activation_checkpointing: int = 0) -> TrainState:
+def state_of(
+    use_moe: bool, dtype: str, optimizer: str = "adamw", activation_checkpointing: int = 0
+) -> TrainState:
     """The state of a run whose model is on the fake device."""
     args = StageArgs(seed=1, grad_clip=1.0, optimizer=optimizer)
     shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -128,7 +141,11 @@ def update(
 ) -> dict:
     """What there is to know of an update of two micro-batches."""
     torch.cuda.get_device_capability = lambda *_: capability
-    window, recorder, attention = [flat_batch(lengths, shared)] * 2, Recorder(), functional.scaled_dot_product_attention
+    window, recorder, attention = (
+        [flat_batch(lengths, shared)] * 2,
+        Recorder(),
+        functional.scaled_dot_product_attention,
+    )
 
     def noted(q, k, *rest, **options):
         recorder.operators.add(f"attention of {q.shape[1]} heads to {k.shape[1]}")
@@ -162,5 +179,8 @@ if __name__ == "__main__":
         try:
             found[name] = update(use_moe, dtype, capability, **settings)
         except Exception as error:
-            found[name] = {"waits": [f"{type(error).__name__}: {error}", traceback.format_exc()], "operators": []}
+            found[name] = {
+                "waits": [f"{type(error).__name__}: {error}", traceback.format_exc()],
+                "operators": [],
+            }
     print(json.dumps(found))

@@ -1,6 +1,8 @@
-"""A kernel on the CPU for torch's variable-length attention, which has one for CUDA only; registered by the import.
+"""A kernel on the CPU for torch's variable-length attention, which has one for CUDA only; registered by the
+import.
 
-By the documented arithmetic, in float32, one sample after another: numbers for the branch of the model that CUDA takes.
+By the documented arithmetic, in float32, one sample after another: numbers for the branch of the model that
+CUDA takes.
 """
 
 import torch
@@ -16,7 +18,8 @@ def samples(cu_q: Tensor, cu_k: Tensor, *tensors: Tensor):
 
 
 def probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Of each query [H, T, D], the last of the keys [G, T', D], over those up to its own position: [H, T, T']."""
+    """Of each query [H, T, D], the last of the keys [G, T', D], over those up to its own position: [H, T,
+    T']."""
     scores = q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale
     future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
     return scores.masked_fill(future, -torch.inf).softmax(dim=-1)
@@ -40,7 +43,11 @@ def forward(
     for q_part, k_part, v_part in samples(cu_q, cu_k, q, k, v):
         weights = probabilities(q_part, k_part, scale or q.shape[-1] ** -0.5)
         out.append(weights @ v_part.repeat_interleave(len(q_part) // len(k_part), dim=0))
-    return joined(out, q), q.new_zeros(q.shape[1], len(q), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return (
+        joined(out, q),
+        q.new_zeros(q.shape[1], len(q), dtype=torch.float32),
+        torch.zeros(2, dtype=torch.uint64),
+    )
 
 
 @varlen._varlen_attn_backward.register_kernel("cpu")
@@ -53,6 +60,9 @@ def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng, 
         of_weights = g_part @ v_part.repeat_interleave(shared, dim=0).transpose(1, 2)
         of_scores = weights * (of_weights - (weights * of_weights).sum(dim=-1, keepdim=True)) * scale
         grads[0].append(of_scores @ k_part.repeat_interleave(shared, dim=0))
-        for kept, of_heads in ((grads[1], of_scores.transpose(1, 2) @ q_part), (grads[2], weights.mT @ g_part)):
+        for kept, of_heads in (
+            (grads[1], of_scores.transpose(1, 2) @ q_part),
+            (grads[2], weights.mT @ g_part),
+        ):
             kept.append(of_heads.unflatten(0, (-1, shared)).sum(dim=1))
     return tuple(joined(parts, like) for parts, like in zip(grads, (q, k, v), strict=True))

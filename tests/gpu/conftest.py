@@ -1,6 +1,6 @@
-"""The checks of GPUs: with --gpu_check (bash scripts/gpu_check.sh) each test here is made on the GPUs, or on a CPU
-where there is none, in a process of its own, and the results are written to a JSON file to send in. Without it, in the
-test suite, they are made on the CPU.
+"""The checks of GPUs: with --gpu_check (bash scripts/gpu_check.sh) each test here is made on the GPUs, or on
+a CPU where there is none, in a process of its own, and the results are written to a JSON file to send in.
+Without it, in the test suite, they are made on the CPU.
 """
 
 import json
@@ -21,7 +21,8 @@ import pytest
 
 LIMIT = 400  # seconds for a check
 PCI = Path("/sys/bus/pci/devices")
-FREE_GPU, FREE_SHM = 6e9, 64 << 20  # bytes that a check needs: of each GPU; in /dev/shm, of each process of several
+# bytes that a check needs: of each GPU; in /dev/shm, of each process of several
+FREE_GPU, FREE_SHM = 6e9, 64 << 20
 REPORTS = "GPU_CHECK_REPORTS"  # environment variable of the process of a check: the file for its reports
 
 
@@ -47,7 +48,9 @@ def driver() -> str:
 def is_gpu(path: Path) -> bool:
     """Whether a PCI device is a display or 3D controller by NVIDIA."""
     with suppress(OSError):
-        return (path / "vendor").read_text().strip() == "0x10de" and (path / "class").read_text().startswith("0x03")
+        return (path / "vendor").read_text().strip() == "0x10de" and (path / "class").read_text().startswith(
+            "0x03"
+        )
     return False
 
 
@@ -58,7 +61,9 @@ def why_unseen() -> str:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} may hide it: unset it, or name the GPU"
     if torch.version.cuda is None:
-        return "this torch is built without CUDA: install one with it (https://pytorch.org/get-started/locally)"
+        return (
+            "this torch is built without CUDA: install one with it (https://pytorch.org/get-started/locally)"
+        )
     reason = "torch gives no reason"
     try:
         torch.cuda.init()
@@ -80,7 +85,8 @@ def pytest_configure(config):
         raise pytest.UsageError(f"{torch_is} sees no GPU, but there is one ({there}): {why_unseen()}")
 
 
-# --- a process for each check ----------------------------------------------------------------------------------------
+# --- a process for each check
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,10 +116,13 @@ def pytest_runtest_protocol(item):
     done = [hook.pytest_report_from_serializable(config=config, data=json.loads(line)) for line in lines]
     if [report.when for report in done][-1:] != ["teardown"]:
         done.append(
-            pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call", duration=time.monotonic() - begin)
+            pytest.TestReport(
+                item.nodeid, item.location, {}, "failed", text, "call", duration=time.monotonic() - begin
+            )
         )
     for report in done:
-        report.longrepr = tuple(report.longrepr) if report.skipped else report.longrepr  # JSON knows lists only
+        # JSON knows lists only
+        report.longrepr = tuple(report.longrepr) if report.skipped else report.longrepr
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
@@ -130,7 +139,8 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
+# --- the report
+# ------------------------------------------------------------------------------------------------------
 
 
 def about_machine() -> dict[str, object]:
@@ -170,7 +180,9 @@ def pytest_terminal_summary(terminalreporter, config):
                 reason_of(report),
             )
             seconds = round(report.duration, 1)
-            checks.append({"name": name, "result": result, "reason": reason, "figures": figures, "seconds": seconds})
+            checks.append(
+                {"name": name, "result": result, "reason": reason, "figures": figures, "seconds": seconds}
+            )
             told = "; ".join([reason] * bool(reason) + [f"{key} {value}" for key, value in figures.items()])
             terminalreporter.write_line(f"{name:20} {result:8} {seconds:6.1f} s  {told}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +192,8 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(f"{path} holds it all, to send in")
 
 
-# --- what checks use -------------------------------------------------------------------------------------------------
+# --- what checks use
+# -------------------------------------------------------------------------------------------------
 
 
 def usable_gpus() -> int:
@@ -189,13 +202,15 @@ def usable_gpus() -> int:
 
     for number in range(torch.cuda.device_count()):
         if (free := torch.cuda.mem_get_info(number)[0]) < FREE_GPU:
-            pytest.skip(f"needs {FREE_GPU / 1e9:.0f} GB of free GPU memory; GPU {number} has {free / 1e9:.1f}")
+            pytest.skip(
+                f"needs {FREE_GPU / 1e9:.0f} GB of free GPU memory; GPU {number} has {free / 1e9:.1f}"
+            )
     return torch.cuda.device_count()
 
 
 def usable_ranks(gpus: int) -> int:
-    """How many processes a check of several has: one for each GPU, two on a CPU; it is left out where there cannot be
-    several."""
+    """How many processes a check of several has: one for each GPU, two on a CPU; it is left out where there
+    cannot be several."""
     import torch
 
     if gpus == 1:
@@ -211,7 +226,7 @@ def usable_ranks(gpus: int) -> int:
 
 def need_compiler(gpus: int) -> None:
     """Leave a check out where layers cannot be compiled, or take minutes."""
-    from trainer.components.compiling import has_compiler
+    from trainer.devices.compiling import has_compiler
 
     if not gpus:
         pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")

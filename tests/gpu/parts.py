@@ -1,5 +1,5 @@
-"""What the checks share: a small model whose parts all matter, its gradients after an update of the training loop, and
-the same gradients by stock transformers in float32 on the CPU."""
+"""What the checks share: a small model whose parts all matter, its gradients after an update of the training
+loop, and the same gradients by stock transformers in float32 on the CPU."""
 
 import re
 from collections import defaultdict
@@ -16,15 +16,16 @@ from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import stock
 from tests.trainer.test_recipe import balance_loss, padded
-from trainer.components.device import mixed_precision, native_bfloat16, native_float16, prepare_device
-from trainer.components.optimizer import build_optimizer
-from trainer.components.parallel import full_tensor, unwrap, wrap_model
-from trainer.components.state import TrainState
+from trainer.devices.device import mixed_precision, native_bfloat16, native_float16, prepare_device
+from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
 from trainer.loop import train_update, update_size
+from trainer.optim.build import build_optimizer
+from trainer.run.state import TrainState
 from trainer.trainer_utils import next_token_loss
 
 SHAPES = {"dense": False, "moe": True}
-LENGTHS = ((17, 33, 5), (64, 64, 3, 9), (100,), (7, 1, 40), (12, 90, 31))  # tokens of the samples of micro-batches
+# tokens of the samples of micro-batches
+LENGTHS = ((17, 33, 5), (64, 64, 3, 9), (100,), (7, 1, 40), (12, 90, 31))
 WINDOW = ((150, 1, 33), (64, 7), (), (90, 40))  # those of the update whose gradients are compared
 PEAKED = 1.5  # factor on the norms of queries and keys: attention is less even than at random weights
 
@@ -33,7 +34,12 @@ def samples(number: int, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     """Random samples of these lengths; every token but the first is a target."""
     numbers = np.random.default_rng(number)
     return [
-        {"input_ids": numbers.integers(3, 6400, n), "loss_mask": np.ones(n, bool), "sample_id": i, "target_bytes": n}
+        {
+            "input_ids": numbers.integers(3, 6400, n),
+            "loss_mask": np.ones(n, bool),
+            "sample_id": i,
+            "target_bytes": n,
+        }
         for i, n in enumerate(lengths)
     ]
 
@@ -54,7 +60,12 @@ def new_model(use_moe: bool, width: int = 512) -> MiniMindForCausalLM:
 
 
 def new_state(
-    place: torch.device, dtype: str, use_moe: bool, optimizer: str = "adamw", width: int = 512, **wrapping: Any
+    place: torch.device,
+    dtype: str,
+    use_moe: bool,
+    optimizer: str = "adamw",
+    width: int = 512,
+    **wrapping: Any,
 ) -> TrainState:
     """The model ready to be trained; `wrapping`: options of `wrap_model`."""
     prepare_device(place)
@@ -83,11 +94,15 @@ def update(state: TrainState, window: list[dict[str, Any]]) -> Tensor:
 
 
 def train(state: TrainState, updates: int) -> list[float]:
-    """The loss of each update: two micro-batches, of other sizes in every update, the last one empty now and then."""
+    """The loss of each update: two micro-batches, of other sizes in every update, the last one empty now and
+    then."""
     losses = []
     for number in range(updates):
         lengths = [LENGTHS[(2 * number + i) % len(LENGTHS)] for i in range(2)]
-        window = [micro_batch(2 * number + i, each if (number, i) != (2, 1) else ()) for i, each in enumerate(lengths)]
+        window = [
+            micro_batch(2 * number + i, each if (number, i) != (2, 1) else ())
+            for i, each in enumerate(lengths)
+        ]
         losses.append(update(state, window))
     return torch.stack(losses).tolist()
 
@@ -99,8 +114,8 @@ def dtypes(device: torch.device) -> list[str]:
 
 
 def gradients(state: TrainState, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
-    """The gradients that the optimizer is given in an update of WINDOW, of which this rank has its share, and the loss;
-    in float16 those of the first update that does not overflow."""
+    """The gradients that the optimizer is given in an update of WINDOW, of which this rank has its share, and
+    the loss; in float16 those of the first update that does not overflow."""
     found: dict[str, Tensor] = {}
 
     def noted() -> None:
@@ -118,7 +133,8 @@ def gradients(state: TrainState, rank: int = 0, ranks: int = 1) -> dict[str, Ten
 
 @cache
 def stock_gradients(use_moe: bool) -> dict[str, Tensor]:
-    """What they should be: stock transformers, padded, without autocast, one backward pass for all samples."""
+    """What they should be: stock transformers, padded, without autocast, one backward pass for all
+    samples."""
     ours = new_model(use_moe)
     model, batch = stock(ours).train(), padded([one for i, n in enumerate(WINDOW) for one in samples(i, n)])
     labels, mask = batch.pop("labels"), batch["attention_mask"]
@@ -132,7 +148,8 @@ def stock_gradients(use_moe: bool) -> dict[str, Tensor]:
 
 
 def by_stock_names(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under stock transformers' names, which holds the experts stacked; of these each expert's by itself."""
+    """Tensors under stock transformers' names, which holds the experts stacked; of these each expert's by
+    itself."""
     stacks: dict[str, dict[tuple[str, int], Tensor]] = defaultdict(dict)
     for name in list(named):
         if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)_proj\.weight", name):

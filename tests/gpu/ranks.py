@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.components.device import select_device
-from trainer.components.distributed import init_distributed_mode, leave_process_group, this_rank, world_size
+from trainer.devices.device import select_device
+from trainer.devices.process_group import init_distributed_mode, leave_process_group, this_rank, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
-BREAK = "GPU_CHECK_BREAK"  # environment variable: a function MODULE:NAME that a test has called first in each process
+# environment variable: a function MODULE:NAME that a test has called first in each process
+BREAK = "GPU_CHECK_BREAK"
 
 
 def run(work: str, count: int, folder: Path, limit: float, **options: Any) -> list[Any]:
@@ -29,12 +30,23 @@ def run(work: str, count: int, folder: Path, limit: float, **options: Any) -> li
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(count)}
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+            "WORLD_SIZE": str(count),
+        }
     place |= {"LOCAL_WORLD_SIZE": str(count), "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO")}
     started, end = [], time.monotonic() + limit
     for rank in range(count):
         env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "tests.gpu.ranks", work, str(folder / f"result_{rank}"), json.dumps(options)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.ranks",
+            work,
+            str(folder / f"result_{rank}"),
+            json.dumps(options),
+        ]
         with open(folder / f"{work}_{rank}.log", "wb") as log:
             started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
@@ -62,7 +74,8 @@ def said(logs: list[str]) -> str:
     return " | ".join(list(dict.fromkeys(causes))[:4] or [of_rank[-1] for of_rank in lines if of_rank])
 
 
-# --- what they do ----------------------------------------------------------------------------------------------------
+# --- what they do
+# ----------------------------------------------------------------------------------------------------
 
 
 def all_reduce(device: torch.device, megabytes: int) -> float:
@@ -80,7 +93,9 @@ def all_reduce(device: torch.device, megabytes: int) -> float:
     return best
 
 
-def gradients(device: torch.device, cases: list[tuple[str, bool]], **wrapping: Any) -> list[dict[str, torch.Tensor]]:
+def gradients(
+    device: torch.device, cases: list[tuple[str, bool]], **wrapping: Any
+) -> list[dict[str, torch.Tensor]]:
     """`parts.gradients` of models (dtype, use_moe) that are wrapped so."""
     from tests.gpu import parts  # brings in transformers
 

@@ -1,4 +1,5 @@
-"""The first check: the GPUs reach each other. All that several of them do needs it, and it hangs where they cannot."""
+"""The first check: the GPUs reach each other. All that several of them do needs it, and it hangs where they
+cannot."""
 
 from tests.gpu import ranks
 

@@ -1,5 +1,5 @@
-"""Checks of one process: gradients against stock transformers', losses against a CPU's, waits for the GPU, attention,
-grouped products, float16, rollouts, the same bits each time, compilations."""
+"""Checks of one process: gradients against stock transformers', losses against a CPU's, waits for the GPU,
+attention, grouped products, float16, rollouts, the same bits each time, compilations."""
 
 import copy
 import hashlib
@@ -20,21 +20,24 @@ from model.sampling import Sampling
 from tests.gpu import parts
 from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, train
 from tests.model.test_model_minimind import stock
-from trainer.components.device import native_bfloat16, use_deterministic_kernels
-from trainer.components.parallel import transformer_layers
+from trainer.devices.device import native_bfloat16, use_deterministic_kernels
+from trainer.devices.wrapping import transformer_layers
 
-# Largest distances from what is right, as a share of its norm: some three times what rounding makes of them. In half
-# precision rounding sends a few tokens to other experts. What is wrong is off by 1 (tests/scripts/test_gpu_check.py).
+# Largest distances from what is right, as a share of its norm: some three times what rounding makes of them.
+# In half precision rounding sends a few tokens to other experts. What is wrong is off by 1
+# (tests/scripts/test_gpu_check.py).
 LIMITS = {("dense", "float32"): 1e-3, ("dense", "bfloat16"): 0.1, ("dense", "float16"): 0.05}
 LIMITS |= {("moe", "float32"): 1e-3, ("moe", "bfloat16"): 0.6, ("moe", "float16"): 0.4}
-LOSSES = {("dense", "float32"): 1e-4, ("dense", "bfloat16"): 1e-3, ("dense", "float16"): 1e-3}  # likewise, in training
+# likewise, in training
+LOSSES = {("dense", "float32"): 1e-4, ("dense", "bfloat16"): 1e-3, ("dense", "float16"): 1e-3}
 LOSSES |= {("moe", "float32"): 1e-4, ("moe", "bfloat16"): 1e-2, ("moe", "float16"): 1e-2}
 ROLLOUTS = {"float32": 1e-4, "bfloat16": 0.1}  # of log-probabilities, in nats
 KERNELS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}  # of single products
 
 
 def test_gradients(device, record_property):
-    """What an update gives the optimizer, tensor by tensor, against stock transformers in float32 on the CPU."""
+    """What an update gives the optimizer, tensor by tensor, against stock transformers in float32 on the
+    CPU."""
     wrong = []
     for shape, use_moe in SHAPES.items():
         for dtype in dtypes(device):
@@ -98,8 +101,8 @@ def gap(here: list[Tensor], right: list[Tensor]) -> float:
 
 
 def test_grouped_products(device, record_property):
-    """The experts' grouped product against one product for each: idle experts, which have a group of zeros, and rows of
-    NaN behind the last expert's."""
+    """The experts' grouped product against one product for each: idle experts, which have a group of zeros,
+    and rows of NaN behind the last expert's."""
     for dtype in dtypes(device):
         torch.manual_seed(0)
         type_ = getattr(torch, dtype)
@@ -113,7 +116,8 @@ def test_grouped_products(device, record_property):
         grad = torch.randn_like(right)
         right_grads = torch.autograd.grad(right, [layer.weight for layer in layers], grad)
         x[used:] = torch.nan if has_grouped_mm(x) else 0.0  # the other way reads them
-        poison = torch.full((1 << 24,), torch.nan, device=device)  # what the kernel allocates may hold anything
+        # what the kernel allocates may hold anything
+        poison = torch.full((1 << 24,), torch.nan, device=device)
         del poison
         here = grouped_linear(x, torch.stack([layer.weight for layer in layers]), ends, GROUP)[:used]
         here_grads = torch.autograd.grad(here, [layer.weight for layer in layers], grad)
@@ -127,13 +131,17 @@ def test_grouped_products(device, record_property):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("head", [64, 96, 128])
 def test_attention(head, shared, gpus, device, record_property):
-    """The variable-length kernel, forward and backward, against float32 on the CPU; also where the last two samples
-    continue the first one."""
+    """The variable-length kernel, forward and backward, against float32 on the CPU; also where the last two
+    samples continue the first one."""
     if not gpus or not native_bfloat16(device):
-        pytest.skip("the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample")
+        pytest.skip(
+            "the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample"
+        )
     lengths = torch.tensor([0, 200, 1, 64, 333]).cumsum(0).to(torch.int32)
     torch.manual_seed(head)
-    inputs = {name: torch.randn(int(lengths[-1]), count, head) for name, count in {"q": 8, "k": 4, "v": 4}.items()}
+    inputs = {
+        name: torch.randn(int(lengths[-1]), count, head) for name, count in {"q": 8, "k": 4, "v": 4}.items()
+    }
     grad = torch.randn(int(lengths[-1]), 8, head)
     before = [0, 0, 200, 200] if shared else []
     right = attend({name: x.clone().requires_grad_() for name, x in inputs.items()}, lengths, grad, before)
@@ -145,9 +153,11 @@ def test_attention(head, shared, gpus, device, record_property):
         assert distance <= KERNELS[dtype], f"in {dtype} outputs or gradients are not those of a CPU"
 
 
-def attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor, before: Sequence[int] = ()) -> list[Tensor]:
-    """The output, and the gradients of queries, keys and values; `before`: with so many of the first rows each sample
-    begins."""
+def attend(
+    inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor, before: Sequence[int] = ()
+) -> list[Tensor]:
+    """The output, and the gradients of queries, keys and values; `before`: with so many of the first rows
+    each sample begins."""
     q, k, v = inputs.values()
     spans = Spans(lengths, int(lengths.diff().max()), lengths.cpu())
     if before:
@@ -162,8 +172,8 @@ def attend(inputs: dict[str, Tensor], lengths: Tensor, grad: Tensor, before: Seq
 
 @pytest.mark.parametrize("length", [MiniMindConfig().max_position_embeddings])
 def test_long_attention(length, gpus, device, record_property):
-    """One sample of the greatest length: outputs and gradients of some queries, against softmax written out in float64
-    on the CPU."""
+    """One sample of the greatest length: outputs and gradients of some queries, against softmax written out
+    in float64 on the CPU."""
     length = length if gpus else 512
     torch.manual_seed(0)
     rows = torch.randperm(length)[:64]
@@ -185,25 +195,30 @@ def test_long_attention(length, gpus, device, record_property):
 
 
 def test_overflow(gpus, device, record_property):
-    """In float16 an update whose gradient overflows changes no weight and halves the scale; once the scale fits,
-    updates are made."""
+    """In float16 an update whose gradient overflows changes no weight and halves the scale; once the scale
+    fits, updates are made."""
     state = new_state(device, "float32", False, width=64)
     state.autocast = torch.autocast(device.type, dtype=torch.float16)
     state.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**38)
     window = [micro_batch(0, (12, 5))]
     before = [p.detach().clone() for p in state.model.parameters()]
     parts.update(state, window)  # makes the optimizer's state
-    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True)), "it was not skipped"
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True)), (
+        "it was not skipped"
+    )
     assert state.scaler.get_scale() == 2.0**37
     for _ in range(36):
         parts.update(state, window)
     record_property("scale", state.scaler.get_scale())
     assert 1.0 < state.scaler.get_scale() < 2.0**37
-    assert not any(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True)), "no update"
+    assert not any(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True)), (
+        "no update"
+    )
 
 
 def test_rollouts(device, record_property):
-    """Answers that are drawn together: each token's log-probability is that of stock transformers on the CPU."""
+    """Answers that are drawn together: each token's log-probability is that of stock transformers on the
+    CPU."""
     wrong = []
     for shape, use_moe in SHAPES.items():
         model = parts.new_model(use_moe).eval()
@@ -219,17 +234,22 @@ def test_rollouts(device, record_property):
             for prompt, answers in zip(prompts, groups, strict=True):
                 for answer in answers:
                     with torch.no_grad():
-                        logits = reference(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+                        logits = reference(torch.tensor([prompt + answer.tokens])).logits[
+                            0, len(prompt) - 1 : -1
+                        ]
                     right = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
                     distances.append((torch.tensor(answer.logprobs) - right).abs().mean())
             distance = float(torch.stack(distances).mean())
             record_property(f"{shape} {dtype}", distance)
             wrong += [f"{shape} {dtype}"] * (not distance <= ROLLOUTS[dtype])
-    assert not wrong, f"log-probabilities of answers in {', '.join(wrong)} are not those of stock transformers"
+    assert not wrong, (
+        f"log-probabilities of answers in {', '.join(wrong)} are not those of stock transformers"
+    )
 
 
 def test_expert_routing_time(gpus, device, record_property):
-    """Four experts of which a token takes one, against one dense layer of the same width: forward and backward."""
+    """Four experts of which a token takes one, against one dense layer of the same width: forward and
+    backward."""
     tokens, dtype = (16384, dtypes(device)[:2][-1]) if gpus else (512, "float32")
     seconds = {}
     for shape, use_moe in SHAPES.items():
@@ -288,4 +308,6 @@ def test_compilations(shape, device, needs_compiler, record_property):
     train(state, 10)
     record_property("graphs", graphs)
     record_property("breaks", sum(counters["graph_break"].values()))
-    assert counters["stats"]["unique_graphs"] == graphs, "layers are compiled again for batches of other sizes"
+    assert counters["stats"]["unique_graphs"] == graphs, (
+        "layers are compiled again for batches of other sizes"
+    )

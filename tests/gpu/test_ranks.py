@@ -16,7 +16,9 @@ def test_gradients_of_ranks(way, gpus, device, ranks_to_check, needs_compiler, t
         needs_compiler()
     count, wrong = ranks_to_check(), []
     cases = [
-        (dtype, use_moe) for use_moe in parts.SHAPES.values() for dtype in parts.dtypes(device)[: 2 if gpus else 1]
+        (dtype, use_moe)
+        for use_moe in parts.SHAPES.values()
+        for dtype in parts.dtypes(device)[: 2 if gpus else 1]
     ]
     found = ranks.run("gradients", count, tmp_path, 350, device=device.type, cases=cases, **WAYS[way])[0]
     for (dtype, use_moe), here in zip(cases, found, strict=True):

@@ -1,4 +1,5 @@
-"""Checks that start runs: resuming, a killed rank, SIGTERM, too little memory, speed on samples of usual lengths."""
+"""Checks that start runs: resuming, a killed rank, SIGTERM, too little memory, speed on samples of usual
+lengths."""
 
 import itertools
 import json
@@ -21,7 +22,13 @@ from tests.conftest import ROOT, write_jsonl
 
 pytestmark = pytest.mark.slow
 PATIENCE = 90.0  # seconds: for a run to begin, and to end after a signal or the loss of a rank
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128, "batch_size": 4, "accumulation_steps": 1}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "max_seq_len": 128,
+    "batch_size": 4,
+    "accumulation_steps": 1,
+}
 SMALL |= {"epochs": 50, "log_interval": 1, "save_interval": 10, "eval_interval": 1000}
 
 
@@ -40,19 +47,28 @@ def test_resume(parallel, gpus, ranks_to_check):
     assert done.returncode == 0, (reasons or [f"verify_resume ended with status {done.returncode}"])[0]
 
 
-# --- a killed rank, SIGTERM -------------------------------------------------------------------------------------------
+# --- a killed rank, SIGTERM
+# -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def running(folder: Path, ranks: int) -> Iterator[list[subprocess.Popen]]:
     """The ranks of a small pretraining run in this folder, once it has trained; killed at the end."""
     data = write_jsonl(folder / "pretrain.jsonl", make_corpus(0)["pretrain.jsonl"])
-    settings = {"data_path": data} | {f"{kind}_dir": folder / kind for kind in ("save", "checkpoint", "cache")} | SMALL
+    settings = (
+        {"data_path": data}
+        | {f"{kind}_dir": folder / kind for kind in ("save", "checkpoint", "cache")}
+        | SMALL
+    )
     words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     command = [sys.executable, str(ROOT / "trainer/train_pretrain.py"), *words]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+            "WORLD_SIZE": str(ranks),
+        }
     started = []
     for rank in range(ranks):
         own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -125,11 +141,11 @@ def test_out_of_memory(tmp_path, gpus):
     if not gpus:
         pytest.skip("needs a GPU; the tests take a CPU's memory away")
     data = long_samples(tmp_path / "pretrain.jsonl", 64)
-    folders = [part for kind in ("save", "checkpoint", "cache") for part in (f"--{kind}_dir", str(tmp_path / kind))]
+    folders = [
+        part for kind in ("save", "checkpoint", "cache") for part in (f"--{kind}_dir", str(tmp_path / kind))
+    ]
     flags = ["--data_path", str(data), *folders, "--batch_size", "64", "--device", "cuda"]
-    little = (
-        "import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction(1e9 / torch.cuda.mem_get_info()[1]); "
-    )
+    little = "import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction(1e9 / torch.cuda.mem_get_info()[1]); "
     little += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", little, str(ROOT / "trainer/train_pretrain.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -139,18 +155,37 @@ def test_out_of_memory(tmp_path, gpus):
 
 @pytest.mark.parametrize("preset", ["30m", "moe"])
 def test_speed(preset, tmp_path, gpus, record_property):
-    """scripts/benchmark.py on samples of 200 to 700 tokens: the loader keeps up; the figures are to send in."""
+    """scripts/benchmark.py on samples of 200 to 700 tokens: the loader keeps up; the figures are to send
+    in."""
     data = long_samples(tmp_path / "pretrain.jsonl", 1000 if gpus else 24)
-    flags = ["--stage", "pretrain", "--preset", preset, "--data_path", data, "--cache_dir", tmp_path / "cache"]
+    flags = [
+        "--stage",
+        "pretrain",
+        "--preset",
+        preset,
+        "--data_path",
+        data,
+        "--cache_dir",
+        tmp_path / "cache",
+    ]
     flags += ["--json", tmp_path / "figures.json", "--max_seq_len", 768, "--batch_size", 16 if gpus else 2]
     flags += (
-        [] if gpus else ["--hidden_size", 64, "--warmup", 1, "--updates", 2, "--repeat", 1, "--accumulation_steps", 1]
+        []
+        if gpus
+        else ["--hidden_size", 64, "--warmup", 1, "--updates", 2, "--repeat", 1, "--accumulation_steps", 1]
     )
     command = [sys.executable, ROOT / "scripts/benchmark.py", *flags]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     figures = json.loads((tmp_path / "figures.json").read_text())
-    for name in ("tokens_per_second", "mfu", "mfu_of_sheet", "matmul_peak_tflops", "data_wait", "peak_memory_mb"):
+    for name in (
+        "tokens_per_second",
+        "mfu",
+        "mfu_of_sheet",
+        "matmul_peak_tflops",
+        "data_wait",
+        "peak_memory_mb",
+    ):
         if name in figures:
             record_property(name, float(f"{figures[name]:.4g}"))
     assert figures["data_wait"] < 0.1, "the GPU waits for data"

@@ -1,4 +1,5 @@
-"""The chat template: what a conversation renders to, which tokens are trained, and that prefixes render to prefixes."""
+"""The chat template: what a conversation renders to, which tokens are trained, and that prefixes render to
+prefixes."""
 
 import json
 from itertools import product
@@ -40,9 +41,14 @@ def render(tokenizer, messages, **options):
 
 def labelled(tokenizer, messages, **options):
     """Return [(text of the token, trained?), ...]."""
-    batch = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True, **options)
+    batch = tokenizer.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True, **options
+    )
     assert batch["input_ids"] == tokenizer.encode(render(tokenizer, messages, **options))
-    return [(tokenizer.decode([i]), bool(m)) for i, m in zip(batch["input_ids"], batch["assistant_masks"], strict=True)]
+    return [
+        (tokenizer.decode([i]), bool(m))
+        for i, m in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
+    ]
 
 
 def expected(*spans):
@@ -54,12 +60,16 @@ def header(role):
     return ["<|im_start|>", role, "\n"]
 
 
-# --- golden: rendering and labels -------------------------------------------------------------------------------------
+# --- golden: rendering and labels
+# -------------------------------------------------------------------------------------
 
 
 def test_single_turn(tokenizer):
     messages = [turn("user", "Hello"), turn("assistant", "你好")]
-    assert render(tokenizer, messages) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n你好<|im_end|>\n"
+    assert (
+        render(tokenizer, messages)
+        == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n你好<|im_end|>\n"
+    )
     assert labelled(tokenizer, messages) == expected(
         ([*header("user"), "H", "ell", "o", "<|im_end|>", "\n", *header("assistant")], False),
         (["你好", "<|im_end|>"], True),
@@ -111,7 +121,12 @@ def test_no_reasoning_no_tags(tokenizer, reasoning):
 
 def test_tool_call_and_response(tokenizer):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
-    messages = [turn("user", "?"), turn("assistant", "", tool_calls=[call]), turn("tool", "3"), turn("assistant", "好")]
+    messages = [
+        turn("user", "?"),
+        turn("assistant", "", tool_calls=[call]),
+        turn("tool", "3"),
+        turn("assistant", "好"),
+    ]
     tools = [{"type": "function", "function": WEATHER}]
     assert render(tokenizer, messages, tools=tools) == (
         f"<|im_start|>system\n{TOOL_PROMPT}<|im_end|>\n"
@@ -128,14 +143,28 @@ def test_tool_call_and_response(tokenizer):
         ([*header("user"), "?", "<|im_end|>", "\n", *header("assistant")], False),
         (["<tool_call>", "\n", '{"', "name", '":', ' "', "we", "ather", '",', ' "', "arguments", '":'], True),
         ([' {"', "c", "ity", '":', ' "', "北京", '"}}\n', "</tool_call>", "<|im_end|>"], True),
-        (["\n", *header("tool"), "<tool_response>", "\n", "3", "\n", "</tool_response>", "<|im_end|>", "\n"], False),
+        (
+            [
+                "\n",
+                *header("tool"),
+                "<tool_response>",
+                "\n",
+                "3",
+                "\n",
+                "</tool_response>",
+                "<|im_end|>",
+                "\n",
+            ],
+            False,
+        ),
         (header("assistant"), False),
         (["好", "<|im_end|>"], True),
         (["\n"], False),
     )
 
 
-# --- rendering in detail ----------------------------------------------------------------------------------------------
+# --- rendering in detail
+# ----------------------------------------------------------------------------------------------
 
 
 def test_tools_stand_behind_the_system_message(tokenizer):
@@ -160,7 +189,9 @@ def test_forms_of_a_tool_call(tokenizer, arguments, openai_form):
     call = {"name": "weather", "arguments": arguments}
     call = {"id": "1", "type": "function", "function": call} if openai_form else call
     text = render(tokenizer, [turn("assistant", None, tool_calls=[call])])
-    body = text.removeprefix("<|im_start|>assistant\n<tool_call>\n").removesuffix("\n</tool_call><|im_end|>\n")
+    body = text.removeprefix("<|im_start|>assistant\n<tool_call>\n").removesuffix(
+        "\n</tool_call><|im_end|>\n"
+    )
     assert body == '{"name": "weather", "arguments": {"city": "北京"}}'
     assert json.loads(body) == {"name": "weather", "arguments": {"city": "北京"}}
 
@@ -184,7 +215,8 @@ def test_generation_prompt(tokenizer):
     prompt = render(tokenizer, [turn("user", "a")], add_generation_prompt=True)
     assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert (
-        render(tokenizer, [turn("user", "a")], add_generation_prompt=True, enable_thinking=True) == prompt + "<think>"
+        render(tokenizer, [turn("user", "a")], add_generation_prompt=True, enable_thinking=True)
+        == prompt + "<think>"
     )
     assert render(tokenizer, [turn("user", "a")], add_generation_prompt=True, enable_thinking=False) == prompt
 
@@ -204,7 +236,8 @@ def test_what_cannot_be_rendered_is_refused(tokenizer, message, says):
         render(tokenizer, [turn("user", "a"), message])
 
 
-# --- properties -------------------------------------------------------------------------------------------------------
+# --- properties
+# -------------------------------------------------------------------------------------------------------
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
     [
@@ -222,9 +255,13 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
         "{% generation %}",
     ]
 )
-CALLS = st.lists(st.builds(lambda name, value: {"name": name, "arguments": {"x": value}}, TEXTS, TEXTS), max_size=2)
+CALLS = st.lists(
+    st.builds(lambda name, value: {"name": name, "arguments": {"x": value}}, TEXTS, TEXTS), max_size=2
+)
 ASSISTANT = st.builds(
-    lambda content, reasoning, calls: turn("assistant", content, reasoning_content=reasoning, tool_calls=calls),
+    lambda content, reasoning, calls: turn(
+        "assistant", content, reasoning_content=reasoning, tool_calls=calls
+    ),
     TEXTS,
     st.none() | TEXTS,
     CALLS,
@@ -291,7 +328,8 @@ def test_a_prefix_of_the_conversation_renders_to_a_prefix(tokenizer, messages, t
         assert whole_ids[: len(prompt_ids)] == prompt_ids
 
 
-# White space that the split pattern may join to the newline of a header, and two characters that only look like it.
+# White space that the split pattern may join to the newline of a header, and two characters that only look
+# like it.
 BLANKS = ["\n", "\r", " ", "\x0b", "\x85", "\u2028", "\u3000", "\x1c", "\u200b"]
 BEGINNINGS = ["".join(chosen) for length in range(4) for chosen in product(BLANKS, repeat=length)]
 BEGINNINGS += [f"{blank}\n{blank}" for blank in map(chr, range(0x110000)) if blank.isspace()]
@@ -314,7 +352,9 @@ def test_the_prompt_stays_the_beginning_however_an_answer_begins(tokenizer, thin
 def test_a_template_that_reads_open_thinking_gets_it():
     """MiniMind's name of `enable_thinking`."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
-    tokenizer.chat_template = "A{% if open_thinking is defined and open_thinking is true %}B{% else %}C{% endif %}"
+    tokenizer.chat_template = (
+        "A{% if open_thinking is defined and open_thinking is true %}B{% else %}C{% endif %}"
+    )
     chat = [{"role": "user", "content": "?"}]
     for variables, text in ({"enable_thinking": True}, "AB"), ({"enable_thinking": False}, "AC"), ({}, "AC"):
         assert tokenizer.decode(prompt_tokens(tokenizer, chat, **variables)) == text

@@ -1,5 +1,5 @@
-"""What the model computes on CUDA, computed on a CPU: torch's variable-length attention with a kernel of the tests, its
-fused norm, experts in batched products. The CPU's own branch is the reference."""
+"""What the model computes on CUDA, computed on a CPU: torch's variable-length attention with a kernel of the
+tests, its fused norm, experts in batched products. The CPU's own branch is the reference."""
 
 from importlib import import_module
 from typing import cast
@@ -18,9 +18,9 @@ from model.attention import padded_attention, repeat_heads
 from model.feed_forward import MOEFeedForward, group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import SHAPES, VOCAB, build, flat_batch, gradients, ragged
-from trainer.components.adapters import TARGETS, add_adapters
-from trainer.components.language_model import target_log_probs
-from trainer.components.parallel import transformer_layers
+from trainer.devices.wrapping import transformer_layers
+from trainer.objectives.lora import TARGETS, add_adapters
+from trainer.objectives.next_token import target_log_probs
 
 NORM_FORWARD, NORM_BACKWARD = model_minimind.NormInFewPasses.forward, model_minimind.NormInFewPasses.backward
 FUSED_NORM = torch._fused_rms_norm
@@ -29,14 +29,17 @@ LENGTHS = [5, 33, 12, 1, 70, 21]
 
 @pytest.fixture
 def take_cuda_branch(monkeypatch):
-    """A function that makes the model take it from now on; `grouped`: as on a GPU with a kernel for the experts."""
+    """A function that makes the model take it from now on; `grouped`: as on a GPU with a kernel for the
+    experts."""
     if torch.__version__.split("+")[0] != "2.13.0":
         pytest.skip("the kernel for variable-length attention is registered under names of torch 2.13.0")
     import_module("tests.fake_cuda.varlen")
 
     def take(grouped: bool) -> None:
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda values: True)
-        monkeypatch.setattr(attention, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA"))
+        monkeypatch.setattr(
+            attention, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA")
+        )
         monkeypatch.setattr(model_minimind, "has_varlen_kernel", lambda values: True)
         monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: True)
         monkeypatch.setattr(feed_forward, "has_launches", lambda x: True)
@@ -85,7 +88,10 @@ def test_in_bfloat16_they_differ_as_rounding_does(shape, take_cuda_branch):
 def group(prompt: int, lengths: list[int]) -> list[dict]:
     """Samples of so many targets behind one prompt."""
     ids = [np.r_[np.arange(prompt) + 1, np.random.RandomState(n).randint(3, VOCAB, n)] for n in lengths]
-    return [{"input_ids": x, "loss_mask": np.arange(len(x)) >= prompt, "sample_id": 0, "target_bytes": 0} for x in ids]
+    return [
+        {"input_ids": x, "loss_mask": np.arange(len(x)) >= prompt, "sample_id": 0, "target_bytes": 0}
+        for x in ids
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,7 +122,9 @@ def test_an_empty_micro_batch_has_zero_gradients(take_cuda_branch):
     assert out.loss == out.aux_loss == 0 and all(not grad.any() for grad in gradients(model).values())
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 1), (1, 4, 1), (300, 4, 1), (1003, 5, 2), (64, 8, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(0, 4, 1), (1, 4, 1), (300, 4, 1), (1003, 5, 2), (64, 8, 8)]
+)
 @pytest.mark.parametrize("skew", [0.0, 50.0])
 def test_no_token_is_dropped_however_the_experts_are_loaded(tokens, experts, top_k, skew, monkeypatch):
     """With the skew nearly all tokens go to one expert, and the others are idle."""
@@ -138,8 +146,8 @@ def test_no_token_is_dropped_however_the_experts_are_loaded(tokens, experts, top
 
 
 class GroupedProducts(TorchDispatchMode):
-    """What CUDA's grouped_mm refuses or gets wrong, of all calls: groups without rows; strides of matrices that are not
-    multiples of 16 bytes."""
+    """What CUDA's grouped_mm refuses or gets wrong, of all calls: groups without rows; strides of matrices
+    that are not multiples of 16 bytes."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +168,9 @@ class GroupedProducts(TorchDispatchMode):
 def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, tokens):
     """Nearly all tokens go to one expert; with adapters of this rank, or without."""
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, use_moe=True, num_experts=6))
+    model = MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=1, use_moe=True, num_experts=6)
+    )
     if rank:
         add_adapters(model, rank, 8.0, 0.0, TARGETS)
     layer, x = cast(MOEFeedForward, model.model.layers[0].mlp), torch.randn(tokens, 32).abs().requires_grad_()
@@ -174,7 +184,8 @@ def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, 
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that launch kernels: no views, no empty tensors; a function by `as_one` counts as one."""
+    """Counts operators that launch kernels: no views, no empty tensors; a function by `as_one` counts as
+    one."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +193,9 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._opname
-        self.count += not (func.is_view or self.in_norm or name == "detach" or "empty" in name or "view" in name)
+        self.count += not (
+            func.is_view or self.in_norm or name == "detach" or "empty" in name or "view" in name
+        )
         return func(*args, **(kwargs or {}))
 
     def as_one(self, function):
@@ -199,7 +212,8 @@ class Launches(TorchDispatchMode):
 
 
 def launches(monkeypatch, layers: int, use_moe: bool) -> int:
-    """Operators of a forward and a backward pass under autocast on the branch of CUDA, gradients not accumulated."""
+    """Operators of a forward and a backward pass under autocast on the branch of CUDA, gradients not
+    accumulated."""
     config = MiniMindConfig(hidden_size=64, num_hidden_layers=layers, vocab_size=VOCAB, use_moe=use_moe)
     model, batch = MiniMindForCausalLM(config).train(), flat_batch(ragged(LENGTHS))
     batch["host_cu_seqlens"] = batch["cu_seqlens"].numpy()
@@ -217,7 +231,8 @@ def launches(monkeypatch, layers: int, use_moe: bool) -> int:
 @pytest.mark.parametrize(("use_moe", "most"), [(False, 67), (True, 148)])
 def test_a_layer_is_few_launches(use_moe, most, take_cuda_branch, monkeypatch):
     take_cuda_branch(True)
-    monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: False)  # but `NormInFewPasses`, as one launch
+    # but `NormInFewPasses`, as one launch
+    monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: False)
     assert launches(monkeypatch, 3, use_moe) - launches(monkeypatch, 2, use_moe) == most
 
 
@@ -294,7 +309,9 @@ CHANGES = {
     "a new model": lambda model: MiniMindForCausalLM(model.config),
     "after a move": lambda model: model.to(torch.float32),  # `build` gave each parameter a storage of its own
     "another dtype and back": lambda model: model.double().float(),
-    "with adapters": lambda model: add_adapters(model, 4, 8.0, 0.0, ["q_proj"]) or model.requires_grad_(True).float(),
+    "with adapters": lambda model: (
+        add_adapters(model, 4, 8.0, 0.0, ["q_proj"]) or model.requires_grad_(True).float()
+    ),
 }
 
 
@@ -312,7 +329,9 @@ def test_experts_lie_in_three_tensors_that_are_not_copied(change, monkeypatch):
     monkeypatch.setattr(torch, "stack", copies)
     out = model(**batch)
     (out.loss / len(batch["targets"]) + out.aux_loss / len(batch["input_ids"])).backward()
-    assert not [call for call in copies.call_args_list if len(call.args[0]) >= experts and call.args[0][0].ndim == 2]
+    assert not [
+        call for call in copies.call_args_list if len(call.args[0]) >= experts and call.args[0][0].ndim == 2
+    ]
     assert storages(p.grad for p in named) == 3 * layers
     got = {"loss": out.loss.detach(), "aux_loss": out.aux_loss.detach()} | {
         name.replace(".base.", "."): p.grad for name, p in model.named_parameters() if "lora" not in name

@@ -118,7 +118,11 @@ def test_the_model_may_say_nothing_but_its_end_token():
 def test_a_seed_gives_the_same_answer_in_any_company(monkeypatch):
     model = build("dense")
     prompts = prompts_of(5, 40, 12, 90, 1)
-    samplings = [Sampling(1.0, seed=3), Sampling(0.8, top_k=20, top_p=0.9, seed=4), Sampling(1.3, top_p=0.95, seed=-5)]
+    samplings = [
+        Sampling(1.0, seed=3),
+        Sampling(0.8, top_k=20, top_p=0.9, seed=4),
+        Sampling(1.3, top_p=0.95, seed=-5),
+    ]
     alone = [[generate(model, [p], [[s]], 20, [END], 1)[0][0].tokens for s in samplings] for p in prompts]
     for slots, burst in ((3, 1), (7, 8), (64, 5), (64, 100)):  # tokens between two looks
         monkeypatch.setattr(generation, "BURST", {"cpu": burst})
@@ -180,7 +184,10 @@ def test_answers_that_leave_do_not_disturb_the_others():
 
 def test_logprobs_are_those_of_the_whole_sequence():
     model = build("dense")
-    prompts, samplings = prompts_of(7, 30), [Sampling(0.7, top_p=0.9, seed=1), Sampling(0.0), Sampling(1.0, seed=9)]
+    prompts, samplings = (
+        prompts_of(7, 30),
+        [Sampling(0.7, top_p=0.9, seed=1), Sampling(0.0), Sampling(1.0, seed=9)],
+    )
     groups = generate(model, prompts, [samplings] * 2, 12, [END], with_logprobs=True)
     for prompt, answers in zip(prompts, groups, strict=True):
         for answer in answers:
@@ -207,7 +214,8 @@ def test_the_memory_of_a_gpu_says_how_many_answers_are_written_at_once(monkeypat
     config = model.config
     assert generation.fitting_slots(model, 100) == generation.SLOTS
     shape = (2, config.num_hidden_layers, config.num_key_value_heads, 100, config.head_dim)
-    row = 2 * math.prod(shape) + 4 * 4 * config.vocab_size  # bytes of bfloat16 keys and values, float32 logits
+    # bytes of bfloat16 keys and values, float32 logits
+    row = 2 * math.prod(shape) + 4 * 4 * config.vocab_size
     weight = SimpleNamespace(device=torch.device("cuda", 0), element_size=lambda: 2)
     gpu: Any = SimpleNamespace(lm_head=SimpleNamespace(weight=weight), config=config)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * row, 99 * row))

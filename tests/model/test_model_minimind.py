@@ -1,4 +1,5 @@
-"""The model against references nobody here wrote (stock Qwen3 and Qwen3-MoE), and the flat batch against the padded."""
+"""The model against references nobody here wrote (stock Qwen3 and Qwen3-MoE), and the flat batch against the
+padded."""
 
 from itertools import accumulate
 from typing import cast
@@ -75,7 +76,8 @@ def ragged(lengths: list[int], seed: int = 1) -> list[torch.Tensor]:
 
 
 def flat_batch(samples: list[torch.Tensor], trained: list[torch.Tensor] | None = None) -> dict:
-    """A plain reference of the collate: every next token inside a sample is a target unless `trained` says no."""
+    """A plain reference of the collate: every next token inside a sample is a target unless `trained` says
+    no."""
     index, targets, start = [], [], 0
     for s, ids in enumerate(samples):
         for t in range(len(ids) - 1):
@@ -105,7 +107,9 @@ def padded_batch(samples: list[torch.Tensor], side: str = "right") -> tuple[torc
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}])
+@pytest.mark.parametrize(
+    "rope", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}]
+)
 @torch.no_grad()
 def test_logits_are_stock_qwen3s_padded_and_flat(shape, rope):
     model = build(shape, rope_scaling=rope)
@@ -115,7 +119,9 @@ def test_logits_are_stock_qwen3s_padded_and_flat(shape, rope):
     want = reference(ids, attention_mask=mask).logits
     padded = model(ids, attention_mask=mask).logits
     batch = flat_batch(samples)
-    flat = model(batch["input_ids"], position_ids=batch["position_ids"], cu_seqlens=batch["cu_seqlens"], max_seqlen=33)
+    flat = model(
+        batch["input_ids"], position_ids=batch["position_ids"], cu_seqlens=batch["cu_seqlens"], max_seqlen=33
+    )
     assert want.abs().max() > 0.5  # the comparison is not between zeros
     assert (padded - want)[mask.bool()].abs().max() <= 1e-4
     assert (flat.logits - want[mask.bool()]).abs().max() <= 1e-4
@@ -150,7 +156,9 @@ def test_rotary_angles_are_transformers_beyond_the_original_length(rope):
 def test_rotary_angles_that_depend_on_the_input_are_refused(name, field):
     rope = {"rope_type": name, "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e6}
     rope |= {f"{side}_factor": [1.0] * 4 for side in ("short", "long")} if name == "longrope" else {}
-    with pytest.raises(UserError, match=f"rope_scaling of type {name} is not supported; use one of default, linear"):
+    with pytest.raises(
+        UserError, match=f"rope_scaling of type {name} is not supported; use one of default, linear"
+    ):
         MiniMindConfig(hidden_size=64, **{field: rope})
     with pytest.raises(UserError, match="num_experts_per_tok 5 must be num_experts 4 or less"):
         MiniMindConfig(use_moe=True, num_experts_per_tok=5)
@@ -172,7 +180,9 @@ def test_a_padded_call_has_an_aux_loss_with_and_without_labels(shape, monkeypatc
         assert torch.equal(model(ids).aux_loss, whole) and whole != without.aux_loss
         four_dimensional = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
         assert torch.equal(model(ids, attention_mask=four_dimensional).aux_loss, whole)
-    monkeypatch.setattr(MiniMindForCausalLM, "_aux_loss", lambda *_: pytest.fail("generation pays for the aux_loss"))
+    monkeypatch.setattr(
+        MiniMindForCausalLM, "_aux_loss", lambda *_: pytest.fail("generation pays for the aux_loss")
+    )
     model.generate(ids[1:], max_new_tokens=2, do_sample=False)
 
 
@@ -189,7 +199,9 @@ def test_with_one_expert_per_token_the_cross_entropy_has_no_gradient_for_the_rou
         model, batch = build(shape).train(), flat_batch(ragged([20]))
         gates = [layer.mlp.gate.weight for layer in model.model.layers]
         for part in ("loss", "aux_loss"):
-            norm = torch.stack([g.norm() for g in torch.autograd.grad(getattr(model(**batch), part), gates)]).min()
+            norm = torch.stack(
+                [g.norm() for g in torch.autograd.grad(getattr(model(**batch), part), gates)]
+            ).min()
             assert (norm > 1e-5) == (part == "aux_loss" or by_cross_entropy), (shape, part)
 
 
@@ -269,7 +281,8 @@ def test_flat_padded_and_one_at_a_time_have_the_same_loss_and_gradients(shape):
 @pytest.mark.parametrize("shape", ["dense", "moe"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(corpus, shape, packing):
-    """From conversations to gradients: the dataset's flat batch against stock transformers on each sample alone."""
+    """From conversations to gradients: the dataset's flat batch against stock transformers on each sample
+    alone."""
     dataset = SFTDataset(str(corpus["sft"]), load_tokenizer(ROOT / "model"), 256, packing, corpus["cache"])
     rows = [dataset[i] for i in range(8)]
     samples = [sample for row in rows for sample in row]
@@ -286,7 +299,9 @@ def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(co
         ids = torch.from_numpy(sample["input_ids"].astype("int64"))
         labels = ids.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)[1:]
         logits = reference(ids[None]).logits[0, :-1]
-        (F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(batch["targets"])).backward()
+        (
+            F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(batch["targets"])
+        ).backward()
     for name, parameter in reference.named_parameters():
         if name in flat:  # stock transformers holds the experts stacked
             assert (flat[name] - parameter.grad).abs().max() <= 1e-5, name
@@ -309,7 +324,9 @@ def test_the_derivative_of_the_norm_is_that_of_torchs_own(shape, is_trained):
         assert torch.equal(got, norm(x))  # without derivatives, the plain formula
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(got, inputs, grad)
-    for value, other in zip(found, torch.autograd.grad(want, exact[: len(inputs)], grad.double()), strict=True):
+    for value, other in zip(
+        found, torch.autograd.grad(want, exact[: len(inputs)], grad.double()), strict=True
+    ):
         torch.testing.assert_close(value.double(), other, rtol=1e-5, atol=1e-5)
 
 
@@ -323,20 +340,26 @@ def pull_back(out: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> list
 @pytest.mark.parametrize("shape", [(0,), (40,), (2, 7)])
 def test_the_derivative_of_norm_and_rotation_is_that_of_the_plain_formulas(shape):
     torch.manual_seed(0)
-    cos, sin = torch.randn(2, *shape, 1, 4)  # of no angle, so each number counts, but with halves as `apply_rotary` has
+    # of no angle, so each number counts, but with halves as `apply_rotary` has
+    cos, sin = torch.randn(2, *shape, 1, 4)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     qkv = torch.randn(*shape, 5 + 2 + 2, 8, requires_grad=True)
     norms = [RMSNorm(8, 1e-6), RMSNorm(8, 1e-6)]
     weights = [nn.init.normal_(norm.weight) for norm in norms]
     parts = qkv.split((5, 2, 2), dim=-2)
-    plain = [apply_rotary(norm(x), cos[..., 0, :], sin[..., 0, :]) for norm, x in zip(norms, parts, strict=False)]
+    plain = [
+        apply_rotary(norm(x), cos[..., 0, :], sin[..., 0, :]) for norm, x in zip(norms, parts, strict=False)
+    ]
     want = pull_back((*plain, parts[2]), [qkv, *weights])
-    got = pull_back(NormAndRotary.apply(qkv, *weights, cos, sin, 1e-6, (5, 2), torch.float32), [qkv, *weights])
+    got = pull_back(
+        NormAndRotary.apply(qkv, *weights, cos, sin, 1e-6, (5, 2), torch.float32), [qkv, *weights]
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_joined_products_differ_as_bfloat16_rounds(monkeypatch):
-    """q, k and v, gate and up by one product each, where the weights are cast; the losses and all gradients."""
+    """q, k and v, gate and up by one product each, where the weights are cast; the losses and all
+    gradients."""
     found, joined = [], Mock(wraps=JoinedLinear.apply)
     monkeypatch.setattr(feed_forward, "has_launches", lambda x: True)
     monkeypatch.setattr(JoinedLinear, "apply", joined)
@@ -392,8 +415,13 @@ def peak_bytes(function) -> int:
 
 
 def test_memory_of_the_head_does_not_grow_with_a_large_vocabulary_times_the_targets(monkeypatch):
-    """Whole, the head keeps logits [1024, 20000] in float32 for the backward pass, and makes their gradient."""
-    head, x, targets = nn.Linear(16, 20_000, bias=False), torch.randn(1024, 16, requires_grad=True), torch.arange(1024)
+    """Whole, the head keeps logits [1024, 20000] in float32 for the backward pass, and makes their
+    gradient."""
+    head, x, targets = (
+        nn.Linear(16, 20_000, bias=False),
+        torch.randn(1024, 16, requires_grad=True),
+        torch.arange(1024),
+    )
     peaks = {}
     for piece in (2**27, 64 * 20_000, 128 * 20_000):
         monkeypatch.setattr(flat_batch_module, "PIECE", piece)
@@ -401,7 +429,11 @@ def test_memory_of_the_head_does_not_grow_with_a_large_vocabulary_times_the_targ
     whole, small, twice = peaks.values()
     print(f"peak bytes: {whole:,} whole, {small:,} in pieces of 64 rows, {twice:,} of 128")
     logits, weights = 1024 * 20_000 * 4, 16 * 20_000 * 4
-    assert whole > 2 * logits and small <= 4 * logits // 16 + 4 * weights and twice <= 4 * logits // 8 + 4 * weights
+    assert (
+        whole > 2 * logits
+        and small <= 4 * logits // 16 + 4 * weights
+        and twice <= 4 * logits // 8 + 4 * weights
+    )
 
 
 def test_the_padded_loss_is_torchs_cross_entropy():
@@ -437,7 +469,9 @@ def test_a_changed_token_changes_no_other_sample(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_empty_micro_batch_has_loss_zero_and_zero_gradients(shape, dtype):
     model = build(shape).train()
-    empty = {key: value[:0] if torch.is_tensor(value) else 0 for key, value in flat_batch(ragged([4])).items()}
+    empty = {
+        key: value[:0] if torch.is_tensor(value) else 0 for key, value in flat_batch(ragged([4])).items()
+    }
     empty["cu_seqlens"] = torch.zeros(1, dtype=torch.int32)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         out = model(**empty)
@@ -502,7 +536,9 @@ def test_names_and_defaults_are_minimind_3s():
     want |= {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in layer.split()}
     assert set(keys) == want
     experts = {key for key in build("moe").state_dict() if "layers.0.mlp" in key}
-    want = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in ("gate", "up", "down")}
+    want = {
+        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in ("gate", "up", "down")
+    }
     assert experts == want | {"model.layers.0.mlp.gate.weight"}
 
 

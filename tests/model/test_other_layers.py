@@ -1,5 +1,5 @@
-"""Other layers than those of the model, put in their place: each is called, or refused in one line; none is passed over
-by the forms that compute layers without calling them."""
+"""Other layers than those of the model, put in their place: each is called, or refused in one line; none is
+passed over by the forms that compute layers without calling them."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from model.linear import LoRALinear
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.model.test_model_minimind import build, flat_batch, ragged
-from trainer.components.adapters import add_adapters
-from trainer.components.parallel import transformer_layers, whole_model
+from trainer.devices.wrapping import transformer_layers, whole_model
+from trainer.objectives.lora import add_adapters
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -163,7 +163,9 @@ def test_another_layer_is_called_or_refused(change, shape, form, adapters, monke
         for layer in transformer_layers(model):
             layer.compile(dynamic=True, backend="eager")
     if not is_known:
-        with pytest.raises(UserError, match=r"_proj of an expert is an? .* which a mixture of experts cannot compute"):
+        with pytest.raises(
+            UserError, match=r"_proj of an expert is an? .* which a mixture of experts cannot compute"
+        ):
             results(model, dtype, trains)
         return
     got = results(model, dtype, trains)
@@ -205,7 +207,9 @@ def mixture(expert_class: type[FeedForward], monkeypatch) -> MOEFeedForward:
 def test_experts_compute_what_their_forward_says(monkeypatch):
     layer, x = mixture(Smoothed, monkeypatch), torch.randn(50, 32)
     torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match="norm of an expert is a LayerNorm, which a mixture of experts cannot compute"):
+    with pytest.raises(
+        UserError, match="norm of an expert is a LayerNorm, which a mixture of experts cannot compute"
+    ):
         mixture(Normed, monkeypatch)
     layer.experts[2].register_forward_hook(lambda *_: None)
     with pytest.raises(UserError, match=r"must all be of one class \(Smoothed\) and without hooks"):
@@ -218,8 +222,12 @@ def test_adapters_of_experts_that_are_not_alike_are_refused(spoil):
     add_adapters(model, 4, 8.0, 0.0, PROJECTIONS)
     expert = model.model.layers[1].mlp.experts[3]
     other = {"another scale": (4, 3.0, 0.0), "another rank": (2, 2.0, 0.0), "another dropout": (4, 2.0, 0.5)}
-    expert.up_proj = expert.up_proj.base if spoil == "one without" else LoRALinear(expert.up_proj.base, *other[spoil])
-    with pytest.raises(UserError, match="up_proj: all experts of a mixture, or none, must have an adapter, and of one"):
+    expert.up_proj = (
+        expert.up_proj.base if spoil == "one without" else LoRALinear(expert.up_proj.base, *other[spoil])
+    )
+    with pytest.raises(
+        UserError, match="up_proj: all experts of a mixture, or none, must have an adapter, and of one"
+    ):
         results(model, torch.float32, True)
 
 
@@ -237,7 +245,11 @@ class UnwrittenRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         of_x, of_weights = torch.autograd.grad(ctx.out, ctx.inputs, grads[0])
-        return of_x.index_fill(0, torch.arange(int(ctx.saved_tensors[2][-1]), len(of_x)), torch.nan), of_weights, None
+        return (
+            of_x.index_fill(0, torch.arange(int(ctx.saved_tensors[2][-1]), len(of_x)), torch.nan),
+            of_weights,
+            None,
+        )
 
 
 GROUPED_MM = F.grouped_mm
@@ -278,7 +290,11 @@ def test_other_norms_of_queries_and_keys_are_called(change, monkeypatch):
     take_cuda_branch(monkeypatch, grouped=False)
     got = results(model(), torch.bfloat16, True)
     usual = results(build("dense"), torch.bfloat16, True)
-    assert (got["loss"] - want["loss"]).norm() <= 0.01 * want["loss"].norm() < (usual["loss"] - want["loss"]).norm()
+    assert (
+        (got["loss"] - want["loss"]).norm()
+        <= 0.01 * want["loss"].norm()
+        < (usual["loss"] - want["loss"]).norm()
+    )
 
 
 @torch.no_grad()

@@ -12,7 +12,9 @@ from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index
 CPU = torch.device("cpu")
 
 
-def draw(logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, samplings: list[Sampling], numbers: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their log-probabilities."""
     draws = Draws(samplings, logits.shape[1], CPU)
     return draws.draw(logits, draws.numbers(numbers, 1)[0], with_logprobs=True)
@@ -35,7 +37,8 @@ def draws(logits: torch.Tensor, count: int, **fields) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.6}]
+    "fields",
+    [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.6}],
 )
 def test_the_tokens_have_the_probabilities_that_transformers_filters_leave(fields):
     logits = 2 * torch.randn(1, 24, generator=torch.Generator().manual_seed(1))
@@ -113,7 +116,9 @@ def test_the_numbers_are_a_function_of_seed_and_number():
     assert next(splitmix64(1234567)) == 6457827717110365317  # as published
     seeds, begin = [7, 0, -7, 7 + 2**64], [3, 0, 10**6, 3]
     found = numbers_of(seeds, begin, 5)
-    assert found.shape == (5, 4) and (found[:, 0] == found[:, 3]).all() and found.min() >= 0 and found.max() < 1
+    assert (
+        found.shape == (5, 4) and (found[:, 0] == found[:, 3]).all() and found.min() >= 0 and found.max() < 1
+    )
     alone = [numbers_of([7], [number], 1).item() for number in range(3, 8)]
     assert found[:, 0].tolist() == alone
     start = (next(splitmix64(7 - 0x9E3779B97F4A7C15)),)  # the seed's own bits are mixed first

@@ -1,4 +1,5 @@
-"""The shipped vocabulary: special tokens, lossless on any text, the same ids elsewhere, compact on unseen text."""
+"""The shipped vocabulary: special tokens, lossless on any text, the same ids elsewhere, compact on unseen
+text."""
 
 import json
 import math
@@ -82,7 +83,10 @@ def test_any_text_comes_back(tokenizer, text):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.sampled_from([*SPECIALS, "<|im_", "start|>", "<", "\n", " ", "user", "é", "中"]) | st.text(max_size=5))
+    st.lists(
+        st.sampled_from([*SPECIALS, "<|im_", "start|>", "<", "\n", " ", "user", "é", "中"])
+        | st.text(max_size=5)
+    )
 )
 def test_text_with_the_spelling_of_special_tokens_comes_back(tokenizer, pieces):
     text = "".join(pieces)
@@ -91,7 +95,9 @@ def test_text_with_the_spelling_of_special_tokens_comes_back(tokenizer, pieces):
 
 def test_every_byte_has_an_id():
     # The alphabet of byte-level BPE: 256 characters, one for each byte; no text can need anything else.
-    vocabulary = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json")).get_vocab(with_added_tokens=False)
+    vocabulary = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json")).get_vocab(
+        with_added_tokens=False
+    )
     assert len([token for token in vocabulary if len(token) == 1]) == 256
     assert max(len(token) for token in vocabulary if token not in SPECIALS) <= MAX_TOKEN_BYTES
 
@@ -106,13 +112,16 @@ def test_pieces(tokenizer):
     assert pieces("<|im_start|>user\n\nb \n") == ["<|im_start|>", "user", "\n\n", "b", " \n"]
 
 
-# --- the same ids in programs that know the split pattern as "qwen2" -------------------------------------------------
+# --- the same ids in programs that know the split pattern as "qwen2"
+# -------------------------------------------------
 
 FILE = json.loads((REPOSITORY / "model" / "tokenizer.json").read_text(encoding="utf-8"))
 MERGES = [tuple(pair) for pair in FILE["model"]["merges"]]
 RANKS = {pair: rank for rank, pair in enumerate(MERGES)}
 # llama.cpp has no (?i:...) and spells both cases
-QWEN2_IN_LLAMA_CPP = PIECES.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])")
+QWEN2_IN_LLAMA_CPP = PIECES.replace(
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+)
 
 TEXTS = [
     "",
@@ -150,7 +159,8 @@ def merged(piece):
 
 
 def assert_others_read_the_same(texts):
-    """Compare our ids with a plain implementation of the algorithm and with transformers' own class for Qwen2."""
+    """Compare our ids with a plain implementation of the algorithm and with transformers' own class for
+    Qwen2."""
     ours = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
     qwen2 = Qwen2Tokenizer(vocab=FILE["model"]["vocab"], merges=MERGES)
     for text in texts:

@@ -1,4 +1,5 @@
-"""Runs a script's `main` in this process, as its command line would: starting Python and torch anew takes seconds."""
+"""Runs a script's `main` in this process, as its command line would: starting Python and torch anew takes
+seconds."""
 
 import sys
 from collections.abc import Callable

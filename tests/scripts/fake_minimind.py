@@ -1,5 +1,5 @@
-"""A checkout with MiniMind's folders and names, around transformers' own Qwen3: what the benchmark's peer code expects
-of the real one, and a reference for the losses that nobody here wrote."""
+"""A checkout with MiniMind's folders and names, around transformers' own Qwen3: what the benchmark's peer
+code expects of the real one, and a reference for the losses that nobody here wrote."""
 
 from pathlib import Path
 

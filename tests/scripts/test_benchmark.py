@@ -1,5 +1,5 @@
-"""The benchmark measures what it says: its counts are those of the data, its arithmetic that of torch's own counter,
-and a peer trains on the same samples to the same losses."""
+"""The benchmark measures what it says: its counts are those of the data, its arithmetic that of torch's own
+counter, and a peer trains on the same samples to the same losses."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from scripts.bench.comparison import Peer, first_samples
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
-from trainer.components.flops import training_flops
-from trainer.components.loaders import epoch_loader
+from trainer.data.order import epoch_loader
+from trainer.report.flops import training_flops
 from trainer.trainer_utils import load_tokenizer
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
@@ -33,7 +33,17 @@ def run_benchmark(monkeypatch, *flags) -> None:
 @pytest.mark.parametrize("stage", ["sft", "pretrain"])
 def test_figures(corpus, tmp_path, monkeypatch, stage):
     out = tmp_path / "figures.json"
-    flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL, "--json", out]
+    flags = [
+        "--stage",
+        stage,
+        "--data_path",
+        corpus[stage],
+        "--cache_dir",
+        corpus["cache"],
+        *SMALL,
+        "--json",
+        out,
+    ]
     flags += ["--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
     if stage == "sft":
         run(str(ROOT / "scripts/benchmark.py"), flags)
@@ -54,8 +64,12 @@ def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_pat
         "--repeat", 2, "--peer", "minimind", "--peer_path", make_checkout(tmp_path / "peer"), "--json", out,
     )  # fmt: skip
     found = json.loads(out.read_text())
-    assert [pair["ratio"] for pair in found["pairs"]] == [pair["ours"] / pair["peer"] for pair in found["pairs"]]
-    assert len(found["pairs"]) == 2 and found["peer_padded_share"] == pytest.approx(found["padded_share"], abs=0.05)
+    assert [pair["ratio"] for pair in found["pairs"]] == [
+        pair["ours"] / pair["peer"] for pair in found["pairs"]
+    ]
+    assert len(found["pairs"]) == 2 and found["peer_padded_share"] == pytest.approx(
+        found["padded_share"], abs=0.05
+    )
     losses = found["losses"]
     assert len(losses["ours"]) == len(losses["peer"]) == 5  # updates, warm-up included
     assert losses["ours"][0] == pytest.approx(losses["peer"][0], rel=1e-6)
@@ -76,7 +90,12 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
         run_benchmark(monkeypatch, *data, "--json", "none/a.json")
     with pytest.raises(UserError, match="--repeat must be 1 or more"):
         run_benchmark(monkeypatch, *data, "--repeat", 0)
-    peer = ["--peer", "minimind", "--peer_path", make_checkout(tmp_path / "a", model_minimind="import no_such_package")]
+    peer = [
+        "--peer",
+        "minimind",
+        "--peer_path",
+        make_checkout(tmp_path / "a", model_minimind="import no_such_package"),
+    ]
     with pytest.raises(UserError, match=r"No module named 'no_such_package'; install it for"):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 1)
     with pytest.raises(UserError, match=r"samples, .* are needed"):
@@ -85,7 +104,9 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
 
 def test_a_peer_that_fails_is_quoted(corpus, tmp_path, monkeypatch):
     checkout = make_checkout(tmp_path, model_minimind="raise ValueError('it does not like this machine')")
-    with pytest.raises(UserError, match="--peer minimind cannot train: ValueError: it does not like this machine"):
+    with pytest.raises(
+        UserError, match="--peer minimind cannot train: ValueError: it does not like this machine"
+    ):
         run_benchmark(
             monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
             "--updates", 1, "--peer", "minimind", "--peer_path", checkout,
@@ -126,7 +147,11 @@ def test_presets(preset, monkeypatch):
     """Explicit flags go before; the largest is Qwen3-0.6B's shape with this vocabulary."""
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--data_path", "x", "--preset", preset])
     args = benchmark.read_args()
-    shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers, "use_moe": args.use_moe}
+    shape = {
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.num_hidden_layers,
+        "use_moe": args.use_moe,
+    }
     with torch.device("meta"):
         model = MiniMindForCausalLM(MiniMindConfig(**shape | benchmark.SHAPES.get(preset, {})))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
@@ -136,7 +161,8 @@ def test_presets(preset, monkeypatch):
 
 
 def test_counted_arithmetic_is_torchs(corpus):
-    """torch counts matrix products only, and attention per sample; the masked half of attention is left out here."""
+    """torch counts matrix products only, and attention per sample; the masked half of attention is left out
+    here."""
     dataset = SFTDataset(str(corpus["sft"]), load_tokenizer(ROOT / "model"), 64, cache_dir=corpus["cache"])
     batch = next(iter(epoch_loader(dataset, 6, 0, 0)))
     config = MiniMindConfig(hidden_size=64, num_hidden_layers=2)
@@ -149,7 +175,8 @@ def test_counted_arithmetic_is_torchs(corpus):
         flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" in str(op)
     )  # forward and backward of every sample, whole squares
     matrices = counter.get_total_flops() - attention
-    rows = [math.ceil(len(batch[name]) / 64) * 64 for name in ("input_ids", "targets")]  # the model fills up to these
+    # the model fills up to these
+    rows = [math.ceil(len(batch[name]) / 64) * 64 for name in ("input_ids", "targets")]
     ours = training_flops(config, *rows, batch["cu_seqlens"])
     squares = float(batch["cu_seqlens"].diff().double().square().sum())
     ours_attention = 6.0 * config.num_hidden_layers * squares * config.num_attention_heads * config.head_dim

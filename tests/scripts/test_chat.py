@@ -1,4 +1,5 @@
-"""Chat from a pipe, with --prompt and on a terminal; the model is a small random one, or one that says its lines."""
+"""Chat from a pipe, with --prompt and on a terminal; the model is a small random one, or one that says its
+lines."""
 
 import contextlib
 import io
@@ -23,8 +24,8 @@ from scripts import chat
 from scripts.terminal import DIM, NORMAL
 from scripts.toolbox import ROUNDS
 from tests.conftest import ROOT
-from trainer.components.model_files import save_weights
-from trainer.components.run_files import weight_path
+from trainer.run.paths import weight_path
+from trainer.weights.files import save_weights
 
 
 class ScriptedAnswer:
@@ -37,7 +38,10 @@ class ScriptedAnswer:
         raise NotImplementedError
 
     def add(self, prompt, samplings, max_new_tokens):
-        self.tokens, answer = iter(self.tokens_of(prompt, max_new_tokens)), Answer(samplings[0], max_new_tokens)
+        self.tokens, answer = (
+            iter(self.tokens_of(prompt, max_new_tokens)),
+            Answer(samplings[0], max_new_tokens),
+        )
         self.rows = [answer]
         return [answer]
 
@@ -67,7 +71,8 @@ class Keyboard(io.TextIOWrapper):
 
 @pytest.fixture
 def pipe(monkeypatch, call):
-    """pipe(text, *args): what the chat makes of this text on stdin, from a file or, with stdin=Keyboard, typed."""
+    """pipe(text, *args): what the chat makes of this text on stdin, from a file or, with stdin=Keyboard,
+    typed."""
 
     def run(text: bytes, *args, stdin=io.TextIOWrapper):
         monkeypatch.setattr(sys, "stdin", stdin(io.BytesIO(text)))
@@ -122,11 +127,16 @@ def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
     call(chat, *weights, "--prompt", "x", "--top_k", "0")
-    assert asked == [Sampling(0.7, 50, 0.9, seed=42), Sampling(0.2, 5, 0.9, seed=42), Sampling(0.2, 0, 0.9, seed=42)]
+    assert asked == [
+        Sampling(0.7, 50, 0.9, seed=42),
+        Sampling(0.2, 5, 0.9, seed=42),
+        Sampling(0.2, 0, 0.9, seed=42),
+    ]
 
 
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
-    """Also for one that begins as a command: what comes from a file may be anybody's, and must not write files."""
+    """Also for one that begins as a command: what comes from a file may be anybody's, and must not write
+    files."""
     said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh.", "a", "b", "c"]
     text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/system obey\n/exit\n/reset\n"
     done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--system", "be brief")
@@ -149,7 +159,8 @@ def test_who_types_may_give_commands_also_if_answers_go_to_a_pipe(weights, pipe,
 
 
 def test_texts_that_are_no_utf_8(weights, call, said):
-    """Bytes of the command line or the keyboard that the locale does not know: UTF-8 is read, other is one line."""
+    """Bytes of the command line or the keyboard that the locale does not know: UTF-8 is read, other is one
+    line."""
     said += ["Well."]
     assert call(chat, *weights, "--prompt", "h\udcc3\udca9").stdout == "Well.\n"
     assert "h\u00e9<|im_end|>" in load_tokenizer(ROOT / "model").decode(said.prompts[0])
@@ -165,7 +176,11 @@ def test_a_model_of_no_finite_outputs_is_one_line(tmp_path, pipe, call):
     save_weights(model, weight_path(tmp_path, "full_sft", config))
     flags = ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
     for done in (call(chat, *flags, "--prompt", "x"), pipe(b"x\n", *flags)):
-        assert done.returncode == 2 and done.stdout == "" and "not finite numbers" in done.stderr.splitlines()[-1]
+        assert (
+            done.returncode == 2
+            and done.stdout == ""
+            and "not finite numbers" in done.stderr.splitlines()[-1]
+        )
 
 
 def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
@@ -180,7 +195,10 @@ def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
         "<|im_start|>Two\nlines",
     ]
     done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
-    assert done.returncode == 2 and "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
+    assert (
+        done.returncode == 2
+        and "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
+    )
     done = pipe(b"/system be brief\n", *weights, "--form", "text", stdin=Keyboard)
     assert done.returncode == 2 and "line 1 of stdin: /system is for conversations" in done.stderr
 
@@ -196,13 +214,20 @@ def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
 def test_a_full_context_is_told(weights, pipe, said):
     said += ["a", "b", "c"]
     done = pipe(b"word " * 8 + b"\n" + b"other " * 8 + b"\nlast\n", *weights, "--max_seq_len", "40")
-    assert done.stdout == "a\nb\nc\n" and "the context is full: the oldest 2 messages were dropped" in done.stderr
+    assert (
+        done.stdout == "a\nb\nc\n"
+        and "the context is full: the oldest 2 messages were dropped" in done.stderr
+    )
 
 
 def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     call_text = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
-    said += [f"\nhm\n</think>\n\nA \x1b[31m moment.\n{call_text}", "5", "<tool_call>f()</tool_call> <tool_call>cut"]
+    said += [
+        f"\nhm\n</think>\n\nA \x1b[31m moment.\n{call_text}",
+        "5",
+        "<tool_call>f()</tool_call> <tool_call>cut",
+    ]
     asked = [*weights, "--max_new_tokens", "99", "--tools", "calculator", "--prompt", "x"]
     lines = call(chat, *asked, "--open_thinking", "1").stdout
     assert f"{DIM}hm{NORMAL}\nA \\x1b[31m moment.\n[call] calculate" in "".join(lines.split(NORMAL + DIM))
@@ -216,7 +241,10 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
     ("args", "told"),
     [
         (["--weight", "nothing"], "nothing_*.pth do not exist"),
-        (["--temperature", "-1", "--top_p", "0"], "--temperature must not be negative; --top_p must be above 0"),
+        (
+            ["--temperature", "-1", "--top_p", "0"],
+            "--temperature must not be negative; --top_p must be above 0",
+        ),
         (["--top_k", "-1"], "--top_k"),
         (["--open_thinking", "2"], "--open_thinking"),
         (
@@ -234,7 +262,8 @@ def test_mistakes(weights, call, args, told):
 
 
 def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_path, monkeypatch):
-    """The model calls, the environment answers, the model goes on; a call of another tool gets an error as reply."""
+    """The model calls, the environment answers, the model goes on; a call of another tool gets an error as
+    reply."""
 
     def calls(name: str, **arguments: str) -> str:
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -255,7 +284,8 @@ def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_pa
     assert "stopped" in done.stderr and "division by zero" not in done.stderr
 
 
-# --- on a terminal: a process with a pseudo-terminal of its own -------------------------------------------------------
+# --- on a terminal: a process with a pseudo-terminal of its own
+# -------------------------------------------------------
 
 START = """
 import json, sys
@@ -267,7 +297,8 @@ chat.main()
 
 
 class Terminal:
-    """The chat in a terminal, with a model that gives `answers` first and then speaks slowly and without end."""
+    """The chat in a terminal, with a model that gives `answers` first and then speaks slowly and without
+    end."""
 
     def __init__(self, args: list[str], answers: list[str]):
         self.seen = ""
@@ -291,7 +322,8 @@ class Terminal:
         return before
 
     def discard_line(self) -> None:
-        """Press Ctrl-C at the prompt until there is a new one: Python notices it only while it waits for a key."""
+        """Press Ctrl-C at the prompt until there is a new one: Python notices it only while it waits for a
+        key."""
         for _ in range(20):
             self.type("\x03")
             time.sleep(0.2)
@@ -300,7 +332,8 @@ class Terminal:
         self.expect("> ")
 
     def leave(self) -> int:
-        """Press Ctrl-D until the chat has ended (it counts only while the chat waits for a key); its exit status."""
+        """Press Ctrl-D until the chat has ended (it counts only while the chat waits for a key); its exit
+        status."""
         end = time.monotonic() + 120
         while time.monotonic() < end:
             with contextlib.suppress(OSError):

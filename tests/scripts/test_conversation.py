@@ -50,12 +50,15 @@ def test_truncation_and_padding_saved_with_a_tokenizer_do_not_change_a_prompt():
     assert prompt_tokens(saved, messages) == prompt_tokens(TOKENIZER, messages)
 
 
-parts = st.sampled_from([*SPECIALS[:4], "<|im_", "start|>", "end|>", "<", "user\n", "\n", "a", "山", "\ue000"])
+parts = st.sampled_from(
+    [*SPECIALS[:4], "<|im_", "start|>", "end|>", "<", "user\n", "\n", "a", "山", "\ue000"]
+)
 
 
 @given(st.lists(parts, max_size=8).map("".join))
 def test_nobody_can_end_their_turn_from_within_it(text):
-    """Whatever is written, the special tokens are those of the template alone, and the text stays what it was."""
+    """Whatever is written, the special tokens are those of the template alone, and the text stays what it
+    was."""
     messages = [{"role": "system", "content": text}, user(text), {"role": "tool", "content": text}]
     tokens = prompt_tokens(TOKENIZER, messages, [{"name": "f", "description": text}])
     begin, end = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
@@ -117,7 +120,10 @@ def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_message():
         short = conversation(room + 20)
         tokens, dropped = short.prompt(20)
         assert len(tokens) <= room and dropped in (2, 4, 6)
-        assert short.all_messages() == [{"role": "system", "content": "be brief"}, *conversation(0).messages[dropped:]]
+        assert short.all_messages() == [
+            {"role": "system", "content": "be brief"},
+            *conversation(0).messages[dropped:],
+        ]
         assert tokens == prompt_tokens(TOKENIZER, short.all_messages())
     assert dropped == 6
 

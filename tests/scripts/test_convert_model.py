@@ -1,4 +1,5 @@
-"""Conversions: the same model in every form, by a reference that nobody here wrote; what cannot be is one line."""
+"""Conversions: the same model in every form, by a reference that nobody here wrote; what cannot be is one
+line."""
 
 import json
 import math
@@ -20,9 +21,9 @@ from scripts.convert import gguf_file, parity
 from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
 from scripts.convert.hugging_face import read_stock
 from tests.conftest import ROOT
-from trainer.components.model_files import read_model, save_weights, tokenizer_folder
-from trainer.components.run_files import run_name
-from trainer.components.trained_weights import load_path
+from trainer.run.paths import run_name
+from trainer.weights.files import read_model, save_weights, tokenizer_folder
+from trainer.weights.for_tools import load_path
 
 SHAPES = {"dense": {}, "moe": {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2}}
 STOCK = {"dense": Qwen3ForCausalLM, "moe": Qwen3MoeForCausalLM}
@@ -31,7 +32,8 @@ IDS = torch.arange(60, 124).view(2, 32)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The repository's tokenizer with its first tokens and merges only: the readers of GGUF files are slow."""
+    """The repository's tokenizer with its first tokens and merges only: the readers of GGUF files are
+    slow."""
     content = json.loads((ROOT / "model/tokenizer.json").read_text(encoding="utf-8"))
     bpe = content["model"]
     bpe["vocab"] = {token: i for token, i in bpe["vocab"].items() if i < TOKENS}
@@ -42,10 +44,13 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def saved(folder: Path, **shape) -> Path:
-    """The file of a model with random weights, far enough from zero that mistakes show; its tokenizer beside it."""
+    """The file of a model with random weights, far enough from zero that mistakes show; its tokenizer beside
+    it."""
     write_tokenizer(folder)
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, vocab_size=TOKENS, **shape))
+    model = MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=2, vocab_size=TOKENS, **shape)
+    )
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     path = folder / f"{run_name('w', model.config)}.pth"
@@ -68,7 +73,9 @@ def convert(call):
             assert done.stdout.endswith(f"wrote {output}\n")
             return done.stdout
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-        assert not [path for path in output.parent.glob(".*") if path.is_dir()], "a half-written folder is left"
+        assert not [path for path in output.parent.glob(".*") if path.is_dir()], (
+            "a half-written folder is left"
+        )
         return done.stderr
 
     return run
@@ -104,7 +111,9 @@ def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weigh
     assert tokenizer_folder(again).name.startswith("tokenizer_")  # the folder's went along
     assert load_path(again)[1].get_vocab() == tokenizer.get_vocab()
     before, after = read_model(weights)[0], read_model(again)[0]
-    assert list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
+    assert list(before) == list(after) and all(
+        torch.equal(value, after[name]) for name, value in before.items()
+    )
 
 
 def test_a_models_sampling_defaults_go_along_with_it(convert, tmp_path):
@@ -149,9 +158,12 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
     size = sum(p.numel() / (experts if ".experts." in name else 1) for name, p in own.named_parameters())
     label = f"{experts}x{size / 1e3:.0f}K" if own.config.use_moe else f"{size / 1e3:.0f}K"
     assert [fields[f"general.{name}"].contents() for name in ("name", "size_label")] == ["w", label]
-    contents = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("pre", "add_bos_token", "eot_token_id")}
+    contents = {
+        name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("pre", "add_bos_token", "eot_token_id")
+    }
     assert contents == {"pre": "qwen2", "add_bos_token": False, "eot_token_id": 2}
-    assert fields["tokenizer.ggml.token_type"].contents()[:10] == [3, 3, 3, *[4] * 6, 3]  # control, user-defined
+    # control, user-defined
+    assert fields["tokenizer.ggml.token_type"].contents()[:10] == [3, 3, 3, *[4] * 6, 3]
     template = fields["tokenizer.chat_template"].contents()
     assert "generation -" not in template and "add_generation_prompt" in template
 
@@ -176,7 +188,8 @@ def test_a_head_of_its_own_and_other_types(convert, tmp_path):
 
 
 def test_stock_generate_stops_by_itself(convert, tmp_path):
-    """A model that says its end token after anything: the head sees the same state everywhere, and prefers it."""
+    """A model that says its end token after anything: the head sees the same state everywhere, and prefers
+    it."""
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=TOKENS, tie_word_embeddings=False)
     model = MiniMindForCausalLM(config)
     for parameter in model.model.layers.parameters():
@@ -199,8 +212,17 @@ def test_minimind_s_own_folder_is_read(convert, tmp_path):
     weights = saved(tmp_path)
     folder = tmp_path / "minimind"
     folder.mkdir()
-    config = {"model_type": "minimind", "auto_map": {"AutoModelForCausalLM": "model_minimind.MiniMindForCausalLM"}}
-    config |= {"hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1e6, "rope_scaling": None, "flash_attn": True}
+    config = {
+        "model_type": "minimind",
+        "auto_map": {"AutoModelForCausalLM": "model_minimind.MiniMindForCausalLM"},
+    }
+    config |= {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "flash_attn": True,
+    }
     config |= {"vocab_size": TOKENS, "hidden_act": "silu", "use_moe": False, "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model_minimind.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -268,11 +290,15 @@ def test_what_is_there_is_not_replaced(convert, tmp_path):
 
 def test_names_and_types_that_do_not_go_together(convert, tmp_path):
     weights = saved(tmp_path, **SHAPES["moe"])
-    assert "--dtype q8_0 does not go with --to hf" in convert(weights, "hf", tmp_path / "a", "--dtype", "q8_0")
+    assert "--dtype q8_0 does not go with --to hf" in convert(
+        weights, "hf", tmp_path / "a", "--dtype", "q8_0"
+    )
     for name in ("w_32_moe.pth", "w_32.pth"):
         line = convert(weights, "pth", tmp_path / name)
         assert "the name of a weights file has its shape; call it NAME_32_moe_3x2.pth" in line
-    assert "w_16.pth: the name of a weights file has" in convert(saved(tmp_path), "pth", tmp_path / "w_16.pth")
+    assert "w_16.pth: the name of a weights file has" in convert(
+        saved(tmp_path), "pth", tmp_path / "w_16.pth"
+    )
 
 
 def test_what_a_form_cannot_say_is_refused(convert, tmp_path):
@@ -286,7 +312,8 @@ def test_what_a_form_cannot_say_is_refused(convert, tmp_path):
     ):
         path.write_text(json.dumps(config | changed))
         assert gguf in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")
-        convert(tmp_path / "folder", "pth", tmp_path / f"{len(changed)}.pth")  # a weights file and a folder can say it
+        # a weights file and a folder can say it
+        convert(tmp_path / "folder", "pth", tmp_path / f"{len(changed)}.pth")
         model, reference = load_path(tmp_path / f"{len(changed)}.pth")[0], load_path(tmp_path / "folder")[0]
         assert torch.equal(logits(model), logits(reference))
         described = json.loads((tmp_path / f"{len(changed)}.json").read_text())["model"]
@@ -311,7 +338,9 @@ def test_a_template_without_marks_renders_the_same():
     assert "generation -%}" in tokenizer.chat_template and "generation -%}" not in other.chat_template
     chats = parity.sample_chats()
     assert len({parity.rendered(tokenizer, chat) for chat in chats}) == len(chats)
-    assert [parity.rendered(tokenizer, chat) for chat in chats] == [parity.rendered(other, chat) for chat in chats]
+    assert [parity.rendered(tokenizer, chat) for chat in chats] == [
+        parity.rendered(other, chat) for chat in chats
+    ]
 
 
 def test_a_missing_package_is_one_line(convert, tmp_path, monkeypatch):

@@ -12,7 +12,11 @@ from tests.conftest import write_jsonl
 def test_the_report_has_accuracies_and_costs(tmp_path, call):
     rows = [
         {"metric": metric, "group": group, "models": {RUNS[1]: {"value": right}, RUNS[2]: {"value": 0.1}}}
-        for metric, group, right in (("characters", "all", 16.0), ("right", "en", 0.9), ("right", "all", 0.97222))
+        for metric, group, right in (
+            ("characters", "all", 16.0),
+            ("right", "en", 0.9),
+            ("right", "all", 0.97222),
+        )
     ]
     exam = {"results": rows, "models": {RUNS[1]: {"parameters": 5}}}
     (tmp_path / "exam.json").write_text(json.dumps(exam))
@@ -40,5 +44,7 @@ def test_without_results(tmp_path, call, exam):
     if exam:
         (tmp_path / "exam.json").write_text(exam)
     done = call(demo_report, "--save_dir", tmp_path, "--report", tmp_path / "report.json")
-    assert done.returncode == 2 and "bash scripts/quickstart.sh" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and "bash scripts/quickstart.sh" in done.stderr and done.stderr.count("\n") == 1
+    )
     assert not (tmp_path / "report.json").exists()

@@ -28,7 +28,9 @@ def source(folder: Path, **environment: str) -> subprocess.CompletedProcess:
         (folder / "bin" / name).chmod(0o755)
     script = f"set -euo pipefail; source {ROOT}/scripts/environment.sh; command -v python"
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | environment
-    return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from dataset.demo_corpus import make_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import evaluate
 from tests.conftest import write_jsonl
-from tests.trainer.components.test_adapters import adapted, base, written
-from trainer.components.model_files import save_weights
+from tests.trainer.objectives.test_lora import adapted, base, written
+from trainer.weights.files import save_weights
 
 QUESTIONS = [{"question": "The sky is", "choices": ["blue", "red"], "answer": 0}] * 3
 
@@ -45,12 +45,15 @@ def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
     assert rows["exam", "right", "zh"]["items"] == 3 and rows["choices", "acc", "all"]["items"] == 3
     keys = [item["key"] for item in report["items"]["loss"]["a_32"]]
     assert len(keys) == rows["loss", "loss", "all"]["items"] > 1 and keys[0] == f"{held_out}[0]"
-    assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)  # ln(6400), untrained
+    # ln(6400), untrained
+    assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)
     assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
     assert rows["exam", "right", "all"]["items"] == rows["exam", "characters", "all"]["items"] == 6
     assert done.stdout.count("  Q: ") == done.stdout.count("  A: ") == 2 * 2  # of each model
     header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
-    assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(rows)
+    assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(
+        rows
+    )
     assert list(report["items"]["exam"]) == ["a_32", "b_64"]
     assert report["items"]["choices"]["a_32"][0]["answer"] in QUESTIONS[0]["choices"]
     again = call(evaluate, *args[:-2])
@@ -102,4 +105,5 @@ def test_a_model_twice_and_a_file_that_cannot_be_written(models, tmp_path, call)
     choices = write_jsonl(tmp_path / "c.jsonl", QUESTIONS)
     args = ["--task", "choices", "--choices_path", choices, "--json", tmp_path]
     done = call(evaluate, "--model", models[0], *args)
-    assert done.returncode == 2 and "cannot be written" in done.stderr and "acc_bytes" in done.stdout  # the table stays
+    # the table stays
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "acc_bytes" in done.stdout

@@ -1,5 +1,5 @@
-"""Checks of GPUs: each ends on its own, in one row and one entry of the JSON, whatever becomes of it; on this CPU, with
-few updates, they pass, and what is wrong is found."""
+"""Checks of GPUs: each ends on its own, in one row and one entry of the JSON, whatever becomes of it; on this
+CPU, with few updates, they pass, and what is wrong is found."""
 
 import itertools
 import json
@@ -21,8 +21,8 @@ from tests.gpu import conftest as gpu_conftest
 from tests.gpu import parts, ranks, test_all_reduce, test_ranks, test_runs
 from tests.gpu import test_numbers as numbers
 from trainer import loop
-from trainer.components import compiling
-from trainer.components.device import mixed_precision
+from trainer.devices import compiling
+from trainer.devices.device import mixed_precision
 
 CHECKS = """
 import os, pathlib, signal, socket, subprocess, sys, time
@@ -67,7 +67,9 @@ def made(tmp_path_factory):
 def test_a_check_that_fails_crashes_or_hangs_stops_no_other(made):
     done, checks, _, folder = made
     ends = {name: (each["result"], each["reason"]) for name, each in checks.items()}
-    assert ends["fails"][0] == "failed" and ends["fails"][1].startswith("AssertionError: the losses are wrong")
+    assert ends["fails"][0] == "failed" and ends["fails"][1].startswith(
+        "AssertionError: the losses are wrong"
+    )
     assert ends["hangs"] == ("failed", "no end within 16 s") and " in test_hangs" in done.stdout
     assert ends["crashes"] == ("failed", "its process ended with status -9")
     assert ends["is_left_out"] == ("skipped", "no such kernel") and ends["passes"] == ("passed", "")
@@ -78,7 +80,9 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(made):
 def test_the_table_and_the_json(made):
     done, checks, machine, folder = made
     assert re.search(r"^passes +passed +[\d.]+ s  ranks 2$", done.stdout, re.M)
-    assert re.search(r"^fails +failed +[\d.]+ s  AssertionError: the losses.*; difference 3.0$", done.stdout, re.M)
+    assert re.search(
+        r"^fails +failed +[\d.]+ s  AssertionError: the losses.*; difference 3.0$", done.stdout, re.M
+    )
     assert checks["fails"]["figures"] == {"difference": 3.0} and machine["torch"] == torch.__version__
     assert os.uname().nodename not in (folder / "new/found.json").read_text()
     assert checks["names_the_machine"]["reason"].startswith("AssertionError: error: rank 1 ended")
@@ -91,10 +95,16 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(tmp_path):
     program.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "tests/gpu", "--gpu_check", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     said = done.stdout + done.stderr
-    assert done.returncode == 4 and re.search(r"sees no GPU, but there is one \((NVRM|NVIDIA X100, 999.1)", said)
-    assert f"torch {torch.__version__} (CUDA {torch.version.cuda})" in said and "may hide it: unset it" in said
+    assert done.returncode == 4 and re.search(
+        r"sees no GPU, but there is one \((NVRM|NVIDIA X100, 999.1)", said
+    )
+    assert (
+        f"torch {torch.__version__} (CUDA {torch.version.cuda})" in said and "may hide it: unset it" in said
+    )
 
 
 def test_why_torch_sees_no_gpu(monkeypatch, tmp_path):
@@ -109,8 +119,11 @@ def test_why_torch_sees_no_gpu(monkeypatch, tmp_path):
         raise RuntimeError(f"{old}\nmore")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert gpu_conftest.why_unseen().startswith(f"{old}; update the driver to one for CUDA 13.0, or install a torch")
-    for name, kind in {"0000:01:00.0": "0x030200", "0000:02:00.0": "0x020000"}.items():  # a GPU, a network card
+    assert gpu_conftest.why_unseen().startswith(
+        f"{old}; update the driver to one for CUDA 13.0, or install a torch"
+    )
+    # a GPU, a network card
+    for name, kind in {"0000:01:00.0": "0x030200", "0000:02:00.0": "0x020000"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text("0x10de\n")
         (tmp_path / name / "class").write_text(f"{kind}\n")
@@ -144,7 +157,9 @@ def test_what_a_machine_lacks_is_a_reason_to_leave_a_check_out(reason, monkeypat
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 1e11))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: name)
-        monkeypatch.setattr(gpu_conftest.os, "statvfs", lambda path: SimpleNamespace(f_bavail=shm, f_frsize=1))
+        monkeypatch.setattr(
+            gpu_conftest.os, "statvfs", lambda path: SimpleNamespace(f_bavail=shm, f_frsize=1)
+        )
         monkeypatch.setattr(compiling, "has_compiler", lambda device: compiler)
 
     pretend(**there)
@@ -155,7 +170,8 @@ def test_what_a_machine_lacks_is_a_reason_to_leave_a_check_out(reason, monkeypat
     assert reason in str(left_out.value)
 
 
-# --- the checks, with few updates ------------------------------------------------------------------------------------
+# --- the checks, with few updates
+# ------------------------------------------------------------------------------------
 
 real_train, cpu = numbers.train, torch.device("cpu")
 
@@ -165,15 +181,21 @@ def test_gaps():
     assert parts.gap(right, right) == 0 and parts.gap(torch.zeros(2), torch.zeros(2)) == 0
     assert parts.gap(torch.tensor([3.0, 4.5]), right) == pytest.approx(0.1)
     assert parts.gap(torch.tensor([3.0, torch.nan]), right) == torch.inf
-    named = {"a.experts.1.up_proj.weight": torch.full((2, 3), 3.0), "a.experts.0.up_proj.weight": torch.ones(2, 3)}
+    named = {
+        "a.experts.1.up_proj.weight": torch.full((2, 3), 3.0),
+        "a.experts.0.up_proj.weight": torch.ones(2, 3),
+    }
     named |= {f"a.experts.{e}.gate_proj.weight": torch.zeros(2, 3) for e in (0, 1)}
     named |= {f"a.experts.{e}.down_proj.weight": torch.zeros(3, 2) for e in (0, 1)}
     found = parts.by_stock_names(named | {"b": right})
-    assert found.keys() == {f"a.experts.{name}_proj[{e}]" for name in ("gate_up", "down") for e in (0, 1)} | {"b"}
+    assert found.keys() == {f"a.experts.{name}_proj[{e}]" for name in ("gate_up", "down") for e in (0, 1)} | {
+        "b"
+    }
     assert found["a.experts.gate_up_proj[1]"].tolist() == [[0.0] * 3] * 2 + [[3.0] * 3] * 2
 
 
-# Each breaks the training that the checks look at; the reference, stock transformers, does not run through it.
+# Each breaks the training that the checks look at; the reference, stock transformers, does not run through
+# it.
 
 
 def no_attention(patch) -> None:
@@ -185,7 +207,9 @@ def attention_to_the_future(patch) -> None:
         lengths = spans[2].diff().tolist()
         pieces = zip(*(x.split([*lengths, len(q) - sum(lengths)]) for x in (q, k, v)), strict=True)
         heads = ([x.transpose(0, 1)[None].float() for x in piece] for piece in pieces)
-        return torch.cat([F.scaled_dot_product_attention(*each, enable_gqa=True)[0].transpose(0, 1) for each in heads])
+        return torch.cat(
+            [F.scaled_dot_product_attention(*each, enable_gqa=True)[0].transpose(0, 1) for each in heads]
+        )
 
     patch.setattr(model_minimind, "flat_attention", attend)
 
@@ -212,10 +236,18 @@ def a_wrong_scale_of_the_loss(patch) -> None:
 
 
 def a_micro_batch_forgotten(patch) -> None:
-    patch.setattr(loop, "to_device", lambda batch, device: batch if batch["max_seqlen"] != 150 else collate_flat([]))
+    patch.setattr(
+        loop, "to_device", lambda batch, device: batch if batch["max_seqlen"] != 150 else collate_flat([])
+    )
 
 
-SABOTAGES = [no_attention, attention_to_the_future, no_rotary, a_wrong_scale_of_the_loss, a_micro_batch_forgotten]
+SABOTAGES = [
+    no_attention,
+    attention_to_the_future,
+    no_rotary,
+    a_wrong_scale_of_the_loss,
+    a_micro_batch_forgotten,
+]
 real_model = parts.new_model
 
 
@@ -223,7 +255,9 @@ real_model = parts.new_model
 def test_gradients_that_are_right_pass(monkeypatch, dtype):
     """Rounding is far from the limits."""
     monkeypatch.setattr(parts, "native_bfloat16", lambda device: True)
-    monkeypatch.setattr(parts, "mixed_precision", lambda name, place: mixed_precision(f"{name}_emulated", place))
+    monkeypatch.setattr(
+        parts, "mixed_precision", lambda name, place: mixed_precision(f"{name}_emulated", place)
+    )
     monkeypatch.setattr(numbers, "dtypes", lambda device: [dtype])
     figures = {}
     numbers.test_gradients(cpu, figures.__setitem__)
@@ -279,7 +313,9 @@ def test_an_all_reduce_that_hangs_ends_with_what_nccl_says(monkeypatch, tmp_path
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(ranks.BREAK, "hanging:hang")
     monkeypatch.setattr(test_all_reduce, "SECONDS", 20)
-    with pytest.raises(RuntimeError, match=r"all_reduce: no end within 20 s on rank 0, 1; NCCL WARN socketStartConn"):
+    with pytest.raises(
+        RuntimeError, match=r"all_reduce: no end within 20 s on rank 0, 1; NCCL WARN socketStartConn"
+    ):
         test_all_reduce.test_all_reduce(0, lambda: 2, tmp_path, lambda *_: None)
 
 
@@ -290,7 +326,9 @@ def test_a_wrong_loss_is_found(monkeypatch):
     numbers.test_losses(cpu, figures.__setitem__)
     assert figures == {"dense float32": 0.0, "moe float32": 0.0}
     seen = []
-    monkeypatch.setattr(numbers, "train", lambda state, updates: seen.append(1) or [1.0 + 0.001 * (len(seen) % 2)])
+    monkeypatch.setattr(
+        numbers, "train", lambda state, updates: seen.append(1) or [1.0 + 0.001 * (len(seen) % 2)]
+    )
     with pytest.raises(AssertionError, match="dense float32, moe float32 are not those of a CPU"):
         numbers.test_losses(cpu, figures.__setitem__)
     assert figures["dense float32"] == pytest.approx(0.001, rel=0.01)
@@ -300,7 +338,9 @@ def test_other_bits_are_a_failure(monkeypatch):
     monkeypatch.setattr(numbers, "dtypes", lambda device: ["float32"])
     monkeypatch.setattr(numbers, "use_deterministic_kernels", lambda enabled: None)
     values = itertools.count()
-    monkeypatch.setattr(numbers, "train", lambda state, updates: state.model.lm_head.weight.data.fill_(next(values)))
+    monkeypatch.setattr(
+        numbers, "train", lambda state, updates: state.model.lm_head.weight.data.fill_(next(values))
+    )
     with pytest.raises(AssertionError, match="other bits in dense float32, moe float32"):
         numbers.test_same_bits(cpu, monkeypatch)
     monkeypatch.setattr(numbers, "train", lambda state, updates: None)
@@ -308,7 +348,10 @@ def test_other_bits_are_a_failure(monkeypatch):
 
 
 def test_how_verify_resume_ended_is_understood(monkeypatch):
-    for text, status in {"0 differing bits\nPASS: 2 of 2 kills": 0, "note\nFAIL: weights.a: 3 of 9 differ": 1}.items():
+    for text, status in {
+        "0 differing bits\nPASS: 2 of 2 kills": 0,
+        "note\nFAIL: weights.a: 3 of 9 differ": 1,
+    }.items():
         done = subprocess.CompletedProcess([], status, stdout=text)
         monkeypatch.setattr(test_runs.subprocess, "run", lambda *_, done=done, **__: done)
         if status:

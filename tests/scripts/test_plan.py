@@ -20,7 +20,7 @@ from scripts import chat, plan
 from scripts.planning.machine import Cost
 from tests.conftest import sentence, write_jsonl
 from trainer import train_full_sft, train_pretrain
-from trainer.components import rules
+from trainer.optim import rules
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,10 @@ def data(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(3)
     write_jsonl(folder / "text.jsonl", [{"text": sentence(rng, 20, 60)} for _ in range(300)])
     turns = [[sentence(rng, 3, 9), sentence(rng, 3, 20)] for _ in range(400)]
-    chats = [{"conversations": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
+    chats = [
+        {"conversations": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in turns
+    ]
     write_jsonl(folder / "chat.jsonl", chats)
     return folder
 
@@ -38,7 +41,11 @@ def start(data, tmp_path, monkeypatch, capsys):
     """Runs the command on small data and returns what it printed."""
 
     def run(*flags, **paths) -> str:
-        given = {"pretrain_data": data / "text.jsonl", "save_dir": tmp_path, "cache_dir": data / "cache"} | paths
+        given = {
+            "pretrain_data": data / "text.jsonl",
+            "save_dir": tmp_path,
+            "cache_dir": data / "cache",
+        } | paths
         argv = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
         monkeypatch.setattr(sys, "argv", ["plan.py", *argv, *map(str, flags)])
         plan.main()
@@ -54,7 +61,12 @@ def commands(folder) -> list[list[str]]:
 
 def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data, tmp_path):
     out = start(
-        "--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=plan.ModelConfig.tokenizer_path
+        "--depth",
+        1,
+        "--hours",
+        1,
+        sft_data=data / "chat.jsonl",
+        tokenizer_path=plan.ModelConfig.tokenizer_path,
     )
     pretrain, sft, report = commands(tmp_path)
     assert chat_flags(tmp_path).weight is None and chat_flags(tmp_path).form == "chat"
@@ -62,7 +74,12 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
     assert report[:2] == ["python", "scripts/plot_metrics.py"]
     for script, command in ((train_pretrain, pretrain), (train_full_sft, sft)):
         args = parse_args(script.Args, "", command[2:])
-        assert args.hidden_size == 64 and args.num_hidden_layers == 1 and args.from_resume and args.eval_share == 0.02
+        assert (
+            args.hidden_size == 64
+            and args.num_hidden_layers == 1
+            and args.from_resume
+            and args.eval_share == 0.02
+        )
         assert args.optimizer == "muon" and args.accumulation_steps == 1 and 0 < args.learning_rate < 0.1
         assert args.batch_size >= 1 and args.warmup_updates >= 1  # numbers, no auto
         assert f"{args.learning_rate:g}" in out
@@ -113,7 +130,10 @@ def test_other_programs_that_use_the_cores_are_named(start, monkeypatch, seconds
 
 def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
     out = start("--depth", 1)
-    assert commands(tmp_path)[0].count("--tokenizer_path") == 1 and (tmp_path / "tokenizer/tokenizer.json").is_file()
+    assert (
+        commands(tmp_path)[0].count("--tokenizer_path") == 1
+        and (tmp_path / "tokenizer/tokenizer.json").is_file()
+    )
     assert "64 x 1: 0.0" in out  # at most 512 rows of the embedding, not 6,400
 
 
@@ -158,7 +178,8 @@ def test_missing_data_are_one_line_before_anything_is_tokenised(start, data, tmp
 def test_conversations_are_tokenised_with_the_vocabulary_that_is_used_alone(start, data, tmp_path):
     start("--depth", 1, sft_data=data / "chat.jsonl", cache_dir=tmp_path / "cache")
     kinds = [json.loads(meta.read_text())["kind"] for meta in (tmp_path / "cache").glob("*/meta.json")]
-    assert sorted(kinds) == ["pretrain"] * 4 + ["sft"] * 2  # of pretraining also with the shipped one; each held out
+    # of pretraining also with the shipped one; each held out
+    assert sorted(kinds) == ["pretrain"] * 4 + ["sft"] * 2
 
 
 class Data(SimpleNamespace):
@@ -194,7 +215,8 @@ def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     assert stage.memory <= memory and stage.seconds <= limit and limited in ("hours", "memory", "data")
     whole = rules.chosen(stage.args.__class__(**vars(args) | {"epochs": stage.args.epochs}), data, 1)
     split = stage.args.batch_size * stage.args.accumulation_steps
-    assert whole.batch_size / 2 < split <= whole.batch_size  # the memory changes the micro-batch, not the update
+    # the memory changes the micro-batch, not the update
+    assert whole.batch_size / 2 < split <= whole.batch_size
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,18 @@ def test_a_run_over_another_one_lets_it_show():
 
 
 def test_held_out_data_have_the_color_of_their_run():
-    runs = {"a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)], "_b$": [record(1, eval_loss=3.0), record(2)]}
+    runs = {
+        "a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)],
+        "_b$": [record(1, eval_loss=3.0), record(2)],
+    }
     figure = draw(runs, "update", panels=["loss", "eval_loss"])
     lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-    assert lines == {"a": ("C0", "-"), "a, held-out": ("C0", "--"), "_b$": ("C1", "-"), "_b$, held-out": ("C1", "--")}
+    assert lines == {
+        "a": ("C0", "-"),
+        "a, held-out": ("C0", "--"),
+        "_b$": ("C1", "-"),
+        "_b$, held-out": ("C1", "--"),
+    }
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", " _b$", "held-out"]
     assert len(figure.axes) == 1
     assert list(drawn(draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
@@ -84,7 +92,13 @@ def test_a_long_curve_is_thinned_to_means():
 
 
 def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
-    figures = {"reward": 0.25, "kl": 0.5, "entropy": 1.5, "completion_length": 3.0, "samples": [{"reward": 1.0}]}
+    figures = {
+        "reward": 0.25,
+        "kl": 0.5,
+        "entropy": 1.5,
+        "completion_length": 3.0,
+        "samples": [{"reward": 1.0}],
+    }
     run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
     panels = drawn(draw({"a": run}, "update"))
     values = {title: lines["a"][1] for title, lines in panels.items()}
@@ -93,7 +107,9 @@ def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
     assert values["completion_length"] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])])
+@pytest.mark.parametrize(
+    ("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])]
+)
 def test_the_x_axis_is_the_chosen_one(x, expected):
     assert drawn(draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
 
@@ -114,7 +130,9 @@ def test_panels_are_chosen_by_name():
 def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
     seen = []
     original = plot_metrics.draw
-    monkeypatch.setattr(plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how))
+    monkeypatch.setattr(
+        plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how)
+    )
     for name in ("b_64", "a_64"):
         write_jsonl(tmp_path / f"{name}_metrics.jsonl", [record(1)])
     start(tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
@@ -142,7 +160,10 @@ def test_runs_of_the_same_file_name_keep_their_folders(tmp_path):
         (tmp_path / folder).mkdir()
         write_jsonl(tmp_path / folder / "sft_64_metrics.jsonl", [record(1)])
     first, second = (str(tmp_path / folder / "sft_64_metrics.jsonl") for folder in ("one", "two"))
-    assert list(plot_metrics.read_runs([first, second])) == [str(tmp_path / "one/sft_64"), str(tmp_path / "two/sft_64")]
+    assert list(plot_metrics.read_runs([first, second])) == [
+        str(tmp_path / "one/sft_64"),
+        str(tmp_path / "two/sft_64"),
+    ]
     assert list(plot_metrics.read_runs([first])) == ["sft_64"]
 
 
@@ -192,7 +213,9 @@ def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path, cap
     same = {"epochs": 2, "use_moe": True, "save_dir": "/x", "reward": "exact"}
     falling = [record(i, eval_loss=4.0 - i / 10) for i in range(1, 5)]
     rising = [record(1, eval_loss=2.0), record(2), record(3, eval_loss=2.5, loss=None)]
-    write_run(tmp_path, "a", same | {"data_path": "a.d/x", "learning_rate": 1e-3, "save_weight": "a"}, falling)
+    write_run(
+        tmp_path, "a", same | {"data_path": "a.d/x", "learning_rate": 1e-3, "save_weight": "a"}, falling
+    )
     same |= {"data_path": "b.d/x", "loss": "other"}  # a setting of the name of a figure
     write_run(tmp_path, "b", same | {"learning_rate": 3e-3, "save_weight": "b", "packing": False}, rising)
     write_run(tmp_path, "old")
@@ -211,7 +234,9 @@ def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path, cap
 
 
 def test_a_run_from_rewards_shows_them(tmp_path):
-    write_run(tmp_path, "a", None, [record(1, reward=0.25, eval_reward=0.5, eval_loss=-0.5), record(2, reward=None)])
+    write_run(
+        tmp_path, "a", None, [record(1, reward=0.25, eval_reward=0.5, eval_loss=-0.5), record(2, reward=None)]
+    )
     head, row = table(tmp_path)
     assert dict(zip(head, row, strict=True)) | {
         "reward": "0.2500",
@@ -219,7 +244,8 @@ def test_a_run_from_rewards_shows_them(tmp_path):
         "best_update": "1",
     } == dict(zip(head, row, strict=True))
     panels = drawn(plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update"))
-    assert [*panels["loss"]] == ["a"] and [*panels["reward"]] == ["a", "a, held-out"]  # minus it is no loss to draw
+    # minus it is no loss to draw
+    assert [*panels["loss"]] == ["a"] and [*panels["reward"]] == ["a", "a, held-out"]
 
 
 def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp_path, capsys):
@@ -263,7 +289,10 @@ def test_fifty_runs_are_one_table(tmp_path):
 def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, start):
     attack = "<script>alert(1)</script>\"'&"
     samples = [{"prompt": attack, "answer": attack + "x" * 9999}, {"prompt": 1}, "no sample", None]
-    records = [record(1, warnings=[attack, 3], samples=samples), record(2, samples=[{"prompt": attack, "answer": "B"}])]
+    records = [
+        record(1, warnings=[attack, 3], samples=samples),
+        record(2, samples=[{"prompt": attack, "answer": "B"}]),
+    ]
     name = "a<img src=x>$b_中\x1b[31m"
     write_run(tmp_path, name, {"data_path": attack, "seed": 1}, records)
     write_run(tmp_path, "_plain", {"seed": 2}, [record(1, eval_loss=2.0)])
@@ -278,13 +307,18 @@ def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, s
             self.found.add(tag)
             for key, value in attributes:
                 assert not key.startswith("on") and "url(" not in str(value).replace("url(#", ""), (tag, key)
-                assert key not in ("src", "href") and (not key.endswith("href") or value.startswith("#")), (tag, key)
+                assert key not in ("src", "href") and (not key.endswith("href") or value.startswith("#")), (
+                    tag,
+                    key,
+                )
 
         def handle_data(self, data):
             self.texts.append(data)
 
     Tags().feed(page)
-    assert not Tags.found & {"script", "img", "link", "iframe", "a", "image"} and {"svg", "table"} <= Tags.found
+    assert (
+        not Tags.found & {"script", "img", "link", "iframe", "a", "image"} and {"svg", "table"} <= Tags.found
+    )
     text = " ".join(Tags.texts)
     assert text.count(attack) >= 4 and "update 1:" in text and "a<img src=x>$b_中\\x1b[31m" in text
     assert "xxx …" in text and "x" * 500 not in text and "\x1b" not in page

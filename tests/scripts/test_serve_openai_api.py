@@ -16,8 +16,8 @@ from scripts import serve_openai_api
 from scripts.serve import api
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
-from trainer.components.model_files import save_weights
-from trainer.components.run_files import weight_path
+from trainer.run.paths import weight_path
+from trainer.weights.files import save_weights
 
 
 @pytest.fixture
@@ -45,15 +45,21 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     for process in processes:
         line = wait_for_line(process, "serving ")
         assert line.startswith("serving full_sft_32 at http://127.0.0.1:")
-        connection = http.client.HTTPConnection("127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60
+        )
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         assert response.status == 200 and response.readline().startswith(b"data: ")
         streams.append((connection, response))
     gentle, hasty = processes
     unfinished = socket.create_connection(("127.0.0.1", streams[0][0].port))  # must not hold up the end
-    unfinished.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    unfinished.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     unfinished.sendall(b"Content-Length: 1000\r\n\r\n{")
     for process in processes:
         process.send(signal.SIGTERM)
@@ -118,7 +124,11 @@ def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch):
     served = []
     monkeypatch.setattr(api, "create_app", lambda model, tokenizer, settings: served.append(settings))
     monkeypatch.setattr(serve_openai_api, "run", lambda app, listener: listener.close())
-    for value, flags, key in (("secret", [], "secret"), ("secret", ["--api_key", "other"], "other"), ("", [], None)):
+    for value, flags, key in (
+        ("secret", [], "secret"),
+        ("secret", ["--api_key", "other"], "other"),
+        ("", [], None),
+    ):
         monkeypatch.setenv("MINIMIND_API_KEY", value)
         assert call(serve_openai_api, *weights, "--port", "0", *flags).returncode == 0
         assert served[-1].api_key == key and ("*" not in served[-1].hosts) == (key is None)
@@ -134,7 +144,10 @@ def test_missing_packages_are_told_in_one_line(weights, call, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     done = call(serve_openai_api, *weights)
-    assert done.returncode == 2 and done.stderr == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
+    )
 
 
 @pytest.mark.parametrize(("flags", "warns"), [([], False), (["--host", "0.0.0.0"], True)])

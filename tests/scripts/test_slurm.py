@@ -13,7 +13,7 @@ from dataset import show_samples
 from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 COMMANDS = {
     "srun": 'shift\necho $$ > step\nexec "$@"\n',  # one node: torchrun itself; without --kill-on-bad-exit
@@ -50,8 +50,8 @@ def wait_for(updates: int, folder: Path, job: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 def test_a_job_restarts_a_killed_rank_and_is_queued_again_at_its_time_limit(corpus, tmp_path):
-    """A rank is killed: torchrun starts the ranks again. USR1: they save, and the job is requeued. It goes on to the
-    end, and the result is that of a run that nothing happened to."""
+    """A rank is killed: torchrun starts the ranks again. USR1: they save, and the job is requeued. It goes on
+    to the end, and the result is that of a run that nothing happened to."""
     stand_in(tmp_path, COMMANDS)
     for name in ("trainer", "dataset", "common", "model"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -20,7 +20,8 @@ RUNS = ["persona", "terse", "alone", "student", "sums", "sums_grpo", "calls", "c
 
 @pytest.fixture
 def started(tmp_path):
-    """started(fails): the tour with a `python` that only notes its arguments -> its end, and the lists of arguments."""
+    """started(fails): the tour with a `python` that only notes its arguments -> its end, and the lists of
+    arguments."""
     for folder in ("scripts", "bin", "out/demo"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "tour.sh", tmp_path / "scripts")
@@ -46,7 +47,9 @@ def started(tmp_path):
 def test_each_command_is_possible(started):
     done, commands = started()
     assert done.returncode == 0, done.stderr
-    files = make_corpus(0) | make_tour(0) | {f"sums/{name}": records for name, records in make_sums(0).items()}
+    files = (
+        make_corpus(0) | make_tour(0) | {f"sums/{name}": records for name, records in make_sums(0).items()}
+    )
     runs = [parse_args(ARGS[words[0]], None, words[1:]) for words in commands if words[0] in ARGS]
     for settings in runs:
         named = [settings.data_path, settings.eval_data_path]

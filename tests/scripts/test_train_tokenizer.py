@@ -1,4 +1,5 @@
-"""scripts/train_tokenizer.py: a small vocabulary from generated lines, and one-line errors for files it cannot use."""
+"""scripts/train_tokenizer.py: a small vocabulary from generated lines, and one-line errors for files it
+cannot use."""
 
 import gzip
 import json
@@ -21,7 +22,9 @@ def train(*arguments):
 
 
 def write_lines(path, records):
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8"
+    )
     return path
 
 
@@ -29,7 +32,8 @@ def write_lines(path, records):
 def corpus(tmp_path):
     english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(60)]
     chinese = [
-        {"conversations": [{"role": "user", "content": f"第{i}个村庄的面包师卖什么？面包和蜂蜜。"}]} for i in range(60)
+        {"conversations": [{"role": "user", "content": f"第{i}个村庄的面包师卖什么？面包和蜂蜜。"}]}
+        for i in range(60)
     ]
     return write_lines(tmp_path / "corpus.jsonl", english + chinese)
 
@@ -46,14 +50,21 @@ def test_train_reload_and_report(corpus, tmp_path):
 
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert len(tokenizer) == 400
-    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]) == [0, 1, 2, 3]
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     for text in ["The baker 面包师 1234", " \n\t\x00 é 👍 <think> <|im_end|>", "", "don 't , ."]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     shipped = AutoTokenizer.from_pretrained(REPOSITORY / "model")
     assert tokenizer.chat_template == shipped.chat_template
 
-    files = [json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in (out, REPOSITORY / "model")]
+    files = [
+        json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in (out, REPOSITORY / "model")
+    ]
     for part in ("normalizer", "pre_tokenizer", "decoder"):  # what makes it readable to other programs
         assert files[0][part] == files[1][part]
 

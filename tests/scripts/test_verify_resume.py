@@ -1,4 +1,5 @@
-"""verify_resume finds every kind of difference, kills every process, and real runs killed at random moments pass it."""
+"""verify_resume finds every kind of difference, kills every process, and real runs killed at random moments
+pass it."""
 
 import json
 import os
@@ -24,14 +25,27 @@ from scripts.verify_resume import Kill, compare_runs, differences, draw_kills, t
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
 
-# --- comparing -----------------------------------------------------------------------------------------------------
+# --- comparing
+# -----------------------------------------------------------------------------------------------------
 
 
 def make_records() -> list[dict]:
     records = []
     for update in range(1, 11):
-        record = {"update": update, "epoch": update // 6, "step": update * 2, "loss": 5 / update, "logits_loss": 4.5}
-        record |= {"aux_loss": 0.0, "learning_rate": 1e-3, "grad_norm": 1.25, "tokens": update * 100, "seconds": 0.5}
+        record = {
+            "update": update,
+            "epoch": update // 6,
+            "step": update * 2,
+            "loss": 5 / update,
+            "logits_loss": 4.5,
+        }
+        record |= {
+            "aux_loss": 0.0,
+            "learning_rate": 1e-3,
+            "grad_norm": 1.25,
+            "tokens": update * 100,
+            "seconds": 0.5,
+        }
         records.append(record | ({"eval_loss": 4.0, "eval_bpb": 2.0} if update % 3 == 0 else {}))
     records[4]["loss"] = float("nan")
     return records
@@ -47,13 +61,23 @@ def write_run(folder: Path, change_records=None, change_state=None, change_weigh
     optimizer.step()
     weights = {key: value.half() for key, value in model.state_dict().items()}
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {"scale": 1024.0}}
-    state |= {"epoch": 2, "step": 8, "update": 10, "tokens": 1000, "samples_done": 64, "best_eval": 4.0, "seconds": 1}
+    state |= {
+        "epoch": 2,
+        "step": 8,
+        "update": 10,
+        "tokens": 1000,
+        "samples_done": 64,
+        "best_eval": 4.0,
+        "seconds": 1,
+    }
     state["world_size"] = 1
     records = make_records()
     for change, content in ((change_records, records), (change_state, state), (change_weights, weights)):
         if change is not None:
             change(content)
-    run = SimpleNamespace(**{name: folder / f"{name}.pth" for name in ("weights", "best_weights", "checkpoint")})
+    run = SimpleNamespace(
+        **{name: folder / f"{name}.pth" for name in ("weights", "best_weights", "checkpoint")}
+    )
     torch.save(weights, run.weights)
     torch.save(weights, run.best_weights)
     torch.save(state, run.checkpoint)
@@ -99,7 +123,10 @@ def test_a_difference_in_the_metrics_is_found(tmp_path, case):
 
 
 STATES = {
-    "a bit of the model": (lambda s: flip(s["model"]["1.weight"]), "checkpoint.model.1.weight: 1 of 6 values differ"),
+    "a bit of the model": (
+        lambda s: flip(s["model"]["1.weight"]),
+        "checkpoint.model.1.weight: 1 of 6 values differ",
+    ),
     "a bit of the optimizer": (
         lambda s: flip(s["optimizer"]["state"][2]["exp_avg_sq"]),
         "checkpoint.optimizer.state.2.exp_avg_sq: 1 of 6 values differ, by at most ",
@@ -115,7 +142,10 @@ STATES = {
     "the scaler": (lambda s: s["scaler"].update(scale=512.0), "checkpoint.scaler.scale: 512.0, not 1024.0"),
     "a counter": (lambda s: s.update(tokens=999), "checkpoint.tokens: 999, not 1000"),
     "a lost counter": (lambda s: s.pop("update"), "checkpoint.update: None, not 10"),
-    "a lost tensor": (lambda s: s["model"].pop("0.bias"), "checkpoint.model.0.bias: 'missing', not torch.float32 (3,)"),
+    "a lost tensor": (
+        lambda s: s["model"].pop("0.bias"),
+        "checkpoint.model.0.bias: 'missing', not torch.float32 (3,)",
+    ),
     "another precision": (
         lambda s: s["model"].update({"0.bias": s["model"]["0.bias"].double()}),
         "checkpoint.model.0.bias: torch.float64 (3,), not torch.float32 (3,)",
@@ -155,7 +185,8 @@ def test_every_bit_counts():
             assert len(differences(tensor, torch.zeros_like(tensor), "x")) == (tensor.numel() > 0)
 
 
-# --- drawing -------------------------------------------------------------------------------------------------------
+# --- drawing
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 40])
@@ -172,17 +203,22 @@ def test_kills_are_spread_over_the_run(count):
         # an evaluation may lie behind its part, the next kills then follow it closely
         assert all(target <= last * (i + 1) // count + 6 for i, target in enumerate(targets))
         assert all(
-            records[target]["update"] % 5 == 0 or target >= last - 5 for kind, target, *_ in kills if kind[0] == "e"
+            records[target]["update"] % 5 == 0 or target >= last - 5
+            for kind, target, *_ in kills
+            if kind[0] == "e"
         )
         assert not any(kind == "cache" for kind, *_ in kills[2:])
     assert set(kinds) == {"cache", "start", "update", "save", "evaluation"}
     ways = {kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records)}
     assert ways == {"all", "signal"}
-    ways = {kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records, ranks=2)}
+    ways = {
+        kill.way for seed in range(50) for kill in draw_kills(random.Random(seed), count, records, ranks=2)
+    }
     assert ways == {"all", "signal", "launcher", "rank"}
 
 
-# --- running and killing -------------------------------------------------------------------------------------------
+# --- running and killing
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -243,7 +279,9 @@ def test_a_hung_run_ends(run, monkeypatch):
 @pytest.mark.parametrize("kills", [[], [Kill("start", 0, 1.0)], [Kill("update", 3, 0.5)]])
 def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
     run.command = [sys.executable, "-c", "import sys; sys.exit('something is wrong')"]
-    with pytest.raises(SystemExit, match=r"FAIL: a launch ended by itself with status 1;(.|\n)*something is wrong"):
+    with pytest.raises(
+        SystemExit, match=r"FAIL: a launch ended by itself with status 1;(.|\n)*something is wrong"
+    ):
         train(run, kills, 600.0, 1.0)
 
 
@@ -261,8 +299,16 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     """It would reach the same bits in the end."""
     monkeypatch.setattr(run, "saved_update", lambda: 12)
     record = json.dumps({"update": 13, "samples": "long " * 2000})  # as those of rollouts are
-    script = f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({record!r} + '\\n'); print(sys.argv[2])"
-    run.command = [sys.executable, "-c", script, str(run.metrics), "resuming full_sft at epoch 2, update 12 of 45"]
+    script = (
+        f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({record!r} + '\\n'); print(sys.argv[2])"
+    )
+    run.command = [
+        sys.executable,
+        "-c",
+        script,
+        str(run.metrics),
+        "resuming full_sft at epoch 2, update 12 of 45",
+    ]
     train(run, [])
     assert run.last_update() == 13
     shutil.rmtree(run.weights.parent)
@@ -279,7 +325,8 @@ def test_a_stage_after_sft_starts_from_weights_of_its_own(tmp_path):
     assert run.start.is_file() and run.teacher.is_file()
 
 
-# --- the script ----------------------------------------------------------------------------------------------------
+# --- the script
+# ----------------------------------------------------------------------------------------------------
 
 
 def call(monkeypatch, *flags) -> None:
@@ -376,6 +423,8 @@ def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch
 
 
 def test_a_stage_that_cannot_run(monkeypatch, tmp_path):
-    with pytest.raises(SystemExit, match=r"FAIL: a launch ended by itself with status 2(.|\n)*nowhere.jsonl: no such"):
+    with pytest.raises(
+        SystemExit, match=r"FAIL: a launch ended by itself with status 2(.|\n)*nowhere.jsonl: no such"
+    ):
         call(monkeypatch, "--work_dir", tmp_path / "work", "--", "--data_path", "nowhere.jsonl")
     assert (tmp_path / "work").is_dir()

@@ -28,14 +28,20 @@ def test_the_command_writes_the_tables_and_leaves_the_text(tmp_path, monkeypatch
     copy_pages(tmp_path)
     page = tmp_path / "docs/flags.md"
     right = page.read_text(encoding="utf-8")
-    page.write_text(right.replace("| seconds |", "| hours |").replace("# Flags", "# All flags"), encoding="utf-8")
+    page.write_text(
+        right.replace("| seconds |", "| hours |").replace("# Flags", "# All flags"), encoding="utf-8"
+    )
     monkeypatch.setattr(write_flag_pages, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["write_flag_pages.py"])
     write_flag_pages.main()
-    assert page.read_text(encoding="utf-8").startswith("# All flags\n") and "| hours |" not in page.read_text()
+    assert (
+        page.read_text(encoding="utf-8").startswith("# All flags\n") and "| hours |" not in page.read_text()
+    )
     assert capsys.readouterr().out == "wrote docs/flags.md\nwrote docs/zh/flags.md\n"
     page.write_text(right.replace("<!-- end of engine -->\n", ""), encoding="utf-8")
-    with pytest.raises(UserError, match=r"docs/flags.md lacks the line .* or <!-- end of engine -->; put it back"):
+    with pytest.raises(
+        UserError, match=r"docs/flags.md lacks the line .* or <!-- end of engine -->; put it back"
+    ):
         write_flag_pages.main()
 
 
@@ -58,7 +64,10 @@ def test_every_kind_of_value_and_default():
 
     found = settings_of(Args)
     shown = {name: (value(found[name]), default(found[name])) for name in found}
-    assert shown["z_loss"] == ("FLOAT ≥ 0, < 1", "0.0001") and shown["learning_rate"] == ("FLOAT > 0, `auto`", "0.0005")
+    assert shown["z_loss"] == ("FLOAT ≥ 0, < 1", "0.0001") and shown["learning_rate"] == (
+        "FLOAT > 0, `auto`",
+        "0.0005",
+    )
     assert shown["use_moe"] == ("`0`, `1`", "0") and shown["parallel"] == ("`ddp`, `fsdp`, `hsdp`", "ddp")
     assert shown["save_dir"] == ("TEXT", "out/") and shown["eval_data_path"] == ("TEXT", "-")
     assert default(replace(found["z_loss"], default=1e-5)) == "1e-5" and default(None) == ""

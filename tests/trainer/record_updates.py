@@ -10,10 +10,10 @@ from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.components.distributed import this_rank
-from trainer.components.parallel import unwrap, wrap_model
-from trainer.components.state import TrainState
+from trainer.devices.process_group import this_rank
+from trainer.devices.wrapping import unwrap, wrap_model
 from trainer.loop import make_record, train_update, update_size
+from trainer.run.state import TrainState
 
 
 def main() -> None:
@@ -23,7 +23,9 @@ def main() -> None:
     dataset = SFTDataset(data, tokenizer, max_length=64, packing=packing == "1", cache_dir=cache)
     utils.init_distributed_mode()
     utils.setup_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, use_moe=use_moe == "1")
+    config = MiniMindConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, use_moe=use_moe == "1"
+    )
     config.num_key_value_heads = 2
     model = MiniMindForCausalLM(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the same weights for every update compared

@@ -1,4 +1,5 @@
-"""Small runs of the stages that learn from rewards, for tests, and what must be equal when two runs are the same."""
+"""Small runs of the stages that learn from rewards, for tests, and what must be equal when two runs are the
+same."""
 
 import signal
 from pathlib import Path
@@ -8,9 +9,19 @@ import pytest
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
-SAMPLED = ("loss", "grad_norm", "reward", "entropy", "completion_length", "kl", "clip_ratio", "samples", "eval_reward")
+SAMPLED = (
+    "loss",
+    "grad_norm",
+    "reward",
+    "entropy",
+    "completion_length",
+    "kl",
+    "clip_ratio",
+    "samples",
+    "eval_reward",
+)
 # Ends the process, as kill -9 would, or stops it, as SIGTERM would, before the Nth token of all rollouts.
 IN_A_ROLLOUT = """
 import signal
@@ -44,7 +55,9 @@ def rollout_flags(prompts: dict[str, Path], folder: Path, **extra) -> list[str]:
 
 def figures(folder: Path, name: str, fields: tuple[str, ...] = SAMPLED) -> list[list]:
     """What the metrics file says about each update."""
-    return [[record.get(key) for key in fields] for record in read_metrics(folder / f"out/{name}_metrics.jsonl")]
+    return [
+        [record.get(key) for key in fields] for record in read_metrics(folder / f"out/{name}_metrics.jsonl")
+    ]
 
 
 def assert_same_run(one: Path, other: Path, name: str, fields: tuple[str, ...] = SAMPLED) -> None:
@@ -61,12 +74,14 @@ def assert_close_figures(one: Path, other: Path, name: str, fields: tuple[str, .
     assert len(first) == len(second) > 0
     for a, b in zip(first, second, strict=True):
         for field, x, y in zip(fields, a, b, strict=True):
-            assert x == (y if field == "samples" or x is None else pytest.approx(y, rel=1e-4, abs=1e-6)), field
+            assert x == (y if field == "samples" or x is None else pytest.approx(y, rel=1e-4, abs=1e-6)), (
+                field
+            )
 
 
 def assert_goes_on_with_another_grouping(stage, prompts, folder, name, before, after, **settings) -> None:
-    """A run that is stopped between two updates of a rollout goes on with another (--batch_size, --accumulation_steps,
-    processes)."""
+    """A run that is stopped between two updates of a rollout goes on with another (--batch_size,
+    --accumulation_steps, processes)."""
     settings |= {"num_iterations": 2, "eval_interval": 0, "save_interval": 1000}
 
     def again(grouping, **more) -> list[str]:

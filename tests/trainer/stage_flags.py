@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 FIELDS = ("update", "epoch", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
 FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min", "dead_experts")

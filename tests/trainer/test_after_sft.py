@@ -1,5 +1,5 @@
-"""The stages after SFT keep the loop's promises: an update is the same however it is cut, a killed run ends with the
-same bits, shards train as copies do; and what a user does wrong is one line.
+"""The stages after SFT keep the loop's promises: an update is the same however it is cut, a killed run ends
+with the same bits, shards train as copies do; and what a user does wrong is one line.
 """
 
 import json
@@ -17,9 +17,9 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_lora
-from trainer.components.metrics import read_metrics
-from trainer.components.model_files import save_weights
+from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.weights.files import save_weights
 
 STAGES = {
     "dpo": ("dpo", train_dpo.METRICS),
@@ -73,7 +73,11 @@ def test_accumulation_ranks_and_shards_change_nothing(corpus, start, tmp_path, s
         assert len(parts) == len(whole)
         for one, other in zip(whole, parts, strict=True):
             for field in ("loss", "aux_loss", "grad_norm", "learning_rate", *shown):
-                assert other[field] == pytest.approx(one[field], rel=1e-4, abs=2e-5), (cut, one["update"], field)
+                assert other[field] == pytest.approx(one[field], rel=1e-4, abs=2e-5), (
+                    cut,
+                    one["update"],
+                    field,
+                )
         assert parts[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], abs=2e-5)
     weights = [weights_for_use(tmp_path / cut, f"{name}_32_moe") for cut in cuts]
     assert all(values.keys() == weights[0].keys() for values in weights)
@@ -81,7 +85,8 @@ def test_accumulation_ranks_and_shards_change_nothing(corpus, start, tmp_path, s
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, stage):
-    """With dropout, within an accumulation window. A frozen model's hash belongs to the run: another is refused."""
+    """With dropout, within an accumulation window. A frozen model's hash belongs to the run: another is
+    refused."""
     name = f"{STAGES[stage][0]}_32"
     settings = {"epochs": 2, "dropout": 0.1, "accumulation_steps": 2, "batch_size": 4, "log_interval": 2}
     settings |= {"lora": {"lora_dropout": 0.1}, "dpo": {"rpo_alpha": 0.5}}.get(stage, {})
@@ -104,7 +109,9 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
     start_file = "teacher_48" if stage == "distillation" else "full_sft_32"
     weights = tmp_path / "broken" / f"out/{start_file}.pth"
     before = {path: path.read_bytes() for path in start.glob("*.pth")}
-    assert all((tmp_path / "broken/out" / path.name).read_bytes() == content for path, content in before.items())
+    assert all(
+        (tmp_path / "broken/out" / path.name).read_bytes() == content for path, content in before.items()
+    )
     torch.save({key: value + 1 for key, value in torch.load(weights).items()}, weights)
     weights.with_suffix(".json").unlink(missing_ok=True)
     line = run(stage, broken, status=2).error_lines[-1]
@@ -114,8 +121,10 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
 def test_an_overwritten_reference_is_not_missed(corpus, start, tmp_path):
     """A second round over the same name is refused, and so is the resume of one of an early version."""
     own = argv(corpus, start, tmp_path, "dpo", save_weight="full_sft", batch_size=4)
-    assert "the run writes over these weights, and needs them again" in run("dpo", own, status=2).error_lines[-1]
-    early = "import trainer.components.resume as r; r.check_not_overwritten = lambda args: None"
+    assert (
+        "the run writes over these weights, and needs them again" in run("dpo", own, status=2).error_lines[-1]
+    )
+    early = "import trainer.run.resume as r; r.check_not_overwritten = lambda args: None"
     run("dpo", own, Faults(script=early, signals={6: signal.SIGTERM}), status=143)
     line = run("dpo", [*own, "--from_resume", "1"], status=2).error_lines[-1]
     assert "and it needs them again; put them back" in line
@@ -156,10 +165,17 @@ BAD_PAIRS = {
     "no question": ({"chosen": "a", "rejected": "b"}, "answers without a question"),
     "number": ({"prompt": "q", "chosen": "a", "rejected": 3}, "'rejected' is a number"),
     "other beginning": (
-        {"prompt": "x", "chosen": [{"role": "user", "content": "q"}], "rejected": [{"role": "user", "content": "q"}]},
+        {
+            "prompt": "x",
+            "chosen": [{"role": "user", "content": "q"}],
+            "rejected": [{"role": "user", "content": "q"}],
+        },
         "do not begin with 'prompt'",
     ),
-    "user last": ({"prompt": "q", "chosen": {"role": "user", "content": "a"}, "rejected": "b"}, "no assistant turn"),
+    "user last": (
+        {"prompt": "q", "chosen": {"role": "user", "content": "a"}, "rejected": "b"},
+        "no assistant turn",
+    ),
 }
 
 

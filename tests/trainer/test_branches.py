@@ -1,4 +1,5 @@
-"""Going back to an older state: a branch never writes over another run's files, and a restart goes on with it."""
+"""Going back to an older state: a branch never writes over another run's files, and a restart goes on with
+it."""
 
 import json
 import os
@@ -10,7 +11,7 @@ import pytest
 
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 SETTINGS = {
     "epochs": 2,
@@ -44,7 +45,8 @@ def runs(corpus, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_branch_under_another_runs_name_killed_three_times(corpus, runs, tmp_path, ranks):
-    """`b` goes on from a numbered state of `a`: the old files of both are all there, and each start goes on."""
+    """`b` goes on from a numbered state of `a`: the old files of both are all there, and each start goes
+    on."""
     folder = tmp_path / "both"
     shutil.copytree(runs, folder)
     before = {name: of_run(folder, name) for name in ("a", "b")}
@@ -79,7 +81,9 @@ def test_back_to_an_older_state_of_the_same_run(corpus, runs, tmp_path, state):
     shutil.copytree(runs, tmp_path / "back")
     folder = tmp_path / "back"
     if state == "best_resume":  # one that is not the newest, and that the branch writes over
-        os.replace(folder / "checkpoints/a_32_update_00000008.pth", folder / "checkpoints/a_32_best_resume.pth")
+        os.replace(
+            folder / "checkpoints/a_32_update_00000008.pth", folder / "checkpoints/a_32_best_resume.pth"
+        )
     before = of_run(folder, "a")
     start = folder / f"checkpoints/a_32_{state}.pth"
     argv = branch(folder, corpus, "a", start)
@@ -99,7 +103,8 @@ def test_a_state_that_was_set_aside_begins_a_branch(corpus, runs, tmp_path):
     folder = tmp_path / "aside"
     shutil.copytree(runs, folder)
     whole = flags(corpus, folder, "pretrain", **SETTINGS, save_weight="a")
-    run("pretrain", whole, Faults(signals={6: signal.SIGTERM}), status=143)  # without --from_resume: a new run
+    # without --from_resume: a new run
+    run("pretrain", whole, Faults(signals={6: signal.SIGTERM}), status=143)
     second = of_run(folder, "a")
     start = folder / "checkpoints/earlier_1/a_32_update_00000008.pth"
     run("pretrain", branch(folder, corpus, "a", start))
@@ -108,7 +113,8 @@ def test_a_state_that_was_set_aside_begins_a_branch(corpus, runs, tmp_path):
 
 
 def test_metrics_of_another_run_are_no_head_of_a_branch(corpus, runs, tmp_path):
-    """The state lies where the metrics of a later run of the same name lie: they are not those of its past."""
+    """The state lies where the metrics of a later run of the same name lie: they are not those of its
+    past."""
     folder = tmp_path / "moved"
     shutil.copytree(runs, folder)
     shutil.copy(folder / "checkpoints/a_32_update_00000008.pth", folder / "checkpoints/mine.pth")
@@ -119,15 +125,20 @@ def test_metrics_of_another_run_are_no_head_of_a_branch(corpus, runs, tmp_path):
 
 
 def test_a_finished_run_that_is_started_again_changes_no_file(corpus, tmp_path):
-    """Also where the code has changed since; a lost weights file is written once more, with the same bytes."""
+    """Also where the code has changed since; a lost weights file is written once more, with the same
+    bytes."""
     pretrain = flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1, from_resume=1)
-    tuned = flags(corpus, tmp_path, "sft", epochs=1, num_hidden_layers=1, from_weight="pretrain", from_resume=1)
+    tuned = flags(
+        corpus, tmp_path, "sft", epochs=1, num_hidden_layers=1, from_weight="pretrain", from_resume=1
+    )
     run("pretrain", pretrain)
     run("full_sft", tuned, Faults(signals={2: signal.SIGTERM}), status=143)
     states = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/pretrain*")}
     other_version = "import platform; platform.python_version = lambda: '3.99'"
     assert "nothing to do" in run("pretrain", pretrain, Faults(script=other_version)).out
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/pretrain*")} == states
+    assert {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/pretrain*")
+    } == states
     weights = tmp_path / "out/pretrain_32.pth"
     whole = weights.read_bytes()
     weights.unlink()

@@ -13,10 +13,11 @@ from model import attention
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, run
 from tests.trainer.stage_flags import flags
-from trainer.components.distributed import init_distributed_mode, leave_process_group
-from trainer.components.parallel import full_tensor, transformer_layers, unwrap, wrap_model
+from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.wrapping import full_tensor, transformer_layers, unwrap, wrap_model
 
-LARGE, MIDDLE, SMALL = 1300, 800, 300  # tokens; inductor has kernels of their own for up to 512 and 1,024 rows
+# tokens; inductor has kernels of their own for up to 512 and 1,024 rows
+LARGE, MIDDLE, SMALL = 1300, 800, 300
 
 
 def flat_batch(tokens: int, samples: int) -> dict:
@@ -54,7 +55,16 @@ def check(compiled: torch.nn.Module, plain: torch.nn.Module, warm_up: list[int])
         train(compiled, flat_batch(tokens, 5))
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
-    for tokens, samples in ((1290, 7), (1409, 2), (700, 1), (64, 3), (LARGE, 40), (333, 9), (2000, 4), (1001, 6)):
+    for tokens, samples in (
+        (1290, 7),
+        (1409, 2),
+        (700, 1),
+        (64, 3),
+        (LARGE, 40),
+        (333, 9),
+        (2000, 4),
+        (1001, 6),
+    ):
         batch = flat_batch(tokens, samples)
         torch.testing.assert_close(train(compiled, batch), train(plain, batch), rtol=tolerance, atol=1e-3)
     assert counters["stats"]["unique_graphs"] == graphs
@@ -99,7 +109,9 @@ def test_experts_in_float32_compile_around_what_does_not():
 
 # --- several ranks
 
-IDS = dict.fromkeys(("input_ids", "position_ids", "target_index", "targets"), torch.zeros(0, dtype=torch.int64))
+IDS = dict.fromkeys(
+    ("input_ids", "position_ids", "target_index", "targets"), torch.zeros(0, dtype=torch.int64)
+)
 EMPTY = IDS | {"cu_seqlens": torch.zeros(1, dtype=torch.int32), "max_seqlen": 0}
 CASES = [(parallel, use_moe) for parallel in ("ddp", "fsdp") for use_moe in (False, True)]
 WIDE = 256  # then a layer is larger than DDP's first bucket, at whose border it would be cut
@@ -112,8 +124,14 @@ def of_itself(q, k, v, *_) -> torch.Tensor:
 
 
 def _rank(rank: int, port: int, folder: str) -> None:
-    """Notes the number of graphs after each batch, and the losses and gradients beside those of a plain model."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    """Notes the number of graphs after each batch, and the losses and gradients beside those of a plain
+    model."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
     os.environ |= {"WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     init_distributed_mode()
@@ -130,7 +148,14 @@ def _rank(rank: int, port: int, folder: str) -> None:
         ]
         torch.manual_seed(1 + rank)
         graphs, results = [], []
-        for batch in (EMPTY, flat_batch(WIDE, 3), flat_batch(70, 1), EMPTY, flat_batch(400, 9), flat_batch(129, 2)):
+        for batch in (
+            EMPTY,
+            flat_batch(WIDE, 3),
+            flat_batch(70, 1),
+            EMPTY,
+            flat_batch(400, 9),
+            flat_batch(129, 2),
+        ):
             for model in pair:
                 model.zero_grad()
                 loss = train(model, batch)

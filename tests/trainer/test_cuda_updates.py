@@ -1,5 +1,5 @@
-"""What a GPU would do, seen on a CPU with fake CUDA tensors (tests/fake_cuda): the host does not wait for it within an
-update, and what a checkpoint holds returns to it."""
+"""What a GPU would do, seen on a CPU with fake CUDA tensors (tests/fake_cuda): the host does not wait for it
+within an update, and what a checkpoint holds returns to it."""
 
 import json
 import shutil
@@ -23,14 +23,26 @@ IN_ONE_KERNEL = "torch_attn._varlen_attn_backward.default"
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> str:
     """The stand-in for CUDA."""
-    if torch.__version__.split("+")[0] != "2.13.0" or torch.version.cuda or not sys.platform.startswith("linux"):
+    if (
+        torch.__version__.split("+")[0] != "2.13.0"
+        or torch.version.cuda
+        or not sys.platform.startswith("linux")
+    ):
         pytest.skip("the stand-in for CUDA is written for torch 2.13.0 without CUDA, on Linux")
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the stand-in for CUDA with")
     library = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
     folder = Path(torch.__file__).parent
-    options = ["-shared", "-fPIC", "-std=c++20", f"-I{folder}/include", FOLDER / "fake_cuda.cpp", "-o", library]
+    options = [
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{folder}/include",
+        FOLDER / "fake_cuda.cpp",
+        "-o",
+        library,
+    ]
     subprocess.run([compiler, *options, f"-L{folder}/lib", "-lc10", f"-Wl,-rpath,{folder}/lib"], check=True)
     return str(library)
 
@@ -58,14 +70,20 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
     assert set(operators) == {*DENSE, *OLD, *GROUPED, *BATCHED, *SHARED, *EMPTY}
     assert all(IN_ONE_KERNEL in operators[mode] for mode in (*DENSE, *GROUPED, "MoE, Ampere", "MoE float16"))
     assert not any(IN_ONE_KERNEL in operators[mode] for mode in (*OLD, "MoE float32"))
-    for mode in (*OLD, "MoE float32"):  # with fewer key heads than query heads torch computes it without a kernel
-        assert "attention of 4 heads to 4" in operators[mode] and "attention of 4 heads to 2" not in operators[mode]
+    # with fewer key heads than query heads torch computes it without a kernel
+    for mode in (*OLD, "MoE float32"):
+        assert (
+            "attention of 4 heads to 4" in operators[mode]
+            and "attention of 4 heads to 2" not in operators[mode]
+        )
     assert all("aten._grouped_mm.default" in operators[mode] for mode in GROUPED)
     for mode in BATCHED:
         assert "aten._grouped_mm.default" not in operators[mode] and "aten.bmm.default" in operators[mode]
-    slow = {"aten.index_put.default", "aten._index_put_impl_.default", "aten.nonzero.default"}  # they sort or wait
+    # they sort or wait
+    slow = {"aten.index_put.default", "aten._index_put_impl_.default", "aten.nonzero.default"}
     assert [mode for mode, each in operators.items() if slow & each] == list(SHARED)
-    assert all(slow & operators[mode] == {"aten.index_put.default"} for mode in SHARED)  # of keys: sorts, always alike
+    # of keys: sorts, always alike
+    assert all(slow & operators[mode] == {"aten.index_put.default"} for mode in SHARED)
 
 
 def test_a_rollout_waits_once_for_eight_tokens(library):

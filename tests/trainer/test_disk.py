@@ -1,4 +1,5 @@
-"""A disk that is full, a folder that cannot be written: one line, exit status 2, and what was there stays whole."""
+"""A disk that is full, a folder that cannot be written: one line, exit status 2, and what was there stays
+whole."""
 
 import os
 import shutil
@@ -12,7 +13,7 @@ import torch
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 
 def only_line(process) -> str:
@@ -24,7 +25,8 @@ def only_line(process) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_room_for_the_checkpoint(corpus, tmp_path, ranks):
-    """The limit is set while it runs, so that an older checkpoint and weights are there: they stay as they were."""
+    """The limit is set while it runs, so that an older checkpoint and weights are there: they stay as they
+    were."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, batch_size=8 // ranks)
     run("pretrain", argv, Faults(signals={5: 15}), ranks=ranks, status=143)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
@@ -40,14 +42,20 @@ def test_no_room_for_the_checkpoint(corpus, tmp_path, ranks):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == files
     assert not list(tmp_path.rglob("*.tmp"))
     run("pretrain", argv, ranks=ranks)
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", epochs=1, batch_size=8 // ranks), ranks=ranks)
+    run(
+        "pretrain",
+        flags(corpus, tmp_path / "whole", "pretrain", epochs=1, batch_size=8 // ranks),
+        ranks=ranks,
+    )
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
 def test_no_room_for_the_metrics(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", save_interval=1000, eval_interval=1000, epochs=2, batch_size=1)
     line = only_line(run("pretrain", argv, Faults(file_limit=24_000), status=2))
-    assert line.startswith(f"error: {tmp_path}/out/pretrain_32_metrics.jsonl cannot be written (File too large)")
+    assert line.startswith(
+        f"error: {tmp_path}/out/pretrain_32_metrics.jsonl cannot be written (File too large)"
+    )
     assert len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")) >= 5
 
 
@@ -81,7 +89,8 @@ def test_a_read_only_folder(corpus, tmp_path, flag):
     files = {name: path for name, path in corpus.items() if path.is_file()}
     corpus = corpus | {name: Path(shutil.copy(path, base)) for name, path in files.items()}
     argv = flags(corpus, tmp_path, "pretrain", **folders)
-    if os.getuid() == 0:  # root may write anywhere: give the rights up, in a process that has everything loaded
+    # root may write anywhere: give the rights up, in a process that has everything loaded
+    if os.getuid() == 0:
         script = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
         line = only_line(run("pretrain", argv, Faults(script=script), status=2))
     else:
@@ -96,13 +105,19 @@ def test_a_really_full_file_system(corpus, tmp_path):
     mount = shutil.which("mount")
     if (
         mount is None
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", small], capture_output=True).returncode
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", small], capture_output=True
+        ).returncode
     ):
         pytest.skip("mounting a small file system is not allowed here")
     try:
-        argv = flags(corpus, tmp_path, "pretrain", checkpoint_dir=small, epochs=1, save_interval=2, from_resume=1)
+        argv = flags(
+            corpus, tmp_path, "pretrain", checkpoint_dir=small, epochs=1, save_interval=2, from_resume=1
+        )
         line = only_line(run("pretrain", argv, status=2))
-        assert line.startswith(f"error: {small}/pretrain_32_resume.pth cannot be written (No space left on device)")
+        assert line.startswith(
+            f"error: {small}/pretrain_32_resume.pth cannot be written (No space left on device)"
+        )
         left = [path.name for path in small.glob("*.pth")]
         assert all(torch.load(small / name, weights_only=True) for name in left)
     finally:

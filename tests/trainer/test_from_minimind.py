@@ -1,4 +1,5 @@
-"""MiniMind's eight stages, on files of its forms under its names, by its launch lines; and what its files cannot be."""
+"""MiniMind's eight stages, on files of its forms under its names, by its launch lines; and what its files
+cannot be."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 
 from tests.conftest import write_jsonl
 from tests.trainer.test_stage_as_typed import clone, typed  # noqa: F401 (a fixture)
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 TOOL = {"type": "function", "function": {"name": "calculate_math", "description": "", "parameters": {}}}
 SMALL = "--hidden_size 32 --num_hidden_layers 1 --max_seq_len 96 --epochs 1"
@@ -26,7 +27,13 @@ STAGES = {  # stage -> its flags, and the weights that it writes
 
 def turn(role: str, content: str, **others: str | None) -> dict:
     """A message with all of MiniMind's fields."""
-    return {"role": role, "content": content, "reasoning_content": None, "tools": None, "tool_calls": None} | others
+    return {
+        "role": role,
+        "content": content,
+        "reasoning_content": None,
+        "tools": None,
+        "tool_calls": None,
+    } | others
 
 
 def write_data(folder: Path, old_names: bool = False) -> None:
@@ -38,10 +45,14 @@ def write_data(folder: Path, old_names: bool = False) -> None:
     thought = [turn("user", "你好"), turn("assistant", "你好！", reasoning_content="先问好。")]
     sft = [*chats, [*called, turn("assistant", "等于 6。")], thought]
     files = {
-        ("pretrain_t2t_mini", "pretrain_hq"): [{"text": f"{i} 之后是 {i + 1}，再之后是 {i + 2}。"} for i in range(24)],
+        ("pretrain_t2t_mini", "pretrain_hq"): [
+            {"text": f"{i} 之后是 {i + 1}，再之后是 {i + 2}。"} for i in range(24)
+        ],
         ("sft_t2t_mini", "sft_mini_512"): [{"conversations": chat} for chat in sft],
         ("lora_identity", "lora_medical"): [{"conversations": chat} for chat in chats],
-        ("dpo", "dpo"): [{"chosen": chat, "rejected": [chat[0], turn("assistant", "不知道")]} for chat in chats],
+        ("dpo", "dpo"): [
+            {"chosen": chat, "rejected": [chat[0], turn("assistant", "不知道")]} for chat in chats
+        ],
         ("rlaif", "rlaif-mini"): [
             {"conversations": [chat[0], turn("assistant", ("", "无")[i % 2])]} for i, chat in enumerate(chats)
         ],

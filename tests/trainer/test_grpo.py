@@ -27,21 +27,27 @@ def grpo_flags(prompts, folder, **extra) -> list[str]:
     return rollout_flags(prompts, folder, **{"num_generations": 4} | extra)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}]
+)
 def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, settings):
     """First stopped in the second rollout of an update, of which the first one must not count twice."""
     settings = settings | {"batch_size": 2, "accumulation_steps": 2}
     run("grpo", grpo_flags(prompts, tmp_path / "whole", **settings))
-    assert len({json.dumps(record[:4]) for record in figures(tmp_path / "whole", "grpo_32")}) == 6 * settings.get(
-        "num_iterations", 1
-    )
+    assert len(
+        {json.dumps(record[:4]) for record in figures(tmp_path / "whole", "grpo_32")}
+    ) == 6 * settings.get("num_iterations", 1)
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
     script = IN_A_ROLLOUT.format(token=9, signal="SIGTERM")
     stopped = run("grpo", again, Faults(script=script), status=128 + signal.SIGTERM)
     assert "is saved; --from_resume 1 goes on" in stopped.out + stopped.err
-    for fault in (Faults(script=IN_A_ROLLOUT.format(token=9, signal="SIGKILL")), Faults(signals={3: signal.SIGKILL})):
+    for fault in (
+        Faults(script=IN_A_ROLLOUT.format(token=9, signal="SIGKILL")),
+        Faults(signals={3: signal.SIGKILL}),
+    ):
         run("grpo", again, fault, status=-signal.SIGKILL)
-    run("grpo", again, Faults(signals={1: signal.SIGTERM}), status=128 + signal.SIGTERM)  # between two iterations
+    # between two iterations
+    run("grpo", again, Faults(signals={1: signal.SIGTERM}), status=128 + signal.SIGTERM)
     run("grpo", again)
     assert_same_run(tmp_path / "whole", tmp_path / "killed", "grpo_32")
 
@@ -64,7 +70,8 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path, loss_type):
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1}])
 def test_sharded_weights_change_nothing(prompts, tmp_path, settings):
-    """The completions, of whole weights, and the updates are those of DDP; a killed run ends with the same bits."""
+    """The completions, of whole weights, and the updates are those of DDP; a killed run ends with the same
+    bits."""
     settings = settings | {"batch_size": 2, "accumulation_steps": 2, "beta": 0.05, "sample_prompts": "none"}
     run("grpo", grpo_flags(prompts, tmp_path / "ddp", **settings), ranks=2)
     sharded = settings | {"parallel": "fsdp"}
@@ -80,7 +87,9 @@ def test_sharded_weights_change_nothing(prompts, tmp_path, settings):
 
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     """The rest of that rollout's updates are made of new completions."""
-    assert_goes_on_with_another_grouping("grpo", prompts, tmp_path, "grpo_32", (2, 1, 2), (4, 1, 1), num_generations=4)
+    assert_goes_on_with_another_grouping(
+        "grpo", prompts, tmp_path, "grpo_32", (2, 1, 2), (4, 1, 1), num_generations=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,10 @@ def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
         ({"epsilon": 0.1}, "error: --epsilon has no effect with one update per rollout"),
         ({"packing": 1}, "error: --packing 1 has no effect"),
         ({"batch_size": 40}, "error: --data_path holds 24 prompts, and an update takes 40"),
-        ({"reward": "exact_answer"}, r"rl.jsonl:\d+: reward exact_answer failed \(ValueError: .*no reference answer"),
+        (
+            {"reward": "exact_answer"},
+            r"rl.jsonl:\d+: reward exact_answer failed \(ValueError: .*no reference answer",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(prompts, tmp_path, settings, line):

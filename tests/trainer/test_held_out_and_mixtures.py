@@ -19,12 +19,15 @@ def weighted(corpus, first: float = 0.3, second: float = 0.7) -> str:
 
 def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
     settings = SPLIT | {"data_path": weighted(corpus), "num_workers": 1}
-    argvs = {n: flags(corpus, tmp_path / n, "pretrain", **settings, from_resume=1) for n in ("whole", "killed")}
+    argvs = {
+        n: flags(corpus, tmp_path / n, "pretrain", **settings, from_resume=1) for n in ("whole", "killed")
+    }
     done = run("pretrain", argvs["whole"])
     lines = done.out.splitlines()
     for share, path in ((30, corpus["pretrain"]), (70, corpus["pretrain_eval"])):
         (line,) = [line for line in lines if line.startswith(f"{path}: ")]
-        assert abs(float(line.split("tokens; ")[1].split("%")[0]) - share) < 10  # few rows: one is a few per cent
+        # few rows: one is a few per cent
+        assert abs(float(line.split("tokens; ")[1].split("%")[0]) - share) < 10
     assert sum(line.startswith("held out by --eval_share 0.2: ") for line in lines) == 1
     assert "pe.jsonl:0.7" not in done.out and "pe.jsonl is passed" in done.err
     run("pretrain", argvs["killed"], Faults(signals={6: signal.SIGKILL}), status=-9)
@@ -55,7 +58,10 @@ def test_two_ranks_train_the_samples_of_one(corpus, tmp_path):
 
 def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
     both = flags(corpus, tmp_path, "pretrain", eval_share=0.1)
-    assert "--eval_share and --eval_data_path both give held-out data" in run("pretrain", both, status=2).error_lines[0]
+    assert (
+        "--eval_share and --eval_data_path both give held-out data"
+        in run("pretrain", both, status=2).error_lines[0]
+    )
     half = flags(corpus, tmp_path, "pretrain", data_path=f"{corpus['pretrain']}:1,{corpus['pretrain_eval']}")
     assert "give each of the 2 sources a weight" in run("pretrain", half, status=2).error_lines[0]
     prompts = write_prompts(tmp_path)
@@ -64,13 +70,25 @@ def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
     assert "prompts are not mixed by weight" in error
     few = write_jsonl(tmp_path / "few.jsonl", [{"text": json.dumps(i)} for i in range(3)])
     argv = flags(corpus, tmp_path, "pretrain", data_path=few, eval_data_path="none", eval_share=1e-6)
-    assert "--eval_share 1e-06 holds out none of the records of" in run("pretrain", argv, status=2).error_lines[0]
+    assert (
+        "--eval_share 1e-06 holds out none of the records of"
+        in run("pretrain", argv, status=2).error_lines[0]
+    )
 
 
 @pytest.mark.parametrize("task", ["regression"])
 def test_a_data_module_that_holds_nothing_out_refuses_the_share(task, tmp_path):
     script = "from llm.training.data.synthetic import SyntheticDataModule as M\nsetup = M.setup\n"
     script += "def alone(self):\n    setup(self)\n    self.val_dataset = None\nM.setup = alone\n"
-    argv = ["--task", task, "--eval_share", "0.1", "--save_dir", str(tmp_path), "--checkpoint_dir", str(tmp_path / "c")]
+    argv = [
+        "--task",
+        task,
+        "--eval_share",
+        "0.1",
+        "--save_dir",
+        str(tmp_path),
+        "--checkpoint_dir",
+        str(tmp_path / "c"),
+    ]
     (error,) = run("engine", argv, Faults(script=script), status=2).error_lines
     assert "--eval_share: SyntheticDataModule sets no val_dataset" in error

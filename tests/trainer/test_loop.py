@@ -12,9 +12,9 @@ from common.errors import UserError
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
-from trainer.components.loaders import epoch_loader
-from trainer.components.metrics import read_metrics
-from trainer.components.trial import trial_pass
+from trainer.data.order import epoch_loader
+from trainer.report.metrics import read_metrics
+from trainer.run.first_update import trial_pass
 
 
 def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
@@ -56,7 +56,10 @@ def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
 
     got = record(corpus, tmp_path, 8, 2, 2, 0)
     dataset = SFTDataset(
-        str(corpus["sft"]), utils.load_tokenizer(utils.ROOT / "model"), max_length=64, cache_dir=corpus["cache"]
+        str(corpus["sft"]),
+        utils.load_tokenizer(utils.ROOT / "model"),
+        max_length=64,
+        cache_dir=corpus["cache"],
     )
     utils.setup_seed(0)
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -78,7 +81,13 @@ def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
     ten = write_jsonl(tmp_path / "ten.jsonl", [{"text": f"text {number}"} for number in range(10)])
     for interval, at_steps in ((3, [3, 6, 10]), (9, [10]), (4, [4, 8, 10]), (0, [10])):
         folder = tmp_path / str(interval)
-        settings = {"eval_interval": interval, "save_interval": 1, "epochs": 1, "batch_size": 1, "data_path": ten}
+        settings = {
+            "eval_interval": interval,
+            "save_interval": 1,
+            "epochs": 1,
+            "batch_size": 1,
+            "data_path": ten,
+        }
         run("pretrain", flags(corpus, folder, "pretrain", **settings))
         written = read_metrics(folder / "out/pretrain_32_metrics.jsonl")
         assert [record["step"] for record in written if "eval_loss" in record] == at_steps
@@ -86,7 +95,7 @@ def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
 
 def test_a_metric_that_is_not_named_is_one_line():
     """It would be in no record, and nothing would say so."""
-    from tests.trainer.components.test_bad_updates import batch, make_state
+    from tests.trainer.run.test_skipped_updates import batch, make_state
     from trainer.loop import train_update
     from trainer.trainer_utils import next_token_loss
 
@@ -94,7 +103,9 @@ def test_a_metric_that_is_not_named_is_one_line():
         loss, aux_loss, _ = next_token_loss(model, batch)
         return loss, aux_loss, {"twice": 2 * loss}
 
-    with pytest.raises(UserError, match="loss_fn gives twice beside the loss, but TrainState's metric_names are empty"):
+    with pytest.raises(
+        UserError, match="loss_fn gives twice beside the loss, but TrainState's metric_names are empty"
+    ):
         train_update(make_state(loss_fn=loss_fn), [batch(1)], 1.0, 1.0)
     state = make_state()
     state.metric_names = ("twice",)
@@ -104,7 +115,7 @@ def test_a_metric_that_is_not_named_is_one_line():
 
 def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_it():
     """Per target over the micro-batches, not the loss that is trained; it needs no name among the metrics."""
-    from tests.trainer.components.test_bad_updates import batch, make_state
+    from tests.trainer.run.test_skipped_updates import batch, make_state
     from trainer.loop import train_update, update_size
     from trainer.trainer_utils import next_token_loss
 
@@ -132,9 +143,9 @@ def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_
 
 def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     """Of all micro-batches of an update, then of the updates; an update that is not finite does not count."""
-    from tests.trainer.components.test_bad_updates import batch, make_state
-    from trainer.components.metrics import describe
+    from tests.trainer.run.test_skipped_updates import batch, make_state
     from trainer.loop import make_record, train_update, update_size
+    from trainer.report.metrics import describe
     from trainer.trainer_utils import next_token_loss
 
     def loss_fn(model, batch, args):
@@ -165,10 +176,13 @@ RUN_LINE += r"[\d.]+ min; cpu \(\d+ threads?\), float32$"
 TIMELESS = Faults(script="import trainer.loop; trainer.loop.describe_run = lambda *_: 'run: nothing'")
 
 
-@pytest.mark.parametrize("settings", [{"dropout": 0.1, "use_moe": 1}, {"parallel": "fsdp", "accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"dropout": 0.1, "use_moe": 1}, {"parallel": "fsdp", "accumulation_steps": 2}]
+)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_timing_a_micro_batch_changes_no_bit(corpus, tmp_path, settings, ranks):
-    """Weights, optimizer, records, counts of experts, also after a stop: those of a run in which nothing is timed."""
+    """Weights, optimizer, records, counts of experts, also after a stop: those of a run in which nothing is
+    timed."""
     moe = "_moe" if "use_moe" in settings else ""
     for name, faults in (("timed", None), ("not", TIMELESS)):
         argv = flags(corpus, tmp_path / name, "pretrain", epochs=1, **settings)
@@ -218,7 +232,9 @@ class Noting:
 def test_data_loader_processes_make_a_whole_update_ahead(tmp_path, processes, window):
     """While the first update is computed, the micro-batches of the next one are made, and no more."""
     data, ahead = Noting(tmp_path / "read"), max(2 * processes, -(-window // processes) * processes)
-    batches = iter(epoch_loader(data, 1, 1, 0, num_workers=processes, collate_fn=lambda x: {"x": x}, window=window))
+    batches = iter(
+        epoch_loader(data, 1, 1, 0, num_workers=processes, collate_fn=lambda x: {"x": x}, window=window)
+    )
     for _ in range(window):
         next(batches)
     end = time.monotonic() + 60

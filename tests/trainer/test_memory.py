@@ -14,7 +14,7 @@ from dataset.lm_dataset import PretrainDataset
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import load_tokenizer
 
 
@@ -67,7 +67,9 @@ def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeyp
     def resident() -> int:
         """kB of the cache's files that are mapped in."""
         text = Path("/proc/self/smaps").read_text(encoding="utf-8")
-        return sum(map(int, re.findall(rf"{re.escape(str(data.cache.path))}/.*\n(?:.*\n)*?Rss: +(\d+) kB", text)))
+        return sum(
+            map(int, re.findall(rf"{re.escape(str(data.cache.path))}/.*\n(?:.*\n)*?Rss: +(\d+) kB", text))
+        )
 
     items = data.__getitems__(list(range(len(data))))
     assert resident() > 0
@@ -75,12 +77,15 @@ def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeyp
     again = data.__getitems__(list(range(len(data))))
     assert resident() == 0
     for one, other in zip(sum(items, []), sum(again, []), strict=True):
-        assert one["sample_id"] == other["sample_id"] and one["input_ids"].tolist() == other["input_ids"].tolist()
+        assert (
+            one["sample_id"] == other["sample_id"]
+            and one["input_ids"].tolist() == other["input_ids"].tolist()
+        )
 
 
 PAGES = """
 import resource, torch
-from trainer.components.device import prepare_device
+from trainer.devices.device import prepare_device
 prepare_device(torch.device("cpu"))
 for _ in range(2):  # the first round asks the system for the pages
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -93,7 +98,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc to keep memory")
 def test_freed_memory_is_used_again():
-    """Page faults of five rounds over four tensors of 24 MB, of 6,144 pages each: 122,880 if each round gave them back,
-    as glibc by itself mostly does."""
+    """Page faults of five rounds over four tensors of 24 MB, of 6,144 pages each: 122,880 if each round gave
+    them back, as glibc by itself mostly does."""
     done = subprocess.run([sys.executable, "-c", PAGES], check=True, capture_output=True)
     assert int(done.stdout) < 6144

@@ -1,5 +1,6 @@
-"""A reader adds two fields to the model, LayerNorm and a sliding window: three files change, and nothing is wrong in
-silence. The change is made in a copy of the repository, which then trains, resumes, answers and exports."""
+"""A reader adds two fields to the model, LayerNorm and a sliding window: three files change, and nothing is
+wrong in silence. The change is made in a copy of the repository, which then trains, resumes, answers and
+exports."""
 
 import os
 import shutil
@@ -11,7 +12,7 @@ import pytest
 
 from common.errors import UserError
 from tests.conftest import ROOT
-from trainer.components.trained_weights import load_path
+from trainer.weights.for_tools import load_path
 
 EDITS = {
     "common/settings.py": [
@@ -38,7 +39,10 @@ EDITS = {
             "        self.layer_idx, self.window = layer_idx, config.sliding_window\n",
         ),
         ("flat_attention(q, k, v, flat)", "flat_attention(q, k, v, flat, self.window)"),
-        ("        self.rotary_emb = ", "        self.window = config.sliding_window\n        self.rotary_emb = "),
+        (
+            "        self.rotary_emb = ",
+            "        self.window = config.sliding_window\n        self.rotary_emb = ",
+        ),
         ("    @staticmethod\n    def visible(positions: Tensor", "    def visible(self, positions: Tensor"),
         (
             "return torch.arange(end, device=positions.device) <= positions[..., None]",
@@ -74,7 +78,7 @@ from model.generation import generate
 from model.sampling import Sampling
 from scripts import convert_model
 from trainer import train_pretrain
-from trainer.components.trained_weights import load_path
+from trainer.weights.for_tools import load_path
 
 def run(main, *argv):
     sys.argv = ["run", *map(str, argv)]
@@ -145,9 +149,13 @@ def test_two_new_fields_of_the_model(copy, corpus, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stdout[-2000:] + done.stderr[-2000:]
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert all(change in lines[0] for change in ("layer_norm: True -> False", "sliding_window: 4 -> 0"))  # other flags
+    # other flags
+    assert all(change in lines[0] for change in ("layer_norm: True -> False", "sliding_window: 4 -> 0"))
     assert (
-        all("stock Qwen3 has no layer_norm True, sliding_window 4; " in line for line in lines[1:]) and len(lines) == 3
+        all("stock Qwen3 has no layer_norm True, sliding_window 4; " in line for line in lines[1:])
+        and len(lines) == 3
     )
-    with pytest.raises(UserError, match="of a model with layer_norm True, sliding_window 4, which this version"):
+    with pytest.raises(
+        UserError, match="of a model with layer_norm True, sliding_window 4, which this version"
+    ):
         load_path(tmp_path / "out/pretrain_32.pth")

@@ -1,5 +1,5 @@
-"""What must reach the disk, and in which order, so that a power cut leaves old or new files whole: write, flush the
-file, rename, flush the folder. Watched from inside a real run."""
+"""What must reach the disk, and in which order, so that a power cut leaves old or new files whole: write,
+flush the file, rename, flush the folder. Watched from inside a real run."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,9 @@ def test_a_file_is_flushed_before_it_gets_its_name_and_its_folder_afterwards(eve
         for path, content in ({} if rotated else files).items():
             assert content in flushed, f"{path} was not flushed before its rename"
         parent = str(Path(target).parent)
-        assert any(k == "flush" and path == parent for k, path, _ in log[at : at + 4]), f"{parent} after {target}"
+        assert any(k == "flush" and path == parent for k, path, _ in log[at : at + 4]), (
+            f"{parent} after {target}"
+        )
     states = {"pretrain_32_resume.pth", "pretrain_32_resume_previous.pth"}
     assert states | {"pretrain_32.pth", "pretrain_best_32.pth", "pretrain_32_metrics.jsonl"} <= moved
     assert any(target.startswith(str(folder / "cache")) for kind, target, _ in log if kind == "move")

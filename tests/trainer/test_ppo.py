@@ -1,4 +1,5 @@
-"""PPO as runs: they resume bit for bit, also between the passes of a rollout, however they are distributed."""
+"""PPO as runs: they resume bit for bit, also between the passes of a rollout, however they are
+distributed."""
 
 import signal
 
@@ -20,8 +21,8 @@ from tests.trainer.rollout_runs import (
 )
 from tests.trainer.stage_flags import saved_state
 from trainer import train_ppo
-from trainer.components.metrics import read_metrics
-from trainer.components.resume import check_resume, run_fingerprint
+from trainer.report.metrics import read_metrics
+from trainer.run.resume import check_resume, run_fingerprint
 
 PPO = (*SAMPLED, "value_loss", "approx_kl", "stopped")
 NAME = "ppo_actor_32"
@@ -34,12 +35,14 @@ def prompts(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, ranks):
-    """Killed between the passes of a rollout, of which some are not made; one rank is also stopped in a rollout."""
+    """Killed between the passes of a rollout, of which some are not made; one rank is also stopped in a
+    rollout."""
     settings = {"num_iterations": 3, "early_stop_kl": 5e-3, "beta": 0.1, "critic_learning_rate": 2e-2}
     settings |= {"batch_size": 8 // ranks, "save_interval": 1}
     run("ppo", rollout_flags(prompts, tmp_path / "whole", **settings), ranks=ranks)
     stopped = [record["stopped"] for record in read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")]
-    assert len(stopped) == 9 and 0 < sum(stopped) < 6  # of three rollouts, the first pass of which is always made
+    # of three rollouts, the first pass of which is always made
+    assert len(stopped) == 9 and 0 < sum(stopped) < 6
     again = rollout_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
     if ranks == 1:
         stopped_in_it = Faults(script=IN_A_ROLLOUT.format(token=3, signal="SIGTERM"))
@@ -52,7 +55,13 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, ranks):
 def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
     """(1 x 8) = (2 ranks x 2 micro-batches x 2)."""
     for ranks, batch, steps in ((1, 8, 1), (2, 2, 2)):
-        own = {"batch_size": batch, "accumulation_steps": steps, "beta": 0.05, "num_iterations": 2, "eval_interval": 0}
+        own = {
+            "batch_size": batch,
+            "accumulation_steps": steps,
+            "beta": 0.05,
+            "num_iterations": 2,
+            "eval_interval": 0,
+        }
         run("ppo", rollout_flags(prompts, tmp_path / f"{ranks}", **own), ranks=ranks)
     assert len(figures(tmp_path / "1", NAME)) == 6
     assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, PPO)
@@ -63,16 +72,23 @@ def test_resumed_in_a_rollout_with_another_grouping(prompts, tmp_path):
 
 
 def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):
-    """No step of the optimizer, not even one without a gradient; the weights for use are the policy's alone."""
+    """No step of the optimizer, not even one without a gradient; the weights for use are the policy's
+    alone."""
     run("ppo", rollout_flags(prompts, tmp_path, num_iterations=3, early_stop_kl=1e-12))
     state, weights = saved_state(tmp_path, NAME), torch.load(tmp_path / f"out/{NAME}.pth")
-    assert state["update"] == 18 and {int(each["step"]) for each in state["optimizer"]["state"].values()} == {6}
+    assert state["update"] == 18 and {int(each["step"]) for each in state["optimizer"]["state"].values()} == {
+        6
+    }
     losses, rewards, stopped = zip(*figures(tmp_path, NAME, ("loss", "reward", "stopped")), strict=True)
     assert stopped == (0.0, 1.0, 1.0) * 6
     for told in (losses, rewards):  # of a pass that was not made, or made without a rollout, nothing is told
         assert [value is None for value in told] == [False, True, True] * 6
-    policy = {key.removeprefix("actor."): value for key, value in state["model"].items() if key.startswith("actor.")}
-    assert weights.keys() == policy.keys() and all(torch.equal(weights[key], policy[key].half()) for key in weights)
+    policy = {
+        key.removeprefix("actor."): value for key, value in state["model"].items() if key.startswith("actor.")
+    }
+    assert weights.keys() == policy.keys() and all(
+        torch.equal(weights[key], policy[key].half()) for key in weights
+    )
     assert state["model"]["critic.lm_head.weight"].shape == (1, 32)
 
 
@@ -93,8 +109,14 @@ def test_flags_of_minimind_and_of_earlier_versions(tmp_path):
     ("settings", "line"),
     [
         ({"num_iterations": 1, "epsilon": 0.1}, "--epsilon has no effect with one update per rollout"),
-        ({"num_iterations": 1, "cliprange_value": 0.1}, "--cliprange_value has no effect with one update per rollout"),
-        ({"num_iterations": 1, "early_stop_kl": 0.1}, "--early_stop_kl has no effect with one update per rollout"),
+        (
+            {"num_iterations": 1, "cliprange_value": 0.1},
+            "--cliprange_value has no effect with one update per rollout",
+        ),
+        (
+            {"num_iterations": 1, "early_stop_kl": 0.1},
+            "--early_stop_kl has no effect with one update per rollout",
+        ),
         ({"parallel": "fsdp"}, "--parallel fsdp: policy and critic compute alone in rollouts"),
         ({"gamma": 1.5}, "--gamma must be 1 or less"),
         ({"use_compile": 1}, "--use_compile 1 has no effect"),

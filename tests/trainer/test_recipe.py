@@ -1,8 +1,8 @@
 """The training recipe: what an update computes, against a plain PyTorch loop over stock transformers models.
 
-`train_plainly` is the whole recipe. The stages are run by their command line and judged by the weights in their resume
-checkpoint and by their metrics file; what is counted inside them is counted in torch. So these tests do not depend on
-how the trainer is built.
+`train_plainly` is the whole recipe. The stages are run by their command line and judged by the weights in
+their resume checkpoint and by their metrics file; what is counted inside them is counted in torch. So these
+tests do not depend on how the trainer is built.
 """
 
 import json
@@ -23,12 +23,12 @@ from tests.conftest import ROOT
 from tests.model.test_model_minimind import stock
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import load_tokenizer
 
 SEED, RATE, DECAY, WARMUP, BATCH, ACCUMULATION = 7, 1e-2, 0.2, 4, 4, 2
 # a CPU without float16 arithmetic refuses it; emulated, the measurement of its peak rate would take minutes
-ALLOW_FLOAT16 = "import trainer.components.device as a; a.native_float16 = lambda device: True"
+ALLOW_FLOAT16 = "import trainer.devices.device as a; a.native_float16 = lambda device: True"
 
 
 def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
@@ -44,7 +44,8 @@ def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def balance_loss(router_logits: list[torch.Tensor], mask: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Per layer and sample: tokens * E * sum_e (share of the tokens that choose expert e) * (its mean probability)."""
+    """Per layer and sample: tokens * E * sum_e (share of the tokens that choose expert e) * (its mean
+    probability)."""
     total = torch.zeros(())
     for logits in router_logits:
         for sample, real in zip(logits.view(*mask.shape, -1), mask, strict=True):
@@ -54,15 +55,21 @@ def balance_loss(router_logits: list[torch.Tensor], mask: torch.Tensor, coeffici
     return coefficient * total
 
 
-def train_plainly(model, samples: list[dict], ranks: int, epochs: int, clip: float, dtype: str) -> tuple[list, dict]:
-    """Train `model` in place, in one process; returns figures of each update, and the state of the GradScaler."""
+def train_plainly(
+    model, samples: list[dict], ranks: int, epochs: int, clip: float, dtype: str
+) -> tuple[list, dict]:
+    """Train `model` in place, in one process; returns figures of each update, and the state of the
+    GradScaler."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == "float16")
     per_update = BATCH * ACCUMULATION * ranks
-    orders = [np.random.Generator(np.random.PCG64([SEED, epoch])).permutation(len(samples)) for epoch in range(epochs)]
+    orders = [
+        np.random.Generator(np.random.PCG64([SEED, epoch])).permutation(len(samples))
+        for epoch in range(epochs)
+    ]
     updates = [order[i : i + per_update] for order in orders for i in range(0, len(order), per_update)]
     history = []
     for u, chosen in enumerate(updates, start=1):
@@ -77,11 +84,17 @@ def train_plainly(model, samples: list[dict], ranks: int, epochs: int, clip: flo
         for batch in batches:
             labels, mask = batch.pop("labels"), batch["attention_mask"]
             with torch.autocast("cpu", dtype=torch.float16, enabled=dtype == "float16"):
-                out = model(**batch, **({"output_router_logits": True} if hasattr(model, "num_experts") else {}))
-            loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+                out = model(
+                    **batch, **({"output_router_logits": True} if hasattr(model, "num_experts") else {})
+                )
+            loss = F.cross_entropy(
+                out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+            )
             loss = loss / targets
             if hasattr(model, "num_experts"):
-                loss = loss + balance_loss(out.router_logits, mask, MiniMindConfig.router_aux_loss_coef) / tokens
+                loss = (
+                    loss + balance_loss(out.router_logits, mask, MiniMindConfig.router_aux_loss_coef) / tokens
+                )
             scaler.scale(loss).backward()
             update_loss += loss.item()
         scaler.unscale_(optimizer)
@@ -103,10 +116,12 @@ def initial_model(moe: bool) -> MiniMindForCausalLM:
     return model
 
 
-# close: error of a weight tensor relative to how far it was trained, largest relative errors of loss and gradient norm
-# (Adam moves a weight whose gradient is all but zero by its rounding error: on some processors one is off by 1e-4)
+# close: error of a weight tensor relative to how far it was trained, largest relative errors of loss and
+# gradient norm (Adam moves a weight whose gradient is all but zero by its rounding error: on some processors
+# one is off by 1e-4)
 FLOAT32, FLOAT16 = (5e-4, 5e-6, 1e-4), (8e-2, 1e-4, 2e-3)
-CASES = {  # stage, ranks, mixture of experts, dtype, epochs, clipping, close; every epoch ends with a short update
+# stage, ranks, mixture of experts, dtype, epochs, clipping, close; every epoch ends with a short update
+CASES = {
     "dense": ("sft", 1, False, "float32", 2, 1.4, FLOAT32),
     "dense_on_two_ranks": ("sft", 2, False, "float32", 3, 1.4, FLOAT32),
     "moe": ("pretrain", 1, True, "float32", 2, 1.375, FLOAT32),
@@ -120,15 +135,25 @@ def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
     stage, ranks, moe, dtype, epochs, clip, close = CASES[name]
     model, suffix = initial_model(moe), "_moe" if moe else ""
     (tmp_path / "out").mkdir()
-    torch.save({key: value.half() for key, value in model.state_dict().items()}, tmp_path / f"out/start_32{suffix}.pth")
+    torch.save(
+        {key: value.half() for key, value in model.state_dict().items()},
+        tmp_path / f"out/start_32{suffix}.pth",
+    )
     settings = {"from_weight": "start", "use_moe": int(moe), "dtype": dtype, "seed": SEED, "epochs": epochs}
-    settings |= {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "learning_rate": RATE, "grad_clip": clip}
+    settings |= {
+        "batch_size": BATCH,
+        "accumulation_steps": ACCUMULATION,
+        "learning_rate": RATE,
+        "grad_clip": clip,
+    }
     settings |= {"warmup_updates": WARMUP, "weight_decay": DECAY, "eval_interval": 0}
     argv = flags(corpus, tmp_path, stage, **settings)
     run(stage, argv, Faults(script=ALLOW_FLOAT16) if dtype == "float16" else None, ranks=ranks)
 
     kind, run_name = {"sft": (SFTDataset, "full_sft_32"), "pretrain": (PretrainDataset, "pretrain_32")}[stage]
-    dataset = kind(str(corpus[stage]), load_tokenizer(ROOT / "model"), max_length=64, cache_dir=corpus["cache"])
+    dataset = kind(
+        str(corpus[stage]), load_tokenizer(ROOT / "model"), max_length=64, cache_dir=corpus["cache"]
+    )
     samples = [dataset[i][0] for i in range(len(dataset))]
     start, reference = (deepcopy(stock(model)).train() for _ in range(2))  # stock() shares the model's memory
     history, scaler = train_plainly(reference, samples, ranks, epochs, clip, dtype)
@@ -166,15 +191,25 @@ profile.start()
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_the_ranks_exchange_their_gradients_once_per_update(corpus, tmp_path, parallel):
-    """Counted in gloo, which reduces FSDP's shards by an all-reduce, too; small ones are losses, counts and norms."""
-    settings = {"parallel": parallel, "batch_size": 1, "accumulation_steps": 3, "epochs": 1, "num_hidden_layers": 1}
+    """Counted in gloo, which reduces FSDP's shards by an all-reduce, too; small ones are losses, counts and
+    norms."""
+    settings = {
+        "parallel": parallel,
+        "batch_size": 1,
+        "accumulation_steps": 3,
+        "epochs": 1,
+        "num_hidden_layers": 1,
+    }
     settings |= {"data_path": corpus["pretrain_eval"], "eval_interval": 0}
-    rank = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(script=COUNT_ALL_REDUCES), ranks=2)
+    rank = run(
+        "pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(script=COUNT_ALL_REDUCES), ranks=2
+    )
     updates = len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl"))
     weights = torch.load(tmp_path / "out/pretrain_32.pth", weights_only=True)
     parameters = sum(value.numel() for key, value in weights.items() if key != "lm_head.weight")  # tied
     (line,) = [line for line in rank.out.splitlines() if line.startswith("all-reduced")]
-    # and of DDP an empty one, which settles the buckets, of FSDP the two that are timed before the first update
+    # and of DDP an empty one, which settles the buckets, of FSDP the two that are timed before the first
+    # update
     exchanges = updates + (1 if parallel == "ddp" else 2)
     assert updates >= 2 and int(line.split()[1]) == exchanges * parameters
 
@@ -225,7 +260,8 @@ GOLDEN_RUNS = {  # stage, flags, absolute tolerance: for other processors, whose
 
 @pytest.mark.parametrize("name", GOLDEN_RUNS)
 def test_losses_are_those_of_the_past(corpus, tmp_path, name):
-    """From the seed's own initial weights. A change of these figures is a change of what users get: say so if meant."""
+    """From the seed's own initial weights. A change of these figures is a change of what users get: say so if
+    meant."""
     stage, extra, close = GOLDEN_RUNS[name]
     settings = {"batch_size": 6, "accumulation_steps": 2, "warmup_updates": 3, "eval_interval": 0}
     run(stage, flags(corpus, tmp_path, stage, **settings, **extra))

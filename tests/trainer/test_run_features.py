@@ -1,5 +1,5 @@
-"""What belongs to every run, here in a stage script: settings from a file and the environment, early stopping, numbered
-states, TensorBoard, a log file, hooks of a reader's own."""
+"""What belongs to every run, here in a stage script: settings from a file and the environment, early
+stopping, numbered states, TensorBoard, a log file, hooks of a reader's own."""
 
 import json
 import signal
@@ -9,7 +9,7 @@ import torch
 
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 RUN = """
 training: {epochs: 9, batch_size: 5, patience: 2, min_delta: 0.2, seed: 3}
@@ -31,7 +31,14 @@ def test_file_environment_and_command_line_in_a_stage_script(corpus, tmp_path):
     for name in ("whole", "killed"):
         argv = flags(corpus, tmp_path / name, "pretrain", batch_size=8, log_file=tmp_path / name / "run.log")
         at = argv.index("--epochs")
-        argvs[name] = [*argv[:at], *argv[at + 2 :], "--config", str(tmp_path / "run.yaml"), "--from_resume", "1"]
+        argvs[name] = [
+            *argv[:at],
+            *argv[at + 2 :],
+            "--config",
+            str(tmp_path / "run.yaml"),
+            "--from_resume",
+            "1",
+        ]
     done = run("pretrain", argvs["whole"], Faults(script=env))
     state = saved_state(tmp_path / "whole")
     assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 4, 8)
@@ -50,22 +57,37 @@ def test_file_environment_and_command_line_in_a_stage_script(corpus, tmp_path):
     assert numbered - {best} >= set(range(4, last + 1, 4)[-2:]) - {best} and len(numbered) <= 3
     log = (tmp_path / "whole/run.log").read_text()
     assert "model: " in log and "Epoch:[1/9]" in log and "stopping: EarlyStopping" in log
-    again = [*argvs["killed"][:-2], "--resume_from", str(folder / f"pretrain_32_update_{min(numbered):08d}.pth")]
+    again = [
+        *argvs["killed"][:-2],
+        "--resume_from",
+        str(folder / f"pretrain_32_update_{min(numbered):08d}.pth"),
+    ]
     assert f"update {min(numbered)} of" in run("pretrain", again, Faults(script=env)).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
-    """Of each start, also after a kill, with another number of ranks, and where the file was damaged meanwhile."""
+    """Of each start, also after a kill, with another number of ranks, and where the file was damaged
+    meanwhile."""
     path, secret = tmp_path / "out/pretrain_32_run.json", {"MINIMIND_SEED": "4", "SWANLAB_API_KEY": "hush"}
     argv = flags(corpus, tmp_path, "pretrain", from_resume=1)
     run("pretrain", argv, Faults(signals={5: signal.SIGKILL}), status=-9, **secret)
     first = json.loads(path.read_text())
     assert (first["stage"], first["settings"]["seed"]) == ("trainer/train_pretrain.py", 4)
     assert first["settings"]["batch_size"] == 8 and first["settings"]["packing"] is False
-    assert first["environment"].items() >= {"ranks": 1, "dtype": "torch.float32", "torch": torch.__version__}.items()
+    assert (
+        first["environment"].items()
+        >= {"ranks": 1, "dtype": "torch.float32", "torch": torch.__version__}.items()
+    )
     assert first["starts"][0]["command"][1:] == argv and "hush" not in path.read_text()
-    run("pretrain", [*argv, "--batch_size", "4"], Faults(signals={3: signal.SIGTERM}), 2, 143, MINIMIND_SEED="4")
+    run(
+        "pretrain",
+        [*argv, "--batch_size", "4"],
+        Faults(signals={3: signal.SIGTERM}),
+        2,
+        143,
+        MINIMIND_SEED="4",
+    )
     second = json.loads(path.read_text())
     assert second["settings"]["batch_size"] == 4 and second["environment"]["ranks"] == 2
     updates = [start["update"] for start in second["starts"]]
@@ -103,8 +125,8 @@ def test_patience_without_held_out_data_is_refused(corpus, tmp_path):
 COPY = """
 import torch
 from trainer import train_pretrain as stage
-from trainer.components.parallel import unwrap
-from trainer.components.state import Hooks
+from trainer.devices.wrapping import unwrap
+from trainer.run.state import Hooks
 begin = stage.utils.begin_run
 class Copy(Hooks):
     def after_step(self, state):

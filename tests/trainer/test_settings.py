@@ -1,4 +1,5 @@
-"""Impossible settings: one line that names each of them and the way out, exit status 2, before anything is built."""
+"""Impossible settings: one line that names each of them and the way out, exit status 2, before anything is
+built."""
 
 import os
 
@@ -11,7 +12,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import IMPATIENT, run, start_ranks
 from tests.trainer.stage_flags import flags
-from trainer.components.model_files import save_weights
+from trainer.weights.files import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {
@@ -50,8 +51,14 @@ IMPOSSIBLE = {
     ("max_bad_share", -0.5): "--max_bad_share must be 0 or more, not '-0.5'",
     ("rank_timeout", 0): "--rank_timeout must be 1 or more, not '0'",
     ("on_bad_data", "ignore"): "--on_bad_data must be 'stop' or 'skip', not 'ignore'",
-    ("dtype", "int8"): "--dtype must be 'auto', 'bfloat16', 'float16', 'float32' or 'bfloat16_emulated', not 'int8'",
-    ("dtype", "float16"): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
+    (
+        "dtype",
+        "int8",
+    ): "--dtype must be 'auto', 'bfloat16', 'float16', 'float32' or 'bfloat16_emulated', not 'int8'",
+    (
+        "dtype",
+        "float16",
+    ): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
     ("device", "tpu9"): "--device tpu9 is unknown; use auto, cpu, cuda, cuda:N or mps",
     ("device", "cuda:7"): "--device cuda:7 cannot be used (torch sees ",
     ("swanlab_mode", "nowhere"): (
@@ -81,7 +88,14 @@ def test_an_impossible_setting(corpus, tmp_path, case):
 
 
 def test_all_of_them_are_told_at_once(corpus, tmp_path):
-    wrong = {"epochs": 0, "learning_rate": -1, "hidden_size": 100, "dropout": 2, "dtype": "int8", "max_bad_share": 7}
+    wrong = {
+        "epochs": 0,
+        "learning_rate": -1,
+        "hidden_size": 100,
+        "dropout": 2,
+        "dtype": "int8",
+        "max_bad_share": 7,
+    }
     wrong |= {"batch_size": "two", "use_moe": 2}
     process = run("pretrain", flags(corpus, tmp_path, "pretrain", **wrong), status=2)
     assert len(process.error_lines) == 1
@@ -94,7 +108,9 @@ def test_the_default_data_that_are_not_there(corpus, tmp_path, stage):
     if (ROOT / "dataset" / data).exists():
         pytest.skip("they are there")
     argv = flags(corpus, tmp_path, stage)
-    process = run(stage, [*argv[: argv.index("--data_path")], *argv[argv.index("--data_path") + 2 :]], status=2)
+    process = run(
+        stage, [*argv[: argv.index("--data_path")], *argv[argv.index("--data_path") + 2 :]], status=2
+    )
     assert process.error_lines == [
         f"error: {ROOT}/dataset/{data}: no such file; put your data there, or give --data_path "
         f"(python -m dataset.demo_corpus writes {ROOT}/dataset/demo to try)"
@@ -111,7 +127,10 @@ def test_a_second_run_of_the_same_name(corpus, tmp_path, stage):
     finally:
         locks._held.pop().close()
     (line,) = process.error_lines
-    assert line.startswith(f"error: process {os.getpid()} on ") and f" writes to {tmp_path}/checkpoints; wait" in line
+    assert (
+        line.startswith(f"error: process {os.getpid()} on ")
+        and f" writes to {tmp_path}/checkpoints; wait" in line
+    )
     run(stage, argv)
 
 
@@ -120,7 +139,10 @@ def test_more_ranks_than_samples(corpus, tmp_path):
     data.write_text('{"text": "one"}\n{"text": "two"}\n')
     processes = start_ranks(3, "pretrain", flags(corpus, tmp_path, "pretrain", data_path=data))
     assert [process.wait() for process in processes] == [2, 2, 2]
-    assert "3 processes, but --data_path holds only 2 samples; start fewer processes" in processes[0].error_lines[0]
+    assert (
+        "3 processes, but --data_path holds only 2 samples; start fewer processes"
+        in processes[0].error_lines[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The launch lines of the manual as typed, in a copy of the repository, with its default data files; and what a reader
-changes in a stage script."""
+"""The launch lines of the manual as typed, in a copy of the repository, with its default data files; and what
+a reader changes in a stage script."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records, saved_state
-from trainer.components.metrics import read_metrics
-from trainer.components.model_files import half_state_dict
+from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import load_tokenizer
+from trainer.weights.files import half_state_dict
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def clone(tmp_path) -> Path:
     for name in ("common", "dataset", "model", "trainer"):
         ignored = shutil.ignore_patterns("__pycache__", "cache", "demo", "*.jsonl")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    with open(tmp_path / "trainer/components/flops.py", "a") as file:
+    with open(tmp_path / "trainer/report/flops.py", "a") as file:
         file.write(QUICK_RATE)
     return tmp_path
 
@@ -49,23 +49,37 @@ def test_without_data_one_line_says_how_to_get_some(clone, stage):
 
 
 def test_the_users_launch_lines_as_typed(clone):
-    """Two ranks from pretrained weights with the default data, epochs and batch size given, and resumed. The default
-    model is made smaller."""
+    """Two ranks from pretrained weights with the default data, epochs and batch size given, and resumed. The
+    default model is made smaller."""
     settings = clone / "common/settings.py"
     text, number = settings.read_text(encoding="utf-8"), 0
     for name, value in (("hidden_size", 32), ("num_hidden_layers", 1)):
         text, number = re.subn(rf"(    {name}: int = setting\()\d+", rf"\g<1>{value}", text)
         assert number == 1
     settings.write_text(text, encoding="utf-8")
-    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(40)]
+    chats = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(40)
+    ]
     write_jsonl(clone / "dataset" / "sft_mini_512.jsonl", [{"conversations": chat} for chat in chats])
-    shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
+    shape = MiniMindConfig(
+        hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model"))
+    )
     (clone / "out").mkdir()
     torch.save(half_state_dict(MiniMindForCausalLM(shape)), clone / "out" / "pretrain_32.pth")
-    env = os.environ | {"PYTHONPATH": str(clone), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = os.environ | {
+        "PYTHONPATH": str(clone),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     launch = "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py"
     first = subprocess.run(
-        launch, shell=True, cwd=clone / "trainer", env=env, capture_output=True, text=True, timeout=240, check=False
+        launch,
+        shell=True,
+        cwd=clone / "trainer",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-3000:]
     assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_32.pth").is_file()
@@ -96,9 +110,11 @@ def loss_fn(model, batch, args):
 
 
 def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
-    """With its extra term the training loss is larger, the held-out loss is not. The engine follows, and a resume with
-    another value is refused."""
-    small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, save_interval=1000, eval_interval=0))
+    """With its extra term the training loss is larger, the held-out loss is not. The engine follows, and a
+    resume with another value is refused."""
+    small = " ".join(
+        flags(corpus, clone, "sft", from_weight="none", epochs=1, save_interval=1000, eval_interval=0)
+    )
     edited(clone, "    max_seq_len: int = 768\n", "    max_seq_len: int = 768\n    z_loss: float = 0.0\n")
     script = edited(clone, "loss_fn = utils.next_token_loss\n", "")
     script.write_text(script.read_text().replace("schedule = ", f"import torch\n{Z_LOSS}schedule = ", 1))
@@ -106,7 +122,8 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
     for z in ("0", "1e-3"):
         done = typed(clone, f"train_full_sft.py {small} --z_loss {z}")
         found[z] = read_metrics(clone / "out/full_sft_32_metrics.jsonl")
-    assert re.search(r"verdict: cross entropy .*; held-out loss [\d.]+ \([-+]", done.out)  # both without that term
+    # both without that term
+    assert re.search(r"verdict: cross entropy .*; held-out loss [\d.]+ \([-+]", done.out)
     losses = {z: [record["loss"] for record in rows] for z, rows in found.items()}
     assert losses["1e-3"][0] > losses["0"][0] + 0.05
     assert found["1e-3"][-1]["eval_loss"] == pytest.approx(found["0"][-1]["eval_loss"], abs=0.05)
@@ -144,7 +161,8 @@ def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_
     trained = saved_state(clone, "full_sft_32")
     same = {name for name, value in trained["model"].items() if torch.equal(value, fresh[name])}
     assert same == {name for name in fresh if name.startswith("model.layers.0.")}
-    assert len(trained["optimizer"]["state"]) == len({id(p) for p in fresh.values()}) - len(same) - 1  # tied head
+    # tied head
+    assert len(trained["optimizer"]["state"]) == len({id(p) for p in fresh.values()}) - len(same) - 1
     edited(clone, "schedule = lambda", "schedule  = lambda")
     with open(clone / "dataset/lm_dataset.py", "a") as file:  # what makes batches counts, too
         file.write("# changed\n")

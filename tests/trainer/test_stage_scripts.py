@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ROOT, launch
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, records
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 PRETRAIN, SFT = ROOT / "trainer" / "train_pretrain.py", ROOT / "trainer" / "train_full_sft.py"
 
@@ -40,7 +40,11 @@ def test_pretrain_then_sft_on_two_ranks(corpus, tmp_path, moe):
 
 def test_held_out_loss_and_training_loss_do_not_depend_on_the_ranks(corpus, tmp_path):
     for name, ranks, batch_size in (("one", 1, 8), ("two", 2, 4)):
-        run("sft", flags(corpus, tmp_path / name, "sft", from_weight="none", batch_size=batch_size), ranks=ranks)
+        run(
+            "sft",
+            flags(corpus, tmp_path / name, "sft", from_weight="none", batch_size=batch_size),
+            ranks=ranks,
+        )
     one, two = (read_metrics(tmp_path / name / "out/full_sft_32_metrics.jsonl") for name in ("one", "two"))
     assert len(one) == len(two) == 20
     for a, b in zip(one, two, strict=True):
@@ -51,7 +55,8 @@ def test_held_out_loss_and_training_loss_do_not_depend_on_the_ranks(corpus, tmp_
 
 
 def test_killed_and_resumed_ends_with_the_same_bits(corpus, tmp_path):
-    """Within an accumulation window of the first epoch, and of the third; scripts/verify_resume.py does more."""
+    """Within an accumulation window of the first epoch, and of the third; scripts/verify_resume.py does
+    more."""
     settings = {"from_weight": "none", "epochs": 3, "dropout": 0.1, "accumulation_steps": 2, "batch_size": 6}
     run("sft", flags(corpus, tmp_path / "whole", "sft", **settings))
     broken = flags(corpus, tmp_path / "broken", "sft", **settings, from_resume=1)
@@ -60,12 +65,16 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, tmp_path):
     assert "resuming full_sft at epoch 3" in run("sft", broken).out
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
     assert len(records(tmp_path / "whole", "full_sft_32")) == 21
-    best = [torch.load(tmp_path / name / "out/full_sft_best_32.pth", weights_only=True) for name in ("whole", "broken")]
+    best = [
+        torch.load(tmp_path / name / "out/full_sft_best_32.pth", weights_only=True)
+        for name in ("whole", "broken")
+    ]
     assert all(torch.equal(value, best[1][key]) for key, value in best[0].items())
 
 
 def test_resuming(corpus, tmp_path):
-    """Without a checkpoint: from the start, loudly. A finished run: nothing to do. A damaged one: the one before."""
+    """Without a checkpoint: from the start, loudly. A finished run: nothing to do. A damaged one: the one
+    before."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
     assert "new run: " in run("pretrain", argv).out
     before = (tmp_path / "out/pretrain_32.pth").read_bytes()
@@ -80,7 +89,8 @@ def test_resuming(corpus, tmp_path):
 
 
 def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path):
-    """As a user meets it; tests/trainer/test_settings.py and tests/test_bad_data.py have the tables of them."""
+    """As a user meets it; tests/trainer/test_settings.py and tests/test_bad_data.py have the tables of
+    them."""
     begin, line = time.time(), f"error: weights {tmp_path}/out/pretrain_32.pth do not exist"
     (alone,) = run(str(SFT), flags(corpus, tmp_path, "sft"), status=2).error_lines
     assert alone.startswith(line)
@@ -101,7 +111,9 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
     """The commands that it gives to `python`, run in processes that have torch loaded."""
     if shutil.which("bash") is None:
         pytest.skip("no bash")
-    small = "--max_seq_len 64 --epochs 1 --dtype float32 --accumulation_steps 1 --cache_dir " + str(corpus["cache"])
+    small = "--max_seq_len 64 --epochs 1 --dtype float32 --accumulation_steps 1 --cache_dir " + str(
+        corpus["cache"]
+    )
     python, commands = tmp_path / "bin/python", tmp_path / "commands"
     python.parent.mkdir()
     python.write_text(INSTEAD_OF_PYTHON)
@@ -131,4 +143,8 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
     assert (tmp_path / "out/full_sft_32.pth").is_file()
     del env["SFT_DATA"]
     done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: SFT_DATA is not set") and not commands.exists()
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: SFT_DATA is not set")
+        and not commands.exists()
+    )

@@ -1,4 +1,5 @@
-"""A run that starts from a model named by its path: its shape, tokenizer and tensors are those of the model."""
+"""A run that starts from a model named by its path: its shape, tokenizer and tensors are those of the
+model."""
 
 import json
 import shutil
@@ -18,9 +19,9 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
-from trainer.components.model_files import save_weights, tokenizer_folder
-from trainer.components.trained_weights import load_path
 from trainer.trainer_utils import init_model, load_tokenizer, read_settings, start_model_config, start_shape
+from trainer.weights.files import save_weights, tokenizer_folder
+from trainer.weights.for_tools import load_path
 
 
 @pytest.fixture
@@ -58,21 +59,29 @@ def tokenizers(tmp_path) -> dict[str, Path]:
     own.save_pretrained(tmp_path / "template")
     content = (ROOT / "model" / "tokenizer.json").read_text(encoding="utf-8")
     ids = [json.loads(content)["model"]["vocab"][token] for token in ("a", "b")]
-    swapped = content.replace(f'"a": {ids[0]},', f'"a": {ids[1]},').replace(f'"b": {ids[1]},', f'"b": {ids[0]},')
+    swapped = content.replace(f'"a": {ids[0]},', f'"a": {ids[1]},').replace(
+        f'"b": {ids[1]},', f'"b": {ids[0]},'
+    )
     shutil.copytree(tmp_path / "template", tmp_path / "tokens")
     (tmp_path / "tokens" / "tokenizer.json").write_text(swapped, encoding="utf-8")
     return {"model": ROOT / "model", "template": tmp_path / "template", "tokens": tmp_path / "tokens"}
 
 
 def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
-    """Three of them in one --save_dir, two runs each: those that start from weights find theirs, and so do tools."""
+    """Three of them in one --save_dir, two runs each: those that start from weights find theirs, and so do
+    tools."""
     settings = {"epochs": 1, "num_hidden_layers": 1, "eval_interval": 0, "save_interval": 100}
     (tmp_path / "out" / ".tokenizer_x.tmp").mkdir(parents=True)  # left behind by a kill
     for name, tokenizer in tokenizers.items():
         given = {} if name == "model" else {"tokenizer_path": tokenizer}
         run("pretrain", flags(corpus, tmp_path, "pretrain", **settings, **given, save_weight=f"base_{name}"))
     for name, tokenizer in tokenizers.items():
-        run("sft", flags(corpus, tmp_path, "sft", **settings, from_weight=f"base_{name}", save_weight=f"chat_{name}"))
+        run(
+            "sft",
+            flags(
+                corpus, tmp_path, "sft", **settings, from_weight=f"base_{name}", save_weight=f"chat_{name}"
+            ),
+        )
         for weights in (f"base_{name}_32.pth", f"chat_{name}_32.pth"):
             found, wanted = tokenizer_folder(tmp_path / "out" / weights), load_tokenizer(tokenizer)
             assert found.parent == (ROOT if name == "model" else tmp_path / "out")
@@ -82,8 +91,12 @@ def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
     resumed = flags(corpus, tmp_path, "sft", **settings, from_weight="base_tokens", save_weight="chat_tokens")
     typed = [*resumed, "--tokenizer_path", str(tokenizers["tokens"])]
     assert "nothing to do" in run("sft", [*typed, "--from_resume", "1"]).out
-    run("sft", resumed)  # a new run: the files of the one before are set aside, and still have their tokenizer
-    kept = [tmp_path / "out/earlier_1/chat_tokens_32.pth", tmp_path / "checkpoints/earlier_1/chat_tokens_32_resume.pth"]
+    # a new run: the files of the one before are set aside, and still have their tokenizer
+    run("sft", resumed)
+    kept = [
+        tmp_path / "out/earlier_1/chat_tokens_32.pth",
+        tmp_path / "checkpoints/earlier_1/chat_tokens_32_resume.pth",
+    ]
     for path in (*kept, tmp_path / "checkpoints/chat_tokens_32_resume.pth"):
         assert TokenizerSpec.of(load_path(path)[1]).fingerprint() == TokenizerSpec.of(wanted).fingerprint()
     (tmp_path / "moved").mkdir()
@@ -98,7 +111,9 @@ def test_a_run_from_a_folder_resumes_bit_for_bit(corpus, folder, tmp_path):
     argvs = []
     for name in ("whole", "broken"):
         typed = flags(corpus, tmp_path / name, "sft", **settings)
-        argvs.append([part for i, part in enumerate(typed) if part not in shape and typed[i - 1] not in shape])
+        argvs.append(
+            [part for i, part in enumerate(typed) if part not in shape and typed[i - 1] not in shape]
+        )
     run("sft", argvs[0])
     run("sft", argvs[1], Faults(signals={6: 9}), status=-9)
     assert "resuming full_sft" in run("sft", [*argvs[1], "--from_resume", "1"]).out
@@ -107,14 +122,27 @@ def test_a_run_from_a_folder_resumes_bit_for_bit(corpus, folder, tmp_path):
 
 def test_a_run_with_rewards_starts_from_a_folder(folder, tmp_path):
     data = write_jsonl(tmp_path / "rl.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
-    settings = {"from_weight": folder, "data_path": data, "reward": "length", "num_generations": 2, "max_gen_len": 3}
-    settings |= {"epochs": 1, "batch_size": 4, "save_dir": tmp_path / "out", "checkpoint_dir": tmp_path / "checkpoints"}
+    settings = {
+        "from_weight": folder,
+        "data_path": data,
+        "reward": "length",
+        "num_generations": 2,
+        "max_gen_len": 3,
+    }
+    settings |= {
+        "epochs": 1,
+        "batch_size": 4,
+        "save_dir": tmp_path / "out",
+        "checkpoint_dir": tmp_path / "checkpoints",
+    }
     run("grpo", [text for name, value in settings.items() for text in (f"--{name}", str(value))])
     assert (tmp_path / "out/grpo_48.pth").exists()
 
 
 def test_what_cannot_be_is_one_line(folder, tmp_path):
-    with pytest.raises(UserError, match=r"--hidden_size 64: --from_weight .*mine is of 48; leave the flag out"):
+    with pytest.raises(
+        UserError, match=r"--hidden_size 64: --from_weight .*mine is of 48; leave the flag out"
+    ):
         start_shape(train_full_sft.Args(from_weight=str(folder), hidden_size=64))
     with pytest.raises(UserError, match="no such file or folder"):
         start_shape(train_full_sft.Args(from_weight="nowhere/model.pth"))
@@ -129,7 +157,8 @@ def test_what_cannot_be_is_one_line(folder, tmp_path):
 
 
 def test_the_shape_of_weights_from_elsewhere_is_that_of_their_tensors(tmp_path):
-    """A file of another program under the name of --from_weight; the JSON beside it is of the weights it replaced."""
+    """A file of another program under the name of --from_weight; the JSON beside it is of the weights it
+    replaced."""
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=512, num_hidden_layers=3))
     torch.save(model.state_dict(), tmp_path / "pretrain_512.pth")
     args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
@@ -153,4 +182,6 @@ def test_a_flag_with_the_value_of_its_default_counts(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"{flag[0]} {flag[1]}: --from_weight .* leave the flag out"):
             read_settings(train_full_sft.Args, "")
         with pytest.raises(UserError, match=f"{flag[0]} {flag[1]}: --from_weight .* leave the flag out"):
-            AVAILABLE_TASKS["full_sft"](Config.from_args_and_env(["--task", "full_sft", *line, *flag], {}, find_task))
+            AVAILABLE_TASKS["full_sft"](
+                Config.from_args_and_env(["--task", "full_sft", *line, *flag], {}, find_task)
+            )

@@ -1,4 +1,5 @@
-"""What the commands of training load before they answer: no more than torch; and what they set before they load it."""
+"""What the commands of training load before they answer: no more than torch; and what they set before they
+load it."""
 
 import json
 import subprocess
@@ -6,8 +7,17 @@ import sys
 
 from tests.conftest import ROOT
 
-COMMANDS = [*sorted(str(path) for path in (ROOT / "trainer").glob("train_*.py")), str(ROOT / "llm/training/train.py")]
-HEAVY = {"transformers", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "swanlab"}
+COMMANDS = [
+    *sorted(str(path) for path in (ROOT / "trainer").glob("train_*.py")),
+    str(ROOT / "llm/training/train.py"),
+]
+HEAVY = {
+    "transformers",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "swanlab",
+}
 
 ANSWERS = """
 import contextlib, io, json, runpy, sys
@@ -73,13 +83,20 @@ def test_a_forgotten_environment_is_one_line(tmp_path):
     """-S: without site-packages, as with the Python of the system."""
     files = [path for folder in ("trainer", "scripts") for path in (ROOT / folder).glob("*.py")]
     commands = [[str(path)] for path in files if '__name__ == "__main__"' in path.read_text()]
-    commands += [["-m", name] for name in ("llm.training.train", "dataset.show_samples", "dataset.demo_corpus")]
+    commands += [
+        ["-m", name] for name in ("llm.training.train", "dataset.show_samples", "dataset.demo_corpus")
+    ]
     assert len(commands) > 20
     for command in commands:
         cwd = ROOT if command[0] == "-m" else tmp_path
-        done = subprocess.run([sys.executable, "-S", *command], cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-S", *command], cwd=cwd, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-        assert done.stderr.startswith(f"error: {sys.executable} has no torch, ") and ".venv/bin/activate" in done.stderr
+        assert (
+            done.stderr.startswith(f"error: {sys.executable} has no torch, ")
+            and ".venv/bin/activate" in done.stderr
+        )
 
 
 def test_waiting_threads_sleep_early_unless_the_user_says_how_they_wait():

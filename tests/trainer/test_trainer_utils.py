@@ -14,9 +14,9 @@ from common.errors import UserError
 from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
-from trainer.components import device as device_module
-from trainer.components.device import mixed_precision, native_bfloat16
-from trainer.components.loaders import epoch_order, rank_share
+from trainer.data.order import epoch_order, rank_share
+from trainer.devices import device as device_module
+from trainer.devices.device import mixed_precision, native_bfloat16
 from trainer.loop import train_epoch
 
 
@@ -27,7 +27,16 @@ def test_names_and_signatures():
         utils.get_lr: ["current_step", "total_steps", "lr"],
         utils.init_model: ["lm_config", "from_weight", "tokenizer_path", "save_dir", "device"],
         utils.SkipBatchSampler.__init__: ["self", "sampler", "batch_size", "skip_batches"],
-        utils.lm_checkpoint: ["lm_config", "weight", "model", "optimizer", "epoch", "step", "wandb", "save_dir"],
+        utils.lm_checkpoint: [
+            "lm_config",
+            "weight",
+            "model",
+            "optimizer",
+            "epoch",
+            "step",
+            "wandb",
+            "save_dir",
+        ],
         utils.Logger: ["text"],
         utils.is_main_process: [],
         train_epoch: ["state", "epoch", "loader", "iters", "start_step", "wandb"],
@@ -140,7 +149,9 @@ def test_a_tokenizer_too_large_for_the_model_is_refused():
 def test_mixed_precision(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(device_module, "native_float16", lambda device: False)
-    with pytest.raises(UserError, match="--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32"):
+    with pytest.raises(
+        UserError, match="--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32"
+    ):
         mixed_precision("float16", cpu)
     monkeypatch.setattr(device_module, "native_float16", lambda device: True)
     for dtype, scaled in (("float32", False), ("bfloat16_emulated", False), ("float16", True)):

@@ -1,5 +1,5 @@
-"""What a callback is, the list of those that the engine calls, and the ones that are included. docs/CALLBACKS.md shows
-when each method is called; for what the included ones do there are settings, too."""
+"""What a callback is, the list of those that the engine calls, and the ones that are included.
+docs/CALLBACKS.md shows when each method is called; for what the included ones do there are settings, too."""
 
 import math
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from common.errors import UserError, reason, warn
-from trainer.components.run_hooks import Patience, TensorBoardCurves
-from trainer.components.state import TrainState, monitored
+from trainer.run.hooks import Patience, TensorBoardCurves
+from trainer.run.state import TrainState, monitored
 
 Engine = Any  # the TrainingEngine of engine.py, which imports this file
 State = dict[str, Any]
@@ -19,7 +19,8 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 class Callback:
-    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank."""
+    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every
+    rank."""
 
     def on_train_start(self, engine: Engine) -> None:
         """Everything is set up and restored; this process has not made an update yet."""
@@ -49,7 +50,8 @@ class Callback:
         """After a validation; `metrics` are the same on all ranks."""
 
     def on_checkpoint_saved(self, engine: Engine, path: Path) -> None:
-        """The checkpoint of the last update is being written in the background; it may not be complete yet."""
+        """The checkpoint of the last update is being written in the background; it may not be complete
+        yet."""
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
@@ -62,8 +64,8 @@ class Callback:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
 
     def forget_evaluations(self, state: TrainState) -> None:
-        """After `load_state_dict`, if the run has other held-out data or another --monitor than before: what is kept of
-        earlier evaluations does not count any more."""
+        """After `load_state_dict`, if the run has other held-out data or another --monitor than before: what
+        is kept of earlier evaluations does not count any more."""
 
 
 EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
@@ -85,13 +87,15 @@ class CallbackList:
             name = type(callback).__name__
             for key in dir(callback):
                 if key.startswith("on_") and key not in HOOKS:
-                    raise UserError(f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}")
+                    raise UserError(
+                        f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}"
+                    )
             same = sum(type(one).__name__ == name for one in self.callbacks.values())
             self.callbacks[f"{name}#{same + 1}" if same else name] = callback
 
     def dispatch(self, name: str, engine: Engine, *args: Any) -> None:
-        """Call a method of each callback; the traceback of an exception names the callback. In `on_exception` one is
-        only a warning, because the other callbacks still have to close their files."""
+        """Call a method of each callback; the traceback of an exception names the callback. In `on_exception`
+        one is only a warning, because the other callbacks still have to close their files."""
         for key, callback in self.callbacks.items():
             if name in EPOCH_HOOKS:
                 last = self.epochs.setdefault(key, {})
@@ -107,15 +111,20 @@ class CallbackList:
                 warn(f"callback {key} failed in {name}: {type(error).__name__}: {reason(error)}")
 
     def state_dict(self) -> dict[str, State]:
-        """The non-empty states by class name (`EarlyStopping#2` for the second of a class). Raises UserError if one
-        contains a type that a checkpoint cannot hold."""
-        states = {key: _plain(one.state_dict(), f"the state of callback {key}") for key, one in self.callbacks.items()}
+        """The non-empty states by class name (`EarlyStopping#2` for the second of a class). Raises UserError
+        if one contains a type that a checkpoint cannot hold."""
+        states = {
+            key: _plain(one.state_dict(), f"the state of callback {key}")
+            for key, one in self.callbacks.items()
+        }
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, State] | None) -> None:
         """Restore the state of each callback; warn about callbacks that were added or removed."""
         states = states or {}
-        keeping = [key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict]
+        keeping = [
+            key for key, one in self.callbacks.items() if type(one).state_dict is not Callback.state_dict
+        ]
         changes = [f"{key} has no saved state" for key in keeping if key not in states]
         gone = [key for key in states if key not in self.callbacks]
         changes += [f"the saved state of {key} is ignored" for key in gone]
@@ -126,9 +135,12 @@ class CallbackList:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file unreadable."""
+    """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file
+    unreadable."""
     if isinstance(value, dict):
-        return {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            _plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()
+        }
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
     if type(value) in PLAIN or isinstance(value, Tensor):
@@ -137,11 +149,13 @@ def _plain(value: Any, where: str) -> Any:
     raise UserError(f"{where} is a {kind}; a checkpoint holds numbers, strings, tensors, lists and dicts")
 
 
-# --- the included ones -----------------------------------------------------------------------------------------------
+# --- the included ones
+# -----------------------------------------------------------------------------------------------
 
 
 class MetricsLogger(Callback):
-    """Keeps this process's log records in `records`. The loop writes them to the metrics file and the console."""
+    """Keeps this process's log records in `records`. The loop writes them to the metrics file and the
+    console."""
 
     def __init__(self):
         self.records: list[State] = []
@@ -151,7 +165,8 @@ class MetricsLogger(Callback):
 
 
 class EarlyStopping(Callback, Patience):
-    """Ends training when a validation metric no longer improves, as --patience does; for the arguments see Patience."""
+    """Ends training when a validation metric no longer improves, as --patience does; for the arguments see
+    Patience."""
 
     def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
         if why := self.judge(metrics):
@@ -168,8 +183,8 @@ class TensorBoardLogger(Callback):
     """Logs the finite numbers of each log record to TensorBoard, as --use_tensorboard does.
 
     Args:
-        log_dir: folder of this run's event files; UserError during the run if it cannot be written, or TensorBoard is
-            not installed.
+        log_dir: folder of this run's event files; UserError during the run if it cannot be written, or
+            TensorBoard is not installed.
     """
 
     def __init__(self, log_dir: str | Path):
@@ -184,10 +199,10 @@ class TensorBoardLogger(Callback):
 
 
 class LRSchedulerCallback(Callback):
-    """Steps the scheduler of torch that the task's `build_scheduler` returned: after each epoch or update, as its
-    `scheduler_interval` says, `ReduceLROnPlateau` after each validation. Records the learning rate: `rates` has each
-    change, {update: rate}, as seen at the log points. Raises UserError before training if the scheduler is made for
-    another number of steps."""
+    """Steps the scheduler of torch that the task's `build_scheduler` returned: after each epoch or update, as
+    its `scheduler_interval` says, `ReduceLROnPlateau` after each validation. Records the learning rate:
+    `rates` has each change, {update: rate}, as seen at the log points. Raises UserError before training if
+    the scheduler is made for another number of steps."""
 
     def __init__(self):
         self.scheduler: LRScheduler | None = None
@@ -201,7 +216,9 @@ class LRSchedulerCallback(Callback):
         self.scheduler, training = engine.scheduler, engine.config.training
         if isinstance(self.scheduler, ReduceLROnPlateau):
             if engine.state.eval_loader is None:
-                raise UserError("ReduceLROnPlateau is stepped after each validation, but no data are held out")
+                raise UserError(
+                    "ReduceLROnPlateau is stepped after each validation, but no data are held out"
+                )
             if self.scheduler.mode != training.mode:
                 modes = f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has --mode"
                 raise UserError(f"{modes} {training.mode}; give both the same")
@@ -248,11 +265,13 @@ class LRSchedulerCallback(Callback):
 
 
 def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) -> str:
-    """When a scheduler of torch is stepped, as a line for people. Raises UserError if the task's `scheduler_interval`
-    is unknown, or not the one that the scheduler is made for."""
+    """When a scheduler of torch is stepped, as a line for people. Raises UserError if the task's
+    `scheduler_interval` is unknown, or not the one that the scheduler is made for."""
     name, given = type(scheduler).__name__, task.scheduler_interval
     if given not in ("epoch", "update", None):
-        raise UserError(f"{type(task).__name__}.scheduler_interval must be 'epoch' or 'update', not {given!r}")
+        raise UserError(
+            f"{type(task).__name__}.scheduler_interval must be 'epoch' or 'update', not {given!r}"
+        )
     steps = updates if given == "update" else epochs
     made_for = [getattr(scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
     if given is None and updates in made_for and updates != epochs:

@@ -44,7 +44,9 @@ class ModelConfig(settings.ModelConfig):
 class DataConfig(settings.DataConfig):
     """What the model is trained on."""
 
-    data_module: str | None = setting(None, "package.module:ClassName of a data module, instead of the task's own")
+    data_module: str | None = setting(
+        None, "package.module:ClassName of a data module, instead of the task's own"
+    )
     num_samples: int = setting(2048, "size of the synthetic data, training and validation", "samples", ge=2)
     noise: float = setting(0.0, "standard deviation of the noise on the synthetic targets", ge=0)
     validation_share: float = setting(0.2, "share of the synthetic samples that is held out", gt=0, lt=1)
@@ -54,7 +56,9 @@ class DataConfig(settings.DataConfig):
 class TrainingConfig(settings.TrainingConfig):
     """How the model is trained."""
 
-    task: str = setting("", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own")
+    task: str = setting(
+        "", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own"
+    )
 
 
 @dataclass(kw_only=True)
@@ -81,7 +85,9 @@ class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, Di
 
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
-        missing = "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
+        missing = (
+            "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
+        )
         return super().contradictions() + ([] if self.task else [missing])
 
 
@@ -98,7 +104,9 @@ def engine_args(stage_args: type[StageArgs] | None) -> type[EngineArgs]:
 
 def engine_parser(args_class: type[EngineArgs] = EngineArgs) -> Parser:
     """The engine's command line."""
-    description = "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
+    description = (
+        "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
+    )
     parser = settings_parser(args_class, description, prog="python -m llm.training.train")
     text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help=text)
@@ -109,8 +117,8 @@ def engine_parser(args_class: type[EngineArgs] = EngineArgs) -> Parser:
 class Config:
     """All settings of a run.
 
-    extra: the flags of a stage, or options of a user's own task. stage_args: the settings of the task, if it is a
-    stage. sources: where each value comes from.
+    extra: the flags of a stage, or options of a user's own task. stage_args: the settings of the task, if it
+    is a stage. sources: where each value comes from.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -136,8 +144,8 @@ class Config:
         Args:
             argv: the command line without the program; sys.argv by default.
             environ: the environment; os.environ by default.
-            find_task: gives the class of a task, for its `defaults` and `stage_args`; called only if a task is given.
-                `save_weight` defaults to the name of the task.
+            find_task: gives the class of a task, for its `defaults` and `stage_args`; called only if a task
+                is given. `save_weight` defaults to the name of the task.
 
         Raises:
             UserError: one line with all unknown names and invalid values of a source.
@@ -149,9 +157,12 @@ class Config:
         config = cls(stage_args=task.stage_args if task else None, sources=dict.fromkeys(SETTINGS, "default"))
         args_class = engine_args(config.stage_args)
         rows = settings_of(args_class)
-        # the defaults of a stage where they are not the engine's, and of its own flags; then those of the task
+        # the defaults of a stage where they are not the engine's, and of its own flags; then those of the
+        # task
         defaults: dict[str, Any] = {"save_weight": name.rpartition(":")[2]} if name else {}
-        defaults |= {key: row.default for key, row in rows.items() if row.default != getattr(EngineArgs, key, row)}
+        defaults |= {
+            key: row.default for key, row in rows.items() if row.default != getattr(EngineArgs, key, row)
+        }
         own = read_task_defaults(args_class, name, defaults | (task.defaults if task else {}))
         options, given = read_sources(args_class, engine_parser(args_class), argv, environ, own)
         for key, (value, where) in given.items():
@@ -181,7 +192,7 @@ class Config:
         return described(settings_of(engine_args(self.stage_args)), self.values() | self.extra, self.sources)
 
     def validate(self) -> None:
-        """Check how the values go together; each alone was checked where it was read. Raises UserError: one line with
-        all mistakes."""
+        """Check how the values go together; each alone was checked where it was read. Raises UserError: one
+        line with all mistakes."""
         if wrong := self.to_args().contradictions():
             raise UserError("; ".join(wrong))

@@ -19,14 +19,14 @@ from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonito
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import trainer_utils as utils
-from trainer.components.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
-from trainer.components.rules import apply_rules
-from trainer.components.run_files import run_name
-from trainer.components.saving import is_finished, training_files
-from trainer.components.signals import StopRequest
-from trainer.components.state import Batch, Hooks, Schedule, TrainState
-from trainer.components.tracker import start_tracker
 from trainer.loop import train_epoch
+from trainer.optim.rules import apply_rules
+from trainer.report.trackers import start_tracker
+from trainer.run.paths import run_name
+from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
+from trainer.run.saving import is_finished, training_files
+from trainer.run.signals import StopRequest
+from trainer.run.state import Batch, Hooks, Schedule, TrainState
 
 
 class TrainingEngine(Hooks):
@@ -67,7 +67,9 @@ class TrainingEngine(Hooks):
         task.args = args = keep_global_batch(args, checkpoint)
         held_out = data.val_dataloader()
         if args.eval_share and held_out is None:
-            raise UserError(f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out")
+            raise UserError(
+                f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out"
+            )
         run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
         run = check_resume(args, run, checkpoint)
         self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
@@ -98,12 +100,15 @@ class TrainingEngine(Hooks):
         return checked_loss(self.task, self.task.train_step(model, batch))
 
     def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
-        """What the task's `build_scheduler` returns, declared with `optimizer` and `total_updates`, with `optimizer` or
+        """What the task's `build_scheduler` returns, declared with `optimizer` and `total_updates`, with
+        `optimizer` or
         with nothing: the task has it as `self.optimizer`."""
         self.task.optimizer = optimizer
         build: Callable[..., Any] = self.task.build_scheduler
         parameters = list(inspect.signature(build).parameters.values())
-        takes_updates = any(each.name == "total_updates" or each.default is each.empty for each in parameters[1:])
+        takes_updates = any(
+            each.name == "total_updates" or each.default is each.empty for each in parameters[1:]
+        )
         return build(*(optimizer, updates)[: bool(parameters) + takes_updates])
 
     def _schedule(self) -> Schedule:
@@ -114,7 +119,9 @@ class TrainingEngine(Hooks):
             return lambda update, total_updates, args: None
         if not (scheduler is None or callable(scheduler)):
             returned = f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}"
-            raise UserError(f"{returned}; it must return a function of the update, a scheduler of torch, or None")
+            raise UserError(
+                f"{returned}; it must return a function of the update, a scheduler of torch, or None"
+            )
         return lambda update, total_updates, args: scheduler(update) if scheduler is not None else None
 
     def run(self) -> None:
@@ -128,7 +135,8 @@ class TrainingEngine(Hooks):
         try:
             if self.task.rehearsed:
                 rehearse(self.task, self.data, self.state)
-                utils.setup_seed(self.state.args.seed)  # the random streams begin here, whatever the rehearsal drew
+                # the random streams begin here, whatever the rehearsal drew
+                utils.setup_seed(self.state.args.seed)
             self.dispatch("on_train_start")
             with training_files(self.state, self.wandb):
                 for epoch in range(self.state.epoch, self.state.args.epochs):
@@ -157,7 +165,8 @@ class TrainingEngine(Hooks):
         return evaluate()
 
     def stop(self, reason: str) -> None:
-        """End training after this update. Must be called on all ranks, at the same update. Resumed, the run goes on."""
+        """End training after this update. Must be called on all ranks, at the same update. Resumed, the run
+        goes on."""
         self.state.finish(reason)
         self.state.can_continue = self.state.update < self.state.total_updates
 
@@ -165,7 +174,7 @@ class TrainingEngine(Hooks):
         """Call a method of every callback."""
         self.callbacks.dispatch(name, self, *args)
 
-    # --- called by the loop (trainer.components.state.Hooks)
+    # --- called by the loop (trainer.run.state.Hooks)
 
     def batch_start(self, state: TrainState) -> None:
         self.dispatch("on_batch_start", state.update + 1)

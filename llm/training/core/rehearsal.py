@@ -1,5 +1,5 @@
-"""What the engine requires of a task: how its methods are declared, what they return, and the rehearsal, which tells
-before training whether they return sums or, wrongly, means.
+"""What the engine requires of a task: how its methods are declared, what they return, and the rehearsal,
+which tells before training whether they return sums or, wrongly, means.
 """
 
 import copy
@@ -14,17 +14,18 @@ from torch import Tensor
 from common.errors import UserError
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer.components.meter import Size
-from trainer.components.parallel import unwrap
-from trainer.components.state import TrainState
+from trainer.devices.wrapping import unwrap
 from trainer.loop import to_device
+from trainer.report.speed import Size
+from trainer.run.state import TrainState
 
 CALLED = ("build_model", "build_optimizer", "build_criterion", "train_step", "validation_step")
 SUMS = "the loop divides the sums by the number of targets of the whole update"
 
 
 def check_forms(task: TrainingTask, data: DataModule) -> None:
-    """Raise UserError if a method is declared so that the engine cannot call it, or would mix up its arguments."""
+    """Raise UserError if a method is declared so that the engine cannot call it, or would mix up its
+    arguments."""
     for owner, base, names in ((task, TrainingTask, CALLED), (data, DataModule, ("train_dataloader",))):
         for name in names:
             arguments = list(inspect.signature(getattr(base, name)).parameters)[1:]
@@ -46,14 +47,18 @@ def check_criterion(task: TrainingTask) -> None:
 
 
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
-    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them. Raises
-    UserError if it returned something else."""
+    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them.
+    Raises UserError if it returned something else."""
     loss, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
     name = f"{type(task).__name__}.train_step"
     if not all(isinstance(each, Tensor) for each in (loss, *others[:1])):
-        raise UserError(f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses")
+        raise UserError(
+            f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses"
+        )
     if loss.numel() != 1:
-        raise UserError(f"{name} returns a tensor of shape {list(loss.shape)}; it must return one number, the sum")
+        raise UserError(
+            f"{name} returns a tensor of shape {list(loss.shape)}; it must return one number, the sum"
+        )
     if not loss.requires_grad:
         raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
     return (loss, *(others or [torch.zeros_like(loss)]))
@@ -61,17 +66,24 @@ def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
     """The sums that `validation_step` returned. Raises UserError if it returned something else."""
-    name, wanted = f"{type(task).__name__}.validation_step", "it must return sums by name, such as {'loss': ...}"
+    name, wanted = (
+        f"{type(task).__name__}.validation_step",
+        "it must return sums by name, such as {'loss': ...}",
+    )
     if not isinstance(result, dict) or "loss" not in result:
-        what = f"only {', '.join(map(str, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
+        what = (
+            f"only {', '.join(map(str, result))}"
+            if isinstance(result, dict)
+            else f"a {type(result).__name__}"
+        )
         raise UserError(f"{name} returns {what}; {wanted}")
     return result
 
 
 def rehearse(task: TrainingTask, data: DataModule, state: TrainState) -> None:
-    """Try the steps of a task on two samples of their data, each alone and then both as one batch, with a copy of the
-    model. Raises UserError if a step returns a mean or something else than sums, calls `backward` or changes the
-    weights. Other exceptions are left to training, which raises them where they belong."""
+    """Try the steps of a task on two samples of their data, each alone and then both as one batch, with a
+    copy of the model. Raises UserError if a step returns a mean or something else than sums, calls `backward`
+    or changes the weights. Other exceptions are left to training, which raises them where they belong."""
     try:
         for method, dataset in (("train_step", data.train_dataset), ("validation_step", data.val_dataset)):
             _rehearse_step(task, data, state, method, dataset)
@@ -81,7 +93,9 @@ def rehearse(task: TrainingTask, data: DataModule, state: TrainState) -> None:
         return
 
 
-def _rehearse_step(task: TrainingTask, data: DataModule, state: TrainState, method: str, dataset: Any) -> None:
+def _rehearse_step(
+    task: TrainingTask, data: DataModule, state: TrainState, method: str, dataset: Any
+) -> None:
     model, name = copy.deepcopy(unwrap(state.model)).eval(), type(task).__name__
     versions = [parameter._version for parameter in model.parameters()]
     rows = [dataset[i] for i in range(min(2, len(dataset or ())))]
@@ -98,7 +112,8 @@ def _rehearse_step(task: TrainingTask, data: DataModule, state: TrainState, meth
         with state.autocast, nullcontext() if is_training else torch.no_grad():
             result = getattr(task, method)(model, to_device(batch, state.device))
         if any(
-            each.grad is not None or each._version != v for each, v in zip(model.parameters(), versions, strict=True)
+            each.grad is not None or each._version != v
+            for each, v in zip(model.parameters(), versions, strict=True)
         ):
             raise UserError(f"{name}.{method} calls backward or changes the weights; leave both to the loop")
         sums = {"loss": checked_loss(task, result)[0].detach()} if is_training else checked_sums(task, result)
@@ -109,7 +124,8 @@ def _rehearse_step(task: TrainingTask, data: DataModule, state: TrainState, meth
 
 
 def is_mean(values: list[float], targets: list[int]) -> bool:
-    """Whether a function of batches is a mean over their targets and no sum; undecided where both would be the same.
+    """Whether a function of batches is a mean over their targets and no sum; undecided where both would be
+    the same.
 
     values, targets: of one batch, of another, and of the two as one.
     """

@@ -1,4 +1,5 @@
-"""What the engine needs around the loop: processes, console output, speed, and the checkpoints that are kept."""
+"""What the engine needs around the loop: processes, console output, speed, and the checkpoints that are
+kept."""
 
 import math
 import sys
@@ -14,15 +15,15 @@ from common.errors import say, warn
 from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.config import Config
-from trainer.components.checkpoint import lm_checkpoint, load_state
-from trainer.components.device import select_device
-from trainer.components.distributed import reduce_sum, world_size
-from trainer.components.parallel import unwrap
-from trainer.components.run_files import run_name
-from trainer.components.run_hooks import KeptStates
-from trainer.components.saving import save_checkpoint
-from trainer.components.state import TrainState
+from trainer.devices.device import select_device
+from trainer.devices.process_group import reduce_sum, world_size
+from trainer.devices.wrapping import unwrap
 from trainer.loop import read_meter
+from trainer.run.checkpoint import lm_checkpoint, load_state
+from trainer.run.hooks import KeptStates
+from trainer.run.paths import run_name
+from trainer.run.saving import save_checkpoint
+from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
 
 
@@ -52,8 +53,8 @@ class DistributedManager:
         return {name: str(value) for name, value in values.items()}
 
     def once(self, work: Callable[[], None]) -> None:
-        """Run `work` in one process per machine. The others wait for it where the processes meet (`setup`), for as long
-        as it takes."""
+        """Run `work` in one process per machine. The others wait for it where the processes meet (`setup`),
+        for as long as it takes."""
         if launch().local_rank == 0:
             work()
 
@@ -62,8 +63,8 @@ class DistributedManager:
         return init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
 
     def cleanup(self, state: TrainState | None = None) -> None:
-        """Destroy the process group, in a `finally`: all ranks together, or this one that an exception ends. DDP must
-        be freed before it, so the model is unwrapped."""
+        """Destroy the process group, in a `finally`: all ranks together, or this one that an exception ends.
+        DDP must be freed before it, so the model is unwrapped."""
         if state is not None:
             state.model = unwrap(state.model)
         leave_process_group(sys.exc_info()[1])
@@ -74,8 +75,8 @@ class DistributedManager:
 
 
 class Logger:
-    """Prints messages of a level, on rank 0. From its creation on, lines of the console below the level are hidden, and
-    all others, whoever prints them, are also appended to a log file, if one is given.
+    """Prints messages of a level, on rank 0. From its creation on, lines of the console below the level are
+    hidden, and all others, whoever prints them, are also appended to a log file, if one is given.
 
     Args:
         path: the log file.
@@ -93,7 +94,9 @@ class Logger:
     def of(cls, config: Config) -> "Logger":
         """The logger that the settings describe."""
         logging, run = config.logging, run_name(config.checkpoint.save_weight, config.model)
-        return cls(Path(logging.log_dir) / f"{run}.log" if logging.log_dir else logging.log_file, logging.log_level)
+        return cls(
+            Path(logging.log_dir) / f"{run}.log" if logging.log_dir else logging.log_file, logging.log_level
+        )
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""
@@ -127,20 +130,25 @@ class PerformanceMonitor:
         self.records.append(record)
 
     def summary(self) -> dict[str, float]:
-        """Seconds per update (with saving and evaluating), the last mean loss (NaN: not finite), mean tokens/s and MFU,
-        peak memory in MB; empty if there are no records."""
+        """Seconds per update (with saving and evaluating), the last mean loss (NaN: not finite), mean
+        tokens/s and MFU, peak memory in MB; empty if there are no records."""
         if not self.records:
             return {}
         first, last = self.records[0], self.records[-1]
         updates = last["update"] - first["update"]
-        mean = {key: sum(r[key] for r in self.records) / len(self.records) for key in ("tokens_per_second", "mfu")}
-        batch_time = (last["seconds"] - first["seconds"]) / updates if updates else last["seconds"] / last["update"]
+        mean = {
+            key: sum(r[key] for r in self.records) / len(self.records) for key in ("tokens_per_second", "mfu")
+        }
+        batch_time = (
+            (last["seconds"] - first["seconds"]) / updates if updates else last["seconds"] / last["update"]
+        )
         loss = math.nan if last["mean_loss"] is None else last["mean_loss"]
         return {"batch_time": batch_time, "loss": loss, **mean, "memory_mb": last["memory_mb"]}
 
 
 class CheckpointManager(KeptStates):
-    """The checkpoints of a run: the newest, which the loop writes, and those that KeptStates keeps besides."""
+    """The checkpoints of a run: the newest, which the loop writes, and those that KeptStates keeps
+    besides."""
 
     def __init__(self, args: StageArgs):
         super().__init__(args)
@@ -148,9 +156,10 @@ class CheckpointManager(KeptStates):
         self.state: TrainState | None = None  # of the engine, once it is set up
 
     def save_checkpoint(self, state: TrainState | None = None) -> None:
-        """Write the state of the last update, by default the engine's, as the newest checkpoint, and wait until it is
-        on the disk; all ranks together. The loop saves at --save_interval and at the end of each epoch, without
-        waiting. A callback should call it in `on_batch_start` or `on_epoch_end`, when the update before is complete."""
+        """Write the state of the last update, by default the engine's, as the newest checkpoint, and wait
+        until it is on the disk; all ranks together. The loop saves at --save_interval and at the end of each
+        epoch, without waiting. A callback should call it in `on_batch_start` or `on_epoch_end`, when the
+        update before is complete."""
         state = cast(TrainState, state or self.state)
         read_meter(state)
         state.expert_load.read(unwrap(state.model))
@@ -160,8 +169,8 @@ class CheckpointManager(KeptStates):
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
         """The checkpoint to continue from: the one at `path`, a file or a folder, else what --resume_from and
-        --from_resume ask for; None if there is none. Raises UserError if there is none at `path`, or it is damaged or
-        something else."""
+        --from_resume ask for; None if there is none. Raises UserError if there is none at `path`, or it is
+        damaged or something else."""
         args = self.args
         if path is None and args.resume_from is None and not args.from_resume:
             return None

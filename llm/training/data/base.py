@@ -1,4 +1,5 @@
-"""The data of a task: prepared once per machine, set up on every rank, distributed by the samplers of trainer/."""
+"""The data of a task: prepared once per machine, set up on every rank, distributed by the samplers of
+trainer/."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,12 +10,13 @@ from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
 from llm.training.core.config import Config
-from trainer.components.loaders import SizedDataset
+from trainer.data.order import SizedDataset
 from trainer.trainer_utils import epoch_loader, eval_loader
 
 
 class DataModule(ABC):
-    """Base class of a task's data. `setup` sets `train_dataset` and, if there is held-out data, `val_dataset`."""
+    """Base class of a task's data. `setup` sets `train_dataset` and, if there is held-out data,
+    `val_dataset`."""
 
     train_dataset: SizedDataset
     val_dataset: SizedDataset | None = None
@@ -39,9 +41,9 @@ class DataModule(ABC):
         return f"sample {sample_id}"
 
     def collate(self, rows: list) -> dict[str, Any]:
-        """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make a batch
-        of no samples, it is that of the first one, with every tensor cut to length 0. Raises UserError if it is no
-        dict."""
+        """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make
+        a batch of no samples, it is that of the first one, with every tensor cut to length 0. Raises
+        UserError if it is no dict."""
         if rows:
             batch = self.collate_fn(rows)
             if not isinstance(batch, dict):
@@ -52,7 +54,9 @@ class DataModule(ABC):
             return self.collate_fn([])
         except Exception:  # IndexError of default_collate, RuntimeError of torch.stack ...
             batch = self.collate_fn([self.train_dataset[0]])
-            return {key: value[:0] if isinstance(value, Tensor | list) else value for key, value in batch.items()}
+            return {
+                key: value[:0] if isinstance(value, Tensor | list) else value for key, value in batch.items()
+            }
 
     def num_samples(self) -> int:
         """Samples per epoch (rows, if packed). Raises UserError if there are none."""
@@ -69,10 +73,12 @@ class DataModule(ABC):
         return epoch_loader(self.train_dataset, size, seed, epoch, skip_batches, workers, self.collate)
 
     def val_dataloader(self) -> DataLoader | None:
-        """This rank's share of the held-out data, or None. Every rank gets equally many batches: FSDP needs that.
-        Raises UserError if `val_dataset` is empty."""
+        """This rank's share of the held-out data, or None. Every rank gets equally many batches: FSDP needs
+        that. Raises UserError if `val_dataset` is empty."""
         if self.val_dataset is None:
             return None
         if len(self.val_dataset) == 0:
-            raise UserError(f"{type(self).__name__}: val_dataset is empty; leave it None if nothing is held out")
+            raise UserError(
+                f"{type(self).__name__}: val_dataset is empty; leave it None if nothing is held out"
+            )
         return eval_loader(self.val_dataset, self.config.training.batch_size, self.collate)

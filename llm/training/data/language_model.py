@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from llm.training.data.base import DataModule
-from trainer.components.data import epoch_samples, held_out_loader, train_loader
+from trainer.data.datasets import epoch_samples, held_out_loader, train_loader
 
 
 class StageDataModule(DataModule):
@@ -27,7 +27,9 @@ class StageDataModule(DataModule):
 
     def setup(self) -> None:
         if not hasattr(self, "train_dataset"):  # else this process prepared the data
-            self.train_dataset, self.val_dataset = self.task.script.open_data(self.task.args, self.task.tokenizer)
+            self.train_dataset, self.val_dataset = self.task.script.open_data(
+                self.task.args, self.task.tokenizer
+            )
 
     def fingerprint(self) -> dict[str, Any]:
         return self.train_dataset.fingerprint

@@ -25,4 +25,6 @@ class SyntheticDataModule(DataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         data = self.config.data
-        return {"data": f"synthetic, {data.num_samples} samples, noise {data.noise}, held out {data.validation_share}"}
+        return {
+            "data": f"synthetic, {data.num_samples} samples, noise {data.noise}, held out {data.validation_share}"
+        }

@@ -1,4 +1,5 @@
-"""The interface of a task: a model, an optimizer, a schedule, a criterion, and the loss of one batch; and its data."""
+"""The interface of a task: a model, an optimizer, a schedule, a criterion, and the loss of one batch; and its
+data."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -15,29 +16,35 @@ from common.settings import StageArgs
 from llm.training.core.callbacks import Callback
 from llm.training.core.config import Config
 from llm.training.data.base import DataModule
-from trainer.components.meter import Size
-from trainer.components.optimizer import build_optimizer
-from trainer.components.state import Batch, TrainState
+from trainer.optim.build import build_optimizer
+from trainer.report.speed import Size
+from trainer.run.state import Batch, TrainState
 from trainer.trainer_utils import warmup_cosine
 
 
 class TrainingTask(ABC):
-    """Base class of a task. Subclass it, implement the abstract methods and start it by `--task package.module:Class`.
+    """Base class of a task. Subclass it, implement the abstract methods and start it by `--task
+    package.module:Class`.
 
-    Losses are SUMS over the targets of a batch. The loop divides by the number of targets of the full update, over all
-    micro-batches and ranks, so the result does not depend on how the update was split.
+    Losses are SUMS over the targets of a batch. The loop divides by the number of targets of the full update,
+    over all micro-batches and ranks, so the result does not depend on how the update was split.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {}  # of settings; a YAML file, the environment and flags override them
+    # of settings; a YAML file, the environment and flags override them
+    defaults: ClassVar[dict[str, Any]] = {}
 
     optimizer: torch.optim.Optimizer  # of `build_optimizer`, from `build_scheduler` on
 
-    data_module: ClassVar[type[DataModule] | None] = None  # the class of its data, if `build_data` is not implemented
-    stage_args: ClassVar[type[StageArgs] | None] = None  # the settings of the stage that it is, whose flags it takes
-    scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None  # of steps of a scheduler; None: epoch
+    # the class of its data, if `build_data` is not implemented
+    data_module: ClassVar[type[DataModule] | None] = None
+    # the settings of the stage that it is, whose flags it takes
+    stage_args: ClassVar[type[StageArgs] | None] = None
+    # of steps of a scheduler; None: epoch
+    scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None
     rehearsed: ClassVar[bool] = True  # whether the engine tries the methods on two samples before training
     frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
-    metric_names: tuple[str, ...] = ()  # of further sums over the targets, which `train_step` returns as a dict
+    # of further sums over the targets, which `train_step` returns as a dict
+    metric_names: tuple[str, ...] = ()
 
     data: DataModule  # set before the model is built
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
@@ -45,32 +52,38 @@ class TrainingTask(ABC):
     def __init__(self, config: Config):
         self.config = config
         args = config.to_args()
-        self.args = replace(args, from_resume=args.from_resume or args.resume_from is not None)  # all settings, flat
+        # all settings, flat
+        self.args = replace(args, from_resume=args.from_resume or args.resume_from is not None)
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model, in float32 on the CPU, with the weights of --from_weight if any. Called after seeding."""
+        """The model, in float32 on the CPU, with the weights of --from_weight if any. Called after
+        seeding."""
 
     @abstractmethod
     def build_criterion(self) -> Callable[..., Any]:
-        """The loss function, which the engine then stores in `self.criterion`. One that returns means is refused."""
+        """The loss function, which the engine then stores in `self.criterion`. One that returns means is
+        refused."""
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Any, ...]:
-        """Sum [] of the losses over the targets of a batch; or this and a sum [] of auxiliary losses over its tokens;
-        or these and a dict of the sums that `metric_names` names."""
+        """Sum [] of the losses over the targets of a batch; or this and a sum [] of auxiliary losses over its
+        tokens; or these and a dict of the sums that `metric_names` names."""
 
     @abstractmethod
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Named sums over the targets of a held-out batch; `loss` is required, `accuracy` becomes `eval_accuracy`."""
+        """Named sums over the targets of a held-out batch; `loss` is required, `accuracy` becomes
+        `eval_accuracy`."""
 
     def build_data(self) -> DataModule:
-        """The data module; by default that of the class in `data_module`. --data_module replaces it. Raises UserError
-        if there is none."""
+        """The data module; by default that of the class in `data_module`. --data_module replaces it. Raises
+        UserError if there is none."""
         if self.data_module is None:
             name = type(self).__name__
-            raise UserError(f"{name} has no data: set its data_module, or give --data_module package.module:ClassName")
+            raise UserError(
+                f"{name} has no data: set its data_module, or give --data_module package.module:ClassName"
+            )
         return self.data_module(self.config)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -82,13 +95,14 @@ class TrainingTask(ABC):
         self, optimizer: torch.optim.Optimizer, total_updates: int
     ) -> Callable[[int], float | None] | LRScheduler | None:
         """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped at the end
-        of each epoch, or as `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a constant
-        rate. By default linear warm-up, then a cosine to a tenth of the peak. It may be declared without
-        `total_updates`, or without both: `self.optimizer` is there."""
+        of each epoch, or as `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a
+        constant rate. By default linear warm-up, then a cosine to a tenth of the peak. It may be declared
+        without `total_updates`, or without both: `self.optimizer` is there."""
         return lambda update: warmup_cosine(update, total_updates, self.args)
 
     def extend(self, state: TrainState) -> None:  # noqa: B027 (optional)
-        """Add to the state of the run what only this task needs, such as hooks. Called before it is restored."""
+        """Add to the state of the run what only this task needs, such as hooks. Called before it is
+        restored."""
 
     def size(self, batch: Batch) -> Size:
         """The number of targets and tokens in a batch. By default one of each per sample."""
@@ -98,7 +112,10 @@ class TrainingTask(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Properties of the model that a resumed run must share with its checkpoint."""
         model = self.config.model
-        return {"hidden_size": model.hidden_size, "num_hidden_layers": model.num_hidden_layers} | self.config.extra
+        return {
+            "hidden_size": model.hidden_size,
+            "num_hidden_layers": model.num_hidden_layers,
+        } | self.config.extra
 
     def code_files(self) -> list[str]:
         """Source files whose change causes a warning on resume. By default the file that defines the task."""

@@ -15,10 +15,10 @@ from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
-from trainer.components.language_model import flat_size, held_out_loss
-from trainer.components.meter import Size
-from trainer.components.optimizer import build_optimizer
-from trainer.components.state import Batch
+from trainer.objectives.next_token import flat_size, held_out_loss
+from trainer.optim.build import build_optimizer
+from trainer.report.speed import Size
+from trainer.run.state import Batch
 from trainer.trainer_utils import build_device, init_model, load_tokenizer, start_model_config, start_shape
 
 
@@ -71,8 +71,8 @@ class StageTask(TrainingTask):
 
 
 def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
-    """Refuse a flag that only `main` of the stage script implements, which the engine does not call. Raises UserError
-    if such a flag is given."""
+    """Refuse a flag that only `main` of the stage script implements, which the engine does not call. Raises
+    UserError if such a flag is given."""
     read_in_main, read_elsewhere = set(), set()
     for node in ast.parse(inspect.getsource(script)).body:
         is_main = isinstance(node, ast.FunctionDef) and node.name == "main"

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from llm.training.data.base import DataModule
 from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer.components.state import Batch
+from trainer.run.state import Batch
 
 
 class RegressionTask(TrainingTask):
-    """Mean squared error of a two-layer perceptron; it approaches the variance of the noise in SyntheticDataModule."""
+    """Mean squared error of a two-layer perceptron; it approaches the variance of the noise in
+    SyntheticDataModule."""
 
     data_module: ClassVar[type[DataModule]] = SyntheticDataModule
     defaults: ClassVar[dict[str, Any]] = {

@@ -11,21 +11,34 @@ import yaml
 from tests.conftest import ROOT
 from tests.stage_process import StageProcess, run, start_ranks
 from tests.trainer.stage_flags import saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 CONFIGS = ROOT / "llm/training/configs"
-CHAINS = {"regression": ["regression"], "dense": ["pretrain", "full_sft"], "moe": ["pretrain_moe", "full_sft_moe"]}
+CHAINS = {
+    "regression": ["regression"],
+    "dense": ["pretrain", "full_sft"],
+    "moe": ["pretrain_moe", "full_sft_moe"],
+}
 
 
 def overrides(folder: Path, corpus: dict[str, Path], config: str) -> list[str]:
     """What makes a shipped run tiny, and puts its files and data elsewhere."""
-    settings = {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "device": "cpu", "epochs": 1}
+    settings = {
+        "save_dir": folder / "out",
+        "checkpoint_dir": folder / "checkpoints",
+        "device": "cpu",
+        "epochs": 1,
+    }
     settings |= {"hidden_size": 32, "batch_size": 8, "log_interval": 1}
     if config == "regression":
         settings |= {"num_samples": 80}
     else:
         kind = "sft" if "sft" in config else "pretrain"
-        settings |= {"data_path": corpus[kind], "eval_data_path": corpus[f"{kind}_eval"], "cache_dir": corpus["cache"]}
+        settings |= {
+            "data_path": corpus[kind],
+            "eval_data_path": corpus[f"{kind}_eval"],
+            "cache_dir": corpus["cache"],
+        }
         settings |= {"num_hidden_layers": 2, "max_seq_len": 64}
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
 
@@ -34,7 +47,9 @@ def start(folder: Path, corpus: dict[str, Path], config: str, *more: str, ranks:
     """Run a config by the command that its head shows."""
     text = (CONFIGS / f"{config}.yaml").read_text(encoding="utf-8")
     (command,) = re.findall(r"^# +python -m llm\.training\.train (.+)$", text, flags=re.M)
-    words = shlex.split(command.replace("llm/training", f"{ROOT}/llm/training").replace("FILE", "replaced.jsonl"))
+    words = shlex.split(
+        command.replace("llm/training", f"{ROOT}/llm/training").replace("FILE", "replaced.jsonl")
+    )
     words += [*overrides(folder, corpus, config), *more]
     if ranks == 1:
         return run("engine", words)
@@ -44,7 +59,9 @@ def start(folder: Path, corpus: dict[str, Path], config: str, *more: str, ranks:
 
 
 def test_every_config_is_run_here():
-    assert sorted(name for chain in CHAINS.values() for name in chain) == sorted(p.stem for p in CONFIGS.iterdir())
+    assert sorted(name for chain in CHAINS.values() for name in chain) == sorted(
+        p.stem for p in CONFIGS.iterdir()
+    )
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -58,7 +75,8 @@ def test_it_trains_for_a_few_updates(corpus, tmp_path, chain):
         assert 3 <= len(metrics) <= 20 and all(math.isfinite(record["loss"]) for record in metrics)
         assert math.isfinite(metrics[-1]["eval_loss"]) and f"done: {len(metrics)} updates" in process.out
         saved = saved_state(tmp_path, name)
-        assert saved["run"]["learning_rate"] == given["training"]["learning_rate"]  # what is not overridden holds
+        # what is not overridden holds
+        assert saved["run"]["learning_rate"] == given["training"]["learning_rate"]
         assert ("early_stopping" in saved["hooks"]) == (config == "regression")
         experts = [key for key in saved["model"] if "mlp.experts.3." in key]
         assert bool(experts) == config.endswith("_moe") and (metrics[-1]["aux_loss"] > 0) == bool(experts)
@@ -81,7 +99,9 @@ def test_a_config_with_two_processes(corpus, tmp_path):
         "4",
         ranks=2,
     )
-    one, two = (read_metrics(tmp_path / name / "out/pretrain_32_moe_metrics.jsonl") for name in ("one", "two"))
+    one, two = (
+        read_metrics(tmp_path / name / "out/pretrain_32_moe_metrics.jsonl") for name in ("one", "two")
+    )
     assert len(one) == len(two) >= 3
     for key in ("loss", "aux_loss", "eval_loss"):
         values = [[record[key] for record in metrics if key in record] for metrics in (one, two)]

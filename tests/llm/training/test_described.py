@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
-from trainer.components.metrics import read_metrics
+from trainer.report.metrics import read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,8 @@ class PerUpdate(Six):
 
 @pytest.mark.parametrize("task", [Six, PerUpdate])
 def test_six_methods_are_a_task(tmp_path, task):
-    """The rates are those of torch's scheduler in a plain loop: per epoch, or per update if the task says so."""
+    """The rates are those of torch's scheduler in a plain loop: per epoch, or per update if the task says
+    so."""
     recorded = LRSchedulerCallback()
     engine = made(task, tmp_path, [MetricsLogger(), recorded], epochs=3)
     for name in ("_setup_components", "_run_epoch", "_run_validation_epoch", "run"):
@@ -125,7 +126,9 @@ def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys)
     }.items():
         with pytest.raises(UserError, match=f"--data_module {name}.*{told}"):
             named_class("--data_module", name, DataModule)
-    config = config_of(tmp_path, epochs=1, data_module="named:Points", task=f"{__name__}:Six", save_weight="six")
+    config = config_of(
+        tmp_path, epochs=1, data_module="named:Points", task=f"{__name__}:Six", save_weight="six"
+    )
     train_worker(rank=0, world_size=1, config=config)
     assert "done: 8 updates" in capsys.readouterr().out
 
@@ -223,7 +226,9 @@ class WrongSize(RegressionTask):
 class Pairs(SyntheticDataModule):
     """Batches (x, y), as torch makes them."""
 
-    collate_fn = staticmethod(lambda rows: torch.utils.data.default_collate([(row["x"], row["y"]) for row in rows]))
+    collate_fn = staticmethod(
+        lambda rows: torch.utils.data.default_collate([(row["x"], row["y"]) for row in rows])
+    )
 
 
 REFUSED = [
@@ -231,7 +236,10 @@ REFUSED = [
     (Backward, "Backward.train_step calls backward or changes the weights; leave both to the loop"),
     (Steps, "Steps.train_step calls backward or changes the weights; leave both to the loop"),
     (Detached, "Detached.train_step returns a loss without a gradient"),
-    (ManyLosses, r"ManyLosses.train_step returns a tensor of shape \[1, 1\]|train_step returns a tensor of shape"),
+    (
+        ManyLosses,
+        r"ManyLosses.train_step returns a tensor of shape \[1, 1\]|train_step returns a tensor of shape",
+    ),
     (Number, "Number.train_step returns a float; it must return a tensor"),
     (BareTensor, "BareTensor.validation_step returns a Tensor; it must return sums by name"),
     (NoLoss, "NoLoss.validation_step returns only error; it must return sums by name"),
@@ -247,11 +255,15 @@ def test_what_a_step_must_not_do_is_told_before_training(tmp_path, task, told):
     with pytest.raises(UserError, match=told):
         engine.run()
     assert engine.state.update == 0 and not list(tmp_path.rglob("*.pth"))
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.state.model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, engine.state.model.state_dict().values(), strict=True)
+    )
 
 
 def test_a_criterion_of_means_and_batches_that_are_no_dicts_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"Mean.build_criterion returns MSELoss\(reduction='mean'\).*reduction='sum'"):
+    with pytest.raises(
+        UserError, match=r"Mean.build_criterion returns MSELoss\(reduction='mean'\).*reduction='sum'"
+    ):
         made(Mean, tmp_path)
     with pytest.raises(UserError, match="Pairs: collate_fn returns a list; a batch is a dict of tensors"):
         made(RegressionTask, tmp_path, data_class=Pairs).run()
@@ -277,7 +289,9 @@ def test_methods_that_cannot_be_called_are_told_with_their_form(tmp_path):
         UserError, match=r"TakesCriterion\.train_step is .*but it is called as train_step\(model, batch\)"
     ):
         made(TakesCriterion, tmp_path)
-    with pytest.raises(UserError, match=r"OwnLoader\.train_dataloader .* as train_dataloader\(epoch, skip_batches\)"):
+    with pytest.raises(
+        UserError, match=r"OwnLoader\.train_dataloader .* as train_dataloader\(epoch, skip_batches\)"
+    ):
         made(RegressionTask, tmp_path, data_class=OwnLoader)
 
 
@@ -340,7 +354,9 @@ def cosine(optimizer, updates):
 
 
 WRONG_STEPS = {  # 3 epochs of 8 updates
-    "OneCycleLR is made for 24 steps, as many as there are updates, but it is stepped after each of 3": (one_cycle(0),),
+    "OneCycleLR is made for 24 steps, as many as there are updates, but it is stepped after each of 3": (
+        one_cycle(0),
+    ),
     "CosineAnnealingLR is made for 24 steps, as many as": (cosine,),
     "OneCycleLR is made for 2 steps, but there will be 3": (one_cycle(2), "epoch"),
     "OneCycleLR is made for 23 steps, but there will be 24": (one_cycle(23), "update"),
@@ -429,7 +445,10 @@ def test_a_plateau_that_could_not_work_is_refused_at_the_start(tmp_path):
             super().setup()
             self.val_dataset = None
 
-    for settings, told in (({"data_class": Everything}, "no data are held out"), ({"mode": "max"}, "has mode min")):
+    for settings, told in (
+        ({"data_class": Everything}, "no data are held out"),
+        ({"mode": "max"}, "has mode min"),
+    ):
         engine = made(Plateau, tmp_path, **settings)
         with pytest.raises(UserError, match=told):
             engine.run()
@@ -522,9 +541,15 @@ def messages(path) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_log_file_has_every_line_of_the_console(corpus, tmp_path, ranks):
     """Tokenising, model, records, a warning, the signal and the reason of the end."""
-    argv = ["--task", "pretrain", *flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", epochs=30)]
+    argv = [
+        "--task",
+        "pretrain",
+        *flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", epochs=30),
+    ]
     argv += ["--log_dir", tmp_path / "logs"]
-    faults = Faults(nan=(2,), signals={5: signal.SIGTERM}, script="import warnings; warnings.simplefilter('always')")
+    faults = Faults(
+        nan=(2,), signals={5: signal.SIGTERM}, script="import warnings; warnings.simplefilter('always')"
+    )
     process = run("engine", argv, faults, ranks=ranks, status=143)
     found = messages(tmp_path / "logs/pretrain_32.log")
     shown = [line for line in [*process.out.splitlines(), *process.err.splitlines()] if line.strip()]
@@ -544,7 +569,10 @@ def test_the_log_file_has_every_line_of_the_console(corpus, tmp_path, ranks):
 def test_an_error_reaches_the_log_file(tmp_path):
     argv = regression(tmp_path, monitor="eval_f1", epochs=1, log_file=tmp_path / "a/run.log")
     process = run("engine", argv, status=2)
-    assert messages(tmp_path / "a/run.log")[-1] == process.error_lines[-1] and "eval_f1" in process.error_lines[-1]
+    assert (
+        messages(tmp_path / "a/run.log")[-1] == process.error_lines[-1]
+        and "eval_f1" in process.error_lines[-1]
+    )
     (tmp_path / "file").touch()
     process = run("engine", regression(tmp_path, log_file=tmp_path / "file/run.log"), status=2)
     assert "file/run.log cannot be written (File exists); give another --log_file" in process.error_lines[0]
@@ -563,11 +591,15 @@ def test_levels(tmp_path, capsys, level):
     told |= {"warning": ["warning: warning"], "error": ["error: error"]}
     order = list(told)
     shown = [told[name] for name in order[order.index(level) :]]
-    in_order = [line for name in ("debug", "info", "warning", "error") for line in told[name] if told[name] in shown]
+    in_order = [
+        line for name in ("debug", "info", "warning", "error") for line in told[name] if told[name] in shown
+    ]
     found = messages(tmp_path / "logs/run_64.log")
     assert sorted(found) == sorted(in_order)
     out = capsys.readouterr()
-    assert ("printed" in out.out) == (level in ("debug", "info")) and ("warning: " in out.err) == (level != "error")
+    assert ("printed" in out.out) == (level in ("debug", "info")) and ("warning: " in out.err) == (
+        level != "error"
+    )
 
 
 def test_the_sections_of_the_settings_have_what_is_described():
@@ -610,7 +642,11 @@ def test_a_checkpoint_is_written_when_asked_and_continued_from_its_path(tmp_path
 def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
     (tmp_path / "text.pth").write_text("hello")
     torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
-    for name, told in {"gone": "no such file", "text": "not a zip", "weights": "not a state to resume from"}.items():
+    for name, told in {
+        "gone": "no such file",
+        "text": "not a zip",
+        "weights": "not a state to resume from",
+    }.items():
         manager = CheckpointManager(config_of(tmp_path, resume_from=tmp_path / f"{name}.pth").to_args())
         with pytest.raises(UserError, match=rf"--resume_from .*{name}.pth is no checkpoint.*{told}"):
             manager.load_checkpoint()
@@ -696,7 +732,8 @@ KILLS += [(("end", 0), ("end", 0)), (("update", 3), ("end", 0)), (("start", 1), 
 
 @pytest.mark.parametrize(("kill", "save"), KILLS)
 def test_each_epoch_begins_and_ends_once_wherever_a_run_is_killed(tmp_path, kill, save):
-    """As seen from the state that is saved: two epochs of two updates, a checkpoint and a validation at their ends."""
+    """As seen from the state that is saved: two epochs of two updates, a checkpoint and a validation at their
+    ends."""
     settings = {"epochs": 2, "num_samples": 40, "batch_size": 16, "validation_share": 0.2}
     wanted = [["start", 0], ["update", 1], ["update", 2], ["end", 0]]
     wanted += [["start", 1], ["update", 3], ["update", 4], ["end", 1]]

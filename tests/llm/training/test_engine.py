@@ -1,4 +1,5 @@
-"""The engine as a user runs it: the numbers of the stage scripts, with one process and several, killed and resumed."""
+"""The engine as a user runs it: the numbers of the stage scripts, with one process and several, killed and
+resumed."""
 
 import os
 import re
@@ -13,14 +14,19 @@ import torch
 from tests.conftest import ROOT
 from tests.stage_process import FORKED, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
-from trainer.components.metrics import read_metrics
-from trainer.components.run_hooks import link_state
+from trainer.report.metrics import read_metrics
+from trainer.run.hooks import link_state
 from trainer.trainer_utils import get_lr
 
 
 def regression(folder, **extra) -> list[str]:
     """A short regression run; `extra` replaces its settings."""
-    settings = {"task": "regression", "save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "epochs": 6}
+    settings = {
+        "task": "regression",
+        "save_dir": folder / "out",
+        "checkpoint_dir": folder / "checkpoints",
+        "epochs": 6,
+    }
     settings |= {"log_interval": 1, "num_samples": 320, "device": "cpu", "seed": 3}
     return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
 
@@ -37,16 +43,20 @@ NAME = "regression_64"
 
 
 def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
-    """One process, two started by the engine, two of torchrun: the same validation loss for the same global batch."""
+    """One process, two started by the engine, two of torchrun: the same validation loss for the same global
+    batch."""
     losses = {}
     for name, batch_size, world_size in (("one", 32, 1), ("engine", 16, 2), ("torchrun", 16, 2)):
-        argv = regression(tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=5, num_samples=1280)
+        argv = regression(
+            tmp_path / name, batch_size=batch_size, world_size=world_size, epochs=5, num_samples=1280
+        )
         forked = Faults(script=FORKED) if name == "engine" else None
         out = run("engine", argv, forked, ranks=world_size if name == "torchrun" else 1).out
         found = read_metrics(tmp_path / name / f"out/{NAME}_metrics.jsonl")
         losses[name] = [record["eval_loss"] for record in found if "eval_loss" in record]
         assert out.count("done: 160 updates") == 1
-    assert len(losses["one"]) == 5 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)  # there is no noise
+    # there is no noise
+    assert len(losses["one"]) == 5 and losses["one"][-1] < min(0.005, losses["one"][0] / 10)
     for name in ("engine", "torchrun"):
         assert losses[name] == pytest.approx(losses["one"], abs=1e-5)
 
@@ -58,7 +68,8 @@ def test_regression_finds_its_solution_whoever_starts_the_processes(tmp_path):
     ("stage", "task", "extra"), [("pretrain", "pretrain", {"use_moe": 1, "dtype": "bfloat16_emulated"})]
 )
 def test_the_task_and_the_stage_script_are_the_same_run(corpus, tmp_path, stage, task, extra):
-    """Each update's loss, the weights and the optimizer, bit for bit; even each other's checkpoints are resumed."""
+    """Each update's loss, the weights and the optimizer, bit for bit; even each other's checkpoints are
+    resumed."""
     run(stage, flags(corpus, tmp_path / "script", stage, **extra))
     argv = engine(task, flags(corpus, tmp_path / "engine", stage, **extra))
     run("engine", argv)
@@ -77,7 +88,8 @@ def test_top_k_and_num_experts_reach_the_model(corpus, tmp_path):
     weights = saved_state(tmp_path, "pretrain_32_moe_3x2")["model"]
     assert weights["model.layers.0.mlp.gate.weight"].shape == (3, 32)
     assert saved_state(tmp_path, "pretrain_32_moe_3x2")["run"]["num_experts_per_tok"] == 2
-    process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"])  # of another name
+    # of another name
+    process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"])
     assert "new run: " in process.out and (tmp_path / "out/pretrain_32_moe_3x1.pth").exists()
 
 
@@ -89,7 +101,10 @@ def test_what_the_machine_lacks_is_told_before_the_data_are_prepared(corpus, tmp
     wrong = {"device": "tpu9"} if lacking == "device" else {"device": "cpu", "dtype": "float16"}
     argv = engine("pretrain", flags(corpus, tmp_path, "pretrain", **wrong, cache_dir=tmp_path / "cache"))
     process = run("engine", argv if ranks else [*argv, "--world_size", "2"], ranks=ranks or 1, status=2)
-    told = {"device": "--device tpu9 is unknown; use auto, cpu", "dtype": "--dtype float16: this cpu has no arithmetic"}
+    told = {
+        "device": "--device tpu9 is unknown; use auto, cpu",
+        "dtype": "--dtype float16: this cpu has no arithmetic",
+    }
     assert len(process.error_lines) == 1 and process.error_lines[0].startswith(f"error: {told[lacking]}")
     assert not list(tmp_path.iterdir())
 
@@ -99,7 +114,14 @@ def test_what_the_machine_lacks_is_told_before_the_data_are_prepared(corpus, tmp
 
 def test_killed_and_resumed_is_the_same_run(tmp_path):
     """Callback state included: early stopping ends both runs at the same update."""
-    settings = {"epochs": 30, "patience": 2, "min_delta": 0.05, "noise": 0.3, "keep_every": 7, "accumulation_steps": 2}
+    settings = {
+        "epochs": 30,
+        "patience": 2,
+        "min_delta": 0.05,
+        "noise": 0.3,
+        "keep_every": 7,
+        "accumulation_steps": 2,
+    }
     run("engine", regression(tmp_path / "whole", **settings))
     count = len(records(tmp_path / "whole", NAME))
     assert 12 <= count < 30 * 4  # it stopped early
@@ -133,7 +155,8 @@ def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
     said = [line for line in err.splitlines() if line.startswith("stopped: by SIGTERM after update")]
     assert len(said) == 1 and "Traceback" not in err
     logged = [line[28:] for line in log.read_text().splitlines()]
-    shown = [line for line in out.splitlines() + err.splitlines() if "resource_tracker" not in line]  # not ours
+    # not ours
+    shown = [line for line in out.splitlines() + err.splitlines() if "resource_tracker" not in line]
     assert sorted(logged) == sorted(shown)
     assert not psutil.wait_procs(children, timeout=10)[1]
     assert saved_state(tmp_path, NAME)["update"] == int(re.search(r"after update (\d+)", said[0])[1])
@@ -152,7 +175,9 @@ sys.modules["torch.multiprocessing.spawn"]._prctl_pr_set_pdeathsig = before_it_i
 
 def test_ranks_end_with_an_engine_that_is_killed_while_they_start(tmp_path):
     """The first rank asks the kernel for a signal at the engine's end only when that is past."""
-    process = StageProcess("engine", regression(tmp_path, world_size=2), Faults(script=FORKED + KILLED_AS_RANKS_START))
+    process = StageProcess(
+        "engine", regression(tmp_path, world_size=2), Faults(script=FORKED + KILLED_AS_RANKS_START)
+    )
     assert process.wait() == -signal.SIGKILL
     deadline = time.monotonic() + 20
     while "error: the process that started this rank has ended" not in process.err:
@@ -196,11 +221,21 @@ def test_validation_does_not_depend_on_the_ranks(tmp_path):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_what_is_kept(tmp_path, mode):
-    """The last K numbered states, the newest and the best; the best one is the best by the monitored metric."""
-    settings = {"keep_every": 3, "keep_last": 2, "mode": mode, "epochs": 5, "noise": 0.5, "learning_rate": 0.05}
+    """The last K numbered states, the newest and the best; the best one is the best by the monitored
+    metric."""
+    settings = {
+        "keep_every": 3,
+        "keep_last": 2,
+        "mode": mode,
+        "epochs": 5,
+        "noise": 0.5,
+        "learning_rate": 0.05,
+    }
     run("engine", regression(tmp_path, **settings))
     held_out = {
-        r["update"]: r["eval_loss"] for r in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl") if "eval_loss" in r
+        r["update"]: r["eval_loss"]
+        for r in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")
+        if "eval_loss" in r
     }
     best = (min if mode == "min" else max)(held_out, key=held_out.get)
     folder = tmp_path / "checkpoints"
@@ -220,11 +255,14 @@ def test_what_is_kept(tmp_path, mode):
 
 
 def test_a_fresh_run_under_an_old_name_keeps_its_own_numbered_states(tmp_path):
-    """Those of the old run have higher numbers; they are set aside, and linking a state twice leaves nothing behind."""
+    """Those of the old run have higher numbers; they are set aside, and linking a state twice leaves nothing
+    behind."""
     settings = {"keep_every": 4, "keep_last": 2, "noise": 0.5}
     run("engine", regression(tmp_path, **settings, epochs=3))
     folder = tmp_path / "checkpoints"
-    old = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
+    old = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."
+    }
     run("engine", regression(tmp_path, **settings, epochs=1))
     kept = sorted(path.name for path in folder.glob(f"{NAME}_update_*.pth"))
     assert kept == [f"{NAME}_update_00000004.pth", f"{NAME}_update_00000008.pth"]
@@ -242,14 +280,19 @@ def test_a_sharded_run_resumes_from_a_numbered_state(tmp_path):
     argv = regression(tmp_path / "parts", **settings, parallel="fsdp", batch_size=16)
     run("engine", argv, ranks=2)
     folder = tmp_path / "parts/checkpoints"
-    assert len(list(folder.glob(f"{NAME}_update_000000??.pth"))) == 4 and (folder / f"{NAME}_best_resume.pth").exists()
+    assert (
+        len(list(folder.glob(f"{NAME}_update_000000??.pth"))) == 4
+        and (folder / f"{NAME}_best_resume.pth").exists()
+    )
     (folder / f"{NAME}_resume_previous.pth").unlink()
     os.replace(folder / f"{NAME}_update_00000008.pth", folder / f"{NAME}_resume.pth")
     assert "update 8 of 16" in run("engine", [*argv, "--from_resume", "1"], ranks=2).out
     one, other = (records(tmp_path / name, NAME) for name in ("whole", "parts"))
     assert len(one) == len(other) == 16
     for a, b in zip(one, other, strict=True):
-        assert a[:2] == b[:2] and a[2] == pytest.approx(b[2], abs=1e-5) and a[8] == pytest.approx(b[8], abs=1e-5)
+        assert (
+            a[:2] == b[:2] and a[2] == pytest.approx(b[2], abs=1e-5) and a[8] == pytest.approx(b[8], abs=1e-5)
+        )
 
 
 def test_a_numbered_state_can_be_resumed(tmp_path):
@@ -303,7 +346,9 @@ RegressionTask.callbacks = lambda self: [Recorder()]
 
 def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
     path = tmp_path / "calls"
-    argv = regression(tmp_path, epochs=2, num_samples=40, batch_size=16, log_interval=100, validation_share=0.2)
+    argv = regression(
+        tmp_path, epochs=2, num_samples=40, batch_size=16, log_interval=100, validation_share=0.2
+    )
     run("engine", argv, Faults(script=f"PATH = {str(path)!r}\n{RECORDER}"))
     page = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
     block = re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1]
@@ -323,7 +368,9 @@ def test_the_engine_stays_small():
     own.append(ROOT / "llm/training/train.py")
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
     assert (
-        lines < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "trainer").rglob("*.py")) / 2
+        lines
+        < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "trainer").rglob("*.py"))
+        / 2
     )
     text = "".join(path.read_text(encoding="utf-8") for path in own)
     assert ".backward(" not in text and "torch.save(" not in text and "optimizer.step(" not in text
@@ -338,8 +385,14 @@ def test_print_config_shows_where_settings_come_from():
 
 
 def test_log_file(tmp_path):
-    run("engine", regression(tmp_path, epochs=1, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100))
-    run("engine", regression(tmp_path, epochs=3, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100))
+    run(
+        "engine",
+        regression(tmp_path, epochs=1, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100),
+    )
+    run(
+        "engine",
+        regression(tmp_path, epochs=3, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100),
+    )
     assert "stopping: EarlyStopping" in (tmp_path / "logs/run.log").read_text()
 
 
@@ -357,5 +410,9 @@ def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     assert after.pop("verdict") and after.pop("checkpoints") == {"best_update": None}  # of another metric
     assert after == {key: value for key, value in before.items() if key != "checkpoints"}
     done = run("engine", typed)
-    assert len(done.error_lines) == 1 and "--monitor are not those" in done.err and "resuming pretrain" in done.out
+    assert (
+        len(done.error_lines) == 1
+        and "--monitor are not those" in done.err
+        and "resuming pretrain" in done.out
+    )
     assert saved_state(tmp_path)["hooks"]["early_stopping"]["waited"] == 0

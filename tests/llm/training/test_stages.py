@@ -15,11 +15,18 @@ from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
 from trainer import train_dpo
-from trainer.components.metrics import read_metrics
-from trainer.components.model_files import save_weights
+from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.weights.files import save_weights
 
-TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9, "keep_every": 3}
+TRAINED = {
+    "from_weight": "start",
+    "epochs": 1,
+    "learning_rate": 1e-3,
+    "dropout": 0.1,
+    "patience": 9,
+    "keep_every": 3,
+}
 SPLIT = {"eval_data_path": "none", "eval_share": 0.2}
 RUNS = {  # stage -> its data and its settings
     "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}),
@@ -69,7 +76,9 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     (one, log), (other, others) = (everything(tmp_path / folder, name) for folder in ("script", "engine"))
     assert_same_tensors(one, other)
     assert log == others and len(log) >= 3 and any("eval_loss" in record for record in log)
-    about = [json.loads((tmp_path / f"{each}/out/{name}_run.json").read_text()) for each in ("script", "engine")]
+    about = [
+        json.loads((tmp_path / f"{each}/out/{name}_run.json").read_text()) for each in ("script", "engine")
+    ]
     assert len({each["stage"] for each in about}) == 1 and about[0]["run"] == about[1]["run"]
     assert about[0]["settings"].keys() <= about[1]["settings"].keys()
     assert [start["update"] for start in about[0]["starts"]] == [0] and len(about[1]["starts"]) == 2
@@ -92,7 +101,7 @@ def test_the_start_weights_are_not_needed_to_resume(data, tmp_path):
 
 CHANGED = """
 from trainer import train_full_sft as stage
-from trainer.components.language_model import next_token_loss
+from trainer.objectives.next_token import next_token_loss
 def doubled(model, batch, args):
     loss, aux_loss = next_token_loss(model, batch)
     return 2 * loss, aux_loss
@@ -109,7 +118,9 @@ def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
     changed = Faults(script=CHANGED)
     run("sft", argv(data, tmp_path / "script", "full_sft"), changed)
     run("engine", ["--task", "full_sft", *argv(data, tmp_path / "engine", "full_sft")], changed)
-    (one, log), (other, others) = (everything(tmp_path / each, "full_sft_32_moe") for each in ("script", "engine"))
+    (one, log), (other, others) = (
+        everything(tmp_path / each, "full_sft_32_moe") for each in ("script", "engine")
+    )
     assert_same_tensors(one, other)
     assert log == others and log[2]["learning_rate"] == pytest.approx(1e-3 / log[2]["update"])
     start = torch.load(data["start"] / "start_32_moe.pth")
@@ -121,7 +132,9 @@ def test_a_flag_that_only_main_implements_is_refused(tmp_path, monkeypatch):
     """Not swallowed: the engine does not call main."""
     path = tmp_path / "train_own.py"
     text = (ROOT / "trainer/train_dpo.py").read_text().replace("parents[1]", "parents[0]")
-    text = text.replace("    max_seq_len: int = 1024\n", "    max_seq_len: int = 1024\n    ema: float = 0.0\n")
+    text = text.replace(
+        "    max_seq_len: int = 1024\n", "    max_seq_len: int = 1024\n    ema: float = 0.0\n"
+    )
     path.write_text(text.replace("    # 8. Train.\n", "    print(args.ema)\n    # 8. Train.\n"))
     monkeypatch.syspath_prepend(tmp_path)
     import train_own  # type: ignore[import-not-found]

@@ -1,5 +1,5 @@
-"""The manual's own task, in a folder of its user: trained, stopped early, killed and resumed, and all that can be wrong
-with a task, told in one line."""
+"""The manual's own task, in a folder of its user: trained, stopped early, killed and resumed, and all that
+can be wrong with a task, told in one line."""
 
 import json
 import random
@@ -17,13 +17,15 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import FORKED, Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, records, saved_state
-from trainer.components.metrics import read_metrics
-from trainer.components.model_files import half_state_dict
+from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import load_tokenizer
+from trainer.weights.files import half_state_dict
 
 ENGINE = str(ROOT / "llm/training/train.py")
 PAGE = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
-(EXAMPLE,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "class TextClass" in block)
+(EXAMPLE,) = (
+    block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "class TextClass" in block
+)
 TASK, NAME = "text_classifier:TextClassifier", "TextClassifier_32"
 TOPICS = {
     "cooking": "flour sugar oven butter spoon dough cream salt recipe pepper onion soup bread plate pan boil fry taste",
@@ -47,8 +49,8 @@ def labelled_texts(count: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A user's folder: the example, copied from the manual, and data. 73 of the texts are for training: with a global
-    batch of 8 the last one of an epoch is a single text, and of two processes one has none."""
+    """A user's folder: the example, copied from the manual, and data. 73 of the texts are for training: with
+    a global batch of 8 the last one of an epoch is a single text, and of two processes one has none."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text_classifier.py").write_text(EXAMPLE, encoding="utf-8")
     write_jsonl(folder / "texts.jsonl", labelled_texts(92))
@@ -57,7 +59,13 @@ def home(tmp_path_factory) -> Path:
 
 def argv(folder: Path, task: str = TASK, **extra) -> list[str]:
     """A small run whose files go to `folder`; `extra` replaces its settings."""
-    settings = {"task": task, "data_path": "texts.jsonl", "hidden_size": 32, "num_hidden_layers": 1, "batch_size": 8}
+    settings = {
+        "task": task,
+        "data_path": "texts.jsonl",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "batch_size": 8,
+    }
     settings |= {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "log_interval": 1}
     settings |= {"epochs": 20, "learning_rate": 2e-3, "dtype": "float32", "device": "cpu", "seed": 3}
     return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
@@ -98,14 +106,19 @@ def test_it_learns_and_stops_early(whole):
 
 
 def test_what_validation_says_is_what_the_weights_do(home, whole):
-    """One held-out text after the other, without padding, through the model that the last checkpoint holds."""
+    """One held-out text after the other, without padding, through the model that the last checkpoint
+    holds."""
     names: dict = {}
     exec(compile(EXAMPLE, "text_classifier.py", "exec"), names)
     tokenizer = load_tokenizer(ROOT / "model")
     shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(tokenizer))
     model = names["Classifier"](MiniMindForCausalLM(shape).model, 2).eval()
     model.load_state_dict(saved_state(whole, NAME)["model"], strict=True)
-    loss, right, texts = 0.0, 0, [json.loads(line) for line in (home / "texts.jsonl").read_text().splitlines()][::5]
+    loss, right, texts = (
+        0.0,
+        0,
+        [json.loads(line) for line in (home / "texts.jsonl").read_text().splitlines()][::5],
+    )
     for text in texts:
         ids = torch.tensor([tokenizer(text["text"]).input_ids])
         label = torch.tensor([sorted(TOPICS).index(text["label"])])
@@ -132,7 +145,12 @@ def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
     settings = STOPPING | {"from_resume": 1, "save_interval": 4, "tensorboard_dir": tmp_path / "runs"}
     updates = saved_state(whole, NAME)["update"]
     for micro_batch in (17, updates - 20):  # of each process
-        run("engine", argv(tmp_path, **settings), started_in(home, signals={micro_batch: signal.SIGKILL}), status=-9)
+        run(
+            "engine",
+            argv(tmp_path, **settings),
+            started_in(home, signals={micro_batch: signal.SIGKILL}),
+            status=-9,
+        )
     done = run("engine", argv(tmp_path, **settings), started_in(home))
     assert "resuming TextClassifier at" in done.out and "stopping: EarlyStopping" in done.out
     assert_same_run(whole, tmp_path, NAME)
@@ -165,9 +183,13 @@ def test_two_processes_are_the_same_run_as_one(home, tmp_path):
 
 def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     """--from_weight starts from a pretrained body."""
-    command = re.search(rf"^python -m llm.training.train (--task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M)
+    command = re.search(
+        rf"^python -m llm.training.train (--task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M
+    )
     torch.manual_seed(5)
-    shape = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model")))
+    shape = MiniMindConfig(
+        hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model"))
+    )
     weights = half_state_dict(MiniMindForCausalLM(shape))
     for name in ("out",):
         (tmp_path / name).mkdir()
@@ -319,14 +341,19 @@ def test_a_mistake_that_two_processes_meet_ends_both(broken, tmp_path):
 
 def assert_named_once(err: str) -> None:
     """The callback is named, and its own traceback is there once."""
-    assert err.count("KeyError: 'no such thing'") == 1 and err.count("callback Broken failed in on_batch_end") == 1, err
+    assert (
+        err.count("KeyError: 'no such thing'") == 1
+        and err.count("callback Broken failed in on_batch_end") == 1
+    ), err
     assert err.count('raise KeyError("no such thing")') == 1 and "error: " not in err
 
 
 def test_a_callback_that_raises_is_named(broken, tmp_path):
     process = run("engine", argv(tmp_path, "broken:BrokenCallback"), started_in(broken), status=1)
     assert_named_once(process.err)
-    assert [record["update"] for record in read_metrics(tmp_path / "out/BrokenCallback_32_metrics.jsonl")] == [1, 2, 3]
+    assert [
+        record["update"] for record in read_metrics(tmp_path / "out/BrokenCallback_32_metrics.jsonl")
+    ] == [1, 2, 3]
 
 
 def test_a_callback_that_raises_in_spawned_processes_is_named_once(broken, tmp_path):

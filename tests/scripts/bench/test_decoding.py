@@ -9,8 +9,8 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig
 from scripts.bench import decoding
 from tests.conftest import write_jsonl
-from trainer.components.model_files import save_weights
 from trainer.trainer_utils import init_model, setup_seed
+from trainer.weights.files import save_weights
 
 
 def measured(monkeypatch, *flags) -> None:
@@ -28,7 +28,8 @@ def test_the_ratio_of_rollouts(tmp_path, monkeypatch, capsys):
     found = capsys.readouterr().out
     lengths = re.findall(r"^(ours|generate): [\d,]+ tokens/s, ([\d.]+) tokens per completion$", found, re.M)
     assert [name for name, _ in lengths] == ["ours", "generate"]
-    assert [float(length) for _, length in lengths] == pytest.approx([4.0, 4.0], abs=0.5)  # random weights go on
+    # random weights go on
+    assert [float(length) for _, length in lengths] == pytest.approx([4.0, 4.0], abs=0.5)
     assert re.search(r"^ratio: [\d.]+ \([\d.]+, [\d.]+\)$", found, re.M)
 
 

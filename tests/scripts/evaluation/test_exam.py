@@ -73,7 +73,9 @@ def test_naming_every_value_scores_nothing():
         assert is_right(f"... {question['accepted'][0]}.", question)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "null", '{"question": "who?"}', '{"question": 1, "accepted": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "null", '{"question": "who?"}', '{"question": 1, "accepted": "x"}']
+)
 def test_bad_exam_line_is_named(tmp_path, line):
     path = tmp_path / "exam.jsonl"
     good = {"question": "q", "accepted": ["a"], "rejected": [], "attribute": "x", "language": "en"}
@@ -92,10 +94,17 @@ def test_missing_or_empty_exam(tmp_path):
 def test_answers_are_those_of_each_question_alone():
     """By transformers' `generate`."""
     model, tokenizer = tiny_model(), load_tokenizer(ROOT / "model")
-    questions = ["Where does Belin live?", "贝琳住在哪里？", "If I want to visit Belin, where should I go?", "hi"]
+    questions = [
+        "Where does Belin live?",
+        "贝琳住在哪里？",
+        "If I want to visit Belin, where should I go?",
+        "hi",
+    ]
     for thinking in (False, True):
         for question, answer in zip(questions, ask(model, tokenizer, questions, 6, thinking), strict=True):
-            prompt = prompt_tokens(tokenizer, [{"role": "user", "content": question}], enable_thinking=thinking)
+            prompt = prompt_tokens(
+                tokenizer, [{"role": "user", "content": question}], enable_thinking=thinking
+            )
             options = {
                 "max_new_tokens": 6,
                 "do_sample": False,

@@ -1,4 +1,5 @@
-"""Log-likelihoods of flat batches against a padded forward pass, the trainer's own evaluation, and a plain loop."""
+"""Log-likelihoods of flat batches against a padded forward pass, the trainer's own evaluation, and a plain
+loop."""
 
 import json
 from types import SimpleNamespace
@@ -15,13 +16,18 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.evaluation.likelihood import batches, choice_tokens, held_out, multiple_choice, read_choices
 from scripts.evaluation.scores import estimate
 from tests.conftest import ROOT, write_jsonl
-from trainer.components.device import mixed_precision
-from trainer.components.language_model import flat_size, held_out_loss
+from trainer.devices.device import mixed_precision
 from trainer.loop import evaluate
+from trainer.objectives.next_token import flat_size, held_out_loss
 
 TOKENIZER = load_tokenizer(ROOT / "model")
 QUESTIONS = [
-    {"question": "The sky is", "choices": ["blue", "a very long green", "red"], "answer": 0, "language": "en"},
+    {
+        "question": "The sky is",
+        "choices": ["blue", "a very long green", "red"],
+        "answer": 0,
+        "language": "en",
+    },
     {"question": "天空是 ", "choices": ["蓝色的", "red"], "answer": 1, "language": "zh"},
     {"question": "One", "choices": ["two three four", "x", "山"], "answer": 2},
 ]
@@ -30,7 +36,9 @@ QUESTIONS = [
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "moe"])
 def model(request):
     torch.manual_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=request.param, max_position_embeddings=64)
+    config = MiniMindConfig(
+        hidden_size=32, num_hidden_layers=2, use_moe=request.param, max_position_embeddings=64
+    )
     return MiniMindForCausalLM(config).eval()
 
 
@@ -48,8 +56,13 @@ def test_held_out_loss_is_the_trainers(kind, name, model, corpus):
     model.eval()
     for max_tokens in (1, 100, 10_000):
         items = held_out(model, dataset, max_tokens)
-        found = [estimate(np.array([item.scores[metric] for item in items])) for metric in ("loss", "bits per byte")]
-        assert [each.value for each in found] == pytest.approx([expected["eval_loss"], expected["eval_bpb"]], rel=1e-6)
+        found = [
+            estimate(np.array([item.scores[metric] for item in items]))
+            for metric in ("loss", "bits per byte")
+        ]
+        assert [each.value for each in found] == pytest.approx(
+            [expected["eval_loss"], expected["eval_bpb"]], rel=1e-6
+        )
         assert all(each.low < each.value < each.high for each in found)
     lines = {item.key for item in items}
     assert len(lines) == len(items) <= len(dataset)  # one for each record, however it was split
@@ -76,10 +89,13 @@ def test_multiple_choice_is_that_of_a_plain_loop(model, tmp_path):
             sizes = {"acc": [1] * len(choices), "acc_norm": [len(c) for c in choices]}
             sizes["acc_bytes"] = [len(c.encode()) for c in choices]
             right = {
-                name: float(np.argmax(found / np.array(size)) == question["answer"]) for name, size in sizes.items()
+                name: float(np.argmax(found / np.array(size)) == question["answer"])
+                for name, size in sizes.items()
             }
             assert item.scores == {name: (value, 1.0) for name, value in right.items()}
-            assert item.answer == choices[int(np.argmax(found))] and item.group == question.get("language", "")
+            assert item.answer == choices[int(np.argmax(found))] and item.group == question.get(
+                "language", ""
+            )
 
 
 def test_blanks_at_the_end_of_a_question_belong_to_the_choice():

@@ -9,7 +9,8 @@ from scripts.evaluation.scores import Item, difference, estimate, summarize, tab
 
 
 @pytest.mark.parametrize(  # by hand from Wilson's formula; the first two are in Newcombe 1998, table I
-    ("right", "count", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)]
+    ("right", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)],
 )
 def test_wilsons_interval(right, count, low, high):
     found = wilson(right, count)
@@ -23,7 +24,9 @@ def test_a_share_has_wilsons_interval_and_a_mean_the_bootstraps():
     found = estimate(np.stack([values, np.ones(400)], axis=1))
     error = 1.96 * values.std() / math.sqrt(400)
     assert found.value == pytest.approx(values.mean())
-    assert (found.low, found.high) == pytest.approx((values.mean() - error, values.mean() + error), abs=0.2 * error)
+    assert (found.low, found.high) == pytest.approx(
+        (values.mean() - error, values.mean() + error), abs=0.2 * error
+    )
 
 
 def test_a_ratio_is_of_the_sums():
@@ -39,7 +42,10 @@ def test_a_paired_difference_is_narrower_than_the_intervals_of_both():
 
 
 def items(right: list[int], key: str = "q") -> list[Item]:
-    return [Item(f"{key}{i}", {"acc": (float(value), 1.0)}, "zh" if i % 2 else "en") for i, value in enumerate(right)]
+    return [
+        Item(f"{key}{i}", {"acc": (float(value), 1.0)}, "zh" if i % 2 else "en")
+        for i, value in enumerate(right)
+    ]
 
 
 def test_rows_for_all_items_and_for_each_group():

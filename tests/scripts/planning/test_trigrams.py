@@ -64,8 +64,14 @@ def test_the_loss_is_that_of_a_model_counted_in_dictionaries(known, asked):
 def test_the_probabilities_of_all_targets_sum_to_one(before, last, known):
     seen = trigrams.ngrams(dataset(known), VOCABULARY)
     asked = dataset([[before, last, target] for target in range(VOCABULARY)], [[0, 0, 1]] * VOCABULARY)
-    each = [np.array([column[target]]) for target in range(VOCABULARY) for column in trigrams.ngrams(asked, VOCABULARY)]
-    losses = [trigrams.interpolated_loss(seen, each[3 * i : 3 * i + 3], VOCABULARY) for i in range(VOCABULARY)]
+    each = [
+        np.array([column[target]])
+        for target in range(VOCABULARY)
+        for column in trigrams.ngrams(asked, VOCABULARY)
+    ]
+    losses = [
+        trigrams.interpolated_loss(seen, each[3 * i : 3 * i + 3], VOCABULARY) for i in range(VOCABULARY)
+    ]
     assert sum(math.exp(-loss) for loss in losses) == pytest.approx(1.0)
 
 
@@ -74,12 +80,15 @@ def test_masked_tokens_are_context_only():
     every = trigrams.ngrams(dataset(known), VOCABULARY)
     masked = trigrams.ngrams(dataset(known, [[0, 0, 1, 0, 0, 1]]), VOCABULARY)
     assert [len(each) for each in every] == [5, 5, 5] and next(each.tolist() for each in masked) == [3, 3]
-    loss = trigrams.trigram_loss(dataset(known, [[0, 0, 1, 0, 0, 1]]), dataset(asked, [[0, 0, 1]]), VOCABULARY)
+    loss = trigrams.trigram_loss(
+        dataset(known, [[0, 0, 1, 0, 0, 1]]), dataset(asked, [[0, 0, 1]]), VOCABULARY
+    )
     assert loss < trigrams.trigram_loss(dataset(known), dataset(asked, [[0, 0, 1]]), VOCABULARY)
 
 
 def test_a_corpus_larger_than_what_is_counted_is_extrapolated(monkeypatch):
-    """On text of one source the loss falls with the text like a power: half of it predicts all of it within 3 %."""
+    """On text of one source the loss falls with the text like a power: half of it predicts all of it within 3
+    %."""
     rng = np.random.default_rng(0)
     table = rng.dirichlet(np.full(40, 0.05), size=(40, 40))
 

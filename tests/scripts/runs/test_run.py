@@ -5,7 +5,18 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.runs.run import ANSWERS, AXES, FIGURES, LATEST, PROMPTS, WARNINGS, Run, differing, read_settings, shown
+from scripts.runs.run import (
+    ANSWERS,
+    AXES,
+    FIGURES,
+    LATEST,
+    PROMPTS,
+    WARNINGS,
+    Run,
+    differing,
+    read_settings,
+    shown,
+)
 
 NUMBERS = [0, -1, 1.5, 1e308, 10**400, -(10**400), float("nan"), float("inf")]
 SAMPLES = [
@@ -54,7 +65,9 @@ def test_held_out_samples_stay_beside_those_of_rollouts():
 
 def test_the_best_held_out_loss_has_its_update():
     losses = [3.0, 2.0, None, float("nan"), 2.5]
-    records = [{"update": i, "eval_loss": loss, "loss": 9.0, "mean_loss": 1.0} for i, loss in enumerate(losses, 1)]
+    records = [
+        {"update": i, "eval_loss": loss, "loss": 9.0, "mean_loss": 1.0} for i, loss in enumerate(losses, 1)
+    ]
     figures = run_of(*records).figures
     assert figures == {
         "update": 5,
@@ -73,7 +86,9 @@ def test_settings_that_differ_and_files_that_are_damaged(tmp_path):
     for text in ("", "{", "[]", "{}", '{"settings": 1}', '{"settings": null}', "[" * 100_000, "\0"):
         (tmp_path / "a_64_run.json").write_text(text)
         assert read_settings(metrics) == ({}, None)
-    (tmp_path / "a_64_run.json").write_text(json.dumps({"settings": {"x": True, "y": None}, "stage": "s", "run": 1}))
+    (tmp_path / "a_64_run.json").write_text(
+        json.dumps({"settings": {"x": True, "y": None}, "stage": "s", "run": 1})
+    )
     assert read_settings(metrics) == ({"stage": "s", "x": "1", "y": "none"}, {"run": 1})
     runs = [{"a": "1", "b": "2", "save_dir": "x"}, {}, {"a": "1", "b": "3", "c": "4", "save_dir": "y"}]
     assert differing(runs) == ["b", "c"] and differing(runs[:2]) == differing([]) == []

@@ -29,7 +29,9 @@ class Page:
 
     def open(self, address: str, language: str = "en-US") -> None:
         """As a visitor who was never here."""
-        self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+        self.devtools(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}]
+        )
         self.devtools("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage=language)
         self.size(1200, 800)
         self.driver.get(address + "page/icon.svg")
@@ -64,7 +66,9 @@ class Page:
 
     def text(self, css: str) -> str:
         """The text of the last element that fits, as the page shows it."""
-        return self.run("return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''", css).strip()
+        return self.run(
+            "return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''", css
+        ).strip()
 
     def shown(self, css: str) -> bool:
         return any(element.is_displayed() for element in self.all(css))
@@ -108,7 +112,10 @@ class Page:
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
-    browser, chromedriver = next(filter(None, map(shutil.which, BROWSERS)), None), shutil.which("chromedriver")
+    browser, chromedriver = (
+        next(filter(None, map(shutil.which, BROWSERS)), None),
+        shutil.which("chromedriver"),
+    )
     if not browser or not chromedriver:
         pytest.skip("needs Chromium and chromedriver: bash scripts/install_chromium.sh")
     options = webdriver.ChromeOptions()
@@ -121,7 +128,9 @@ def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
         patch.setenv("SE_OFFLINE", "true")  # selenium looks for no driver of its own
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
             patch.delenv(name, raising=False)
-        found = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver, env={**os.environ}))
+        found = webdriver.Chrome(
+            options=options, service=webdriver.ChromeService(chromedriver, env={**os.environ})
+        )
     yield found
     found.quit()
 

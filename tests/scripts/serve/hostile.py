@@ -1,11 +1,13 @@
-"""A hostile client against our server beside honest ones: nothing that it sends may end, change or delay their answers.
+"""A hostile client against our server beside honest ones: nothing that it sends may end, change or delay
+their answers.
 
 python tests/scripts/serve/hostile.py --weight full_sft --seconds 600
 
-Honest clients stream the same answers again and again, first alone and then beside a process that sends what a server
-must refuse (`attacks`), hangs up, leaves requests unfinished and keeps hundreds of connections open. Reported: answers
-that differ from those of the quiet server or end early, the time to the first token against the quiet one, the memory
-of the server over time, and whether it ends on SIGTERM with those connections open. Everything goes to 127.0.0.1.
+Honest clients stream the same answers again and again, first alone and then beside a process that sends what
+a server must refuse (`attacks`), hangs up, leaves requests unfinished and keeps hundreds of connections open.
+Reported: answers that differ from those of the quiet server or end early, the time to the first token against
+the quiet one, the memory of the server over time, and whether it ends on SIGTERM with those connections open.
+Everything goes to 127.0.0.1.
 """
 
 import argparse
@@ -30,14 +32,15 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run the code beside this file, installed or not
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import psutil
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
 from common.settings import ROOT
-from trainer.components.trained_weights import add_trained_model_flags
+from trainer.weights.for_tools import add_trained_model_flags
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -71,7 +74,9 @@ def server(args: argparse.Namespace, stderr: IO[str]) -> Iterator[tuple[int, sub
     Raises:
         UserError: it does not start.
     """
-    names = [name for name in ("model", "weight", "save_dir", "tokenizer_path", "device") if getattr(args, name)]
+    names = [
+        name for name in ("model", "weight", "save_dir", "tokenizer_path", "device") if getattr(args, name)
+    ]
     flags = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
     command = [sys.executable, str(ROOT / "scripts/serve_openai_api.py"), "--port", "0", *flags]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -88,13 +93,23 @@ def server(args: argparse.Namespace, stderr: IO[str]) -> Iterator[tuple[int, sub
         process.wait(60)
 
 
-# --- the attack ------------------------------------------------------------------------------------------------------
+# --- the attack
+# ------------------------------------------------------------------------------------------------------
 
 
 def attacks() -> Iterator[tuple[bytes, str, dict[str, str]]]:
     """Body, path and headers of requests, all of which must be refused, or answered like any other."""
     digits, kind = b"9" * 400, {"Content-Type": "application/json"}
-    for name in ("top_k", "max_tokens", "max_completion_tokens", "n", "seed", "temperature", "top_p", "top_logprobs"):
+    for name in (
+        "top_k",
+        "max_tokens",
+        "max_completion_tokens",
+        "n",
+        "seed",
+        "temperature",
+        "top_p",
+        "top_logprobs",
+    ):
         yield ASK + b', "top_p": 0.9, "%s": %s}' % (name.encode(), digits), CHAT, kind
     for temperature in (b"1e-5", b"1e-40", b"1e-46", b"5e-324", b"1e400", b"NaN"):
         yield ASK + b', "max_tokens": 4, "temperature": ' + temperature + b"}", CHAT, kind
@@ -108,7 +123,11 @@ def attacks() -> Iterator[tuple[bytes, str, dict[str, str]]]:
     for depth in (150, 190, 60_000, 900_000):
         yield b'{"messages": ' + b"[" * depth + b"]" * depth + b"}", CHAT, kind
         tool = b'{"a":' * depth + b"1" + b"}" * depth
-        yield ASK + b', "tools": [{"function": {"name": "f", "parameters": ' + tool[: 2 << 20] + b"}}]}", CHAT, kind
+        yield (
+            ASK + b', "tools": [{"function": {"name": "f", "parameters": ' + tool[: 2 << 20] + b"}}]}",
+            CHAT,
+            kind,
+        )
     for text in ("<|im_start|>", "x", "\\ud83e\\udd8a", "ab ", "\\u0000"):
         for size in (2_000, 14_000, 30_000, (2 << 20) - 200):
             long = (text * (size // len(text))).encode()
@@ -116,8 +135,16 @@ def attacks() -> Iterator[tuple[bytes, str, dict[str, str]]]:
             yield b'{"prompt": "' + long + b'", "max_tokens": 2}', TEXTS, kind
             yield ASK + b', "model": "' + long + b'"}', CHAT, kind
     yield b'{"messages": [' + b",".join([b'{"role": "user", "content": "a"}'] * 60_000) + b"]}", CHAT, kind
-    yield ASK + b', "max_tokens": 30, "stop": [' + b",".join([b'"%s"' % (b"x" * 256)] * 16) + b"]}", CHAT, kind
-    yield ASK + b', "tools": [' + b",".join([b'{"function": {"name": "%s"}}' % (b"x" * 9000)] * 128) + b"]}", CHAT, kind
+    yield (
+        ASK + b', "max_tokens": 30, "stop": [' + b",".join([b'"%s"' % (b"x" * 256)] * 16) + b"]}",
+        CHAT,
+        kind,
+    )
+    yield (
+        ASK + b', "tools": [' + b",".join([b'{"function": {"name": "%s"}}' % (b"x" * 9000)] * 128) + b"]}",
+        CHAT,
+        kind,
+    )
     for name in ("../../etc/passwd", "/etc/passwd", "..", "", "x.pth", "\0"):
         yield json.dumps({"messages": USER, "model": name}).encode(), CHAT, kind
     many = {"logprobs": True, "top_logprobs": 20}
@@ -171,8 +198,8 @@ def hang_up(port: int, after: float) -> None:
 
 
 def attack(shared_port: Any, seconds: float, connections: int, counter: Any) -> None:
-    """Attack the server, once its port is in `shared_port`, until the time is over; runs in a process of its own, which
-    leaves its connections open until it is ended."""
+    """Attack the server, once its port is in `shared_port`, until the time is over; runs in a process of its
+    own, which leaves its connections open until it is ended."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     while not (port := shared_port.value):
         time.sleep(0.05)
@@ -200,7 +227,9 @@ def attack(shared_port: Any, seconds: float, connections: int, counter: Any) -> 
             if len(held) < connections:
                 held += [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(20)]
             length = 1 << (8 + number % 13)
-            unfinished.append(begin(port, CHAT, f"Content-Type: application/json\r\nContent-Length: {length}", b'{"a'))
+            unfinished.append(
+                begin(port, CHAT, f"Content-Type: application/json\r\nContent-Length: {length}", b'{"a')
+            )
             unfinished[-1].sendall(b" " * (length // 2))
             if len(unfinished) > UNFINISHED:
                 unfinished.pop(0).close()
@@ -208,7 +237,8 @@ def attack(shared_port: Any, seconds: float, connections: int, counter: Any) -> 
     time.sleep(3600)
 
 
-# --- the honest clients ----------------------------------------------------------------------------------------------
+# --- the honest clients
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -244,7 +274,8 @@ def stream(port: int, number: int) -> tuple[str, float, str | None]:
 
 
 def honest(port: int, streams: int, seconds: float, quiet: Seen | None = None) -> Seen:
-    """Stream answers for some time, so many at once; compare them with those of the quiet server, if given."""
+    """Stream answers for some time, so many at once; compare them with those of the quiet server, if
+    given."""
     seen, end = Seen(), time.monotonic() + seconds
 
     def client(number: int) -> None:
@@ -271,7 +302,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """
     spawn, memory = multiprocessing.get_context("spawn"), []
     shared_port, counter = spawn.Value("l", 0), spawn.Value("l", 0)
-    hostile = spawn.Process(target=attack, args=(shared_port, args.seconds, CONNECTIONS, counter), daemon=True)
+    hostile = spawn.Process(
+        target=attack, args=(shared_port, args.seconds, CONNECTIONS, counter), daemon=True
+    )
     hostile.start()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         with server(args, log) as (port, process), ThreadPoolExecutor(1) as pool:
@@ -310,8 +343,12 @@ def main() -> None:
     seen = measure(args)
     (quiet, attacked), (early, late) = seen["first_token"], seen["memory_mb"]
     worst = seen["worst_first_token"] * 1000
-    say(f"{seen['attacks']} hostile requests, {seen['answers']} honest answers, {len(seen['wrong'])} of them wrong")
-    say(f"first token: {quiet * 1000:.0f} ms quiet, {attacked * 1000:.0f} ms attacked, at worst {worst:.0f} ms")
+    say(
+        f"{seen['attacks']} hostile requests, {seen['answers']} honest answers, {len(seen['wrong'])} of them wrong"
+    )
+    say(
+        f"first token: {quiet * 1000:.0f} ms quiet, {attacked * 1000:.0f} ms attacked, at worst {worst:.0f} ms"
+    )
     say(f"memory: at most {early:.0f} MB in the first third, {late:.0f} MB in the last")
     say(f"SIGTERM: exit status {seen['exit_status']} after {seen['seconds_to_end']:.1f} s")
     checks = {

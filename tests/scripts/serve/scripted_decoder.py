@@ -1,4 +1,5 @@
-"""Stands in for the decoder where a test must know what the model says: it says what `SAYS` has for the prompt."""
+"""Stands in for the decoder where a test must know what the model says: it says what `SAYS` has for the
+prompt."""
 
 import time
 from typing import Any

@@ -1,6 +1,8 @@
-"""A server for the tests of the web page: its page and curves are the project's own, its answers are written down here.
+"""A server for the tests of the web page: its page and curves are the project's own, its answers are written
+down here.
 
-The last message says what the answer is like (`ANSWERS`). Every request that asks for an answer is kept in `asked`.
+The last message says what the answer is like (`ANSWERS`). Every request that asks for an answer is kept in
+`asked`.
 """
 
 import asyncio
@@ -66,7 +68,9 @@ class Serving:
     """Serves an application on a free port of this machine in a thread of its own."""
 
     def __init__(self, app: FastAPI):
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
+        )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
 
     def __enter__(self) -> Self:
@@ -83,8 +87,8 @@ class Serving:
 
 
 class Stream(StreamingResponse):
-    """An answer; `ended(whole)` is called when it ends. Counted here, not in the generator: that one sees nothing of a
-    hang-up while a chunk of its is being sent, until it is collected some time later."""
+    """An answer; `ended(whole)` is called when it ends. Counted here, not in the generator: that one sees
+    nothing of a hang-up while a chunk of its is being sent, until it is collected some time later."""
 
     def __init__(self, content: Any, ended: Callable[[bool], None]):
         super().__init__(content, media_type="text/event-stream")
@@ -132,7 +136,11 @@ class ScriptedServer(Serving):
 
     async def models(self) -> dict:
         sampling = {"tiny": {"temperature": 0.7, "top_p": 0.9, "top_k": 50}, "small": {"temperature": 0.2}}
-        return {"data": [{"id": name, "object": "model", "sampling": sampling.get(name, {})} for name in self.names]}
+        return {
+            "data": [
+                {"id": name, "object": "model", "sampling": sampling.get(name, {})} for name in self.names
+            ]
+        }
 
     async def chat(self, request: Request) -> Any:
         body = await request.json()
@@ -143,7 +151,9 @@ class ScriptedServer(Serving):
             return JSONResponse({"error": error}, 400)
         asked = [message["content"] for message in body["messages"] if message["role"] == "user"]
         said = "loop" if asked[-1] == "loop" else last["content"]
-        return Stream(self.stream(said, body["model"]), lambda whole: None if whole else self.hung_up.append(body))
+        return Stream(
+            self.stream(said, body["model"]), lambda whole: None if whole else self.hung_up.append(body)
+        )
 
     async def stream(self, said: str, model: str) -> Any:
         """The chunks of an answer, a few characters each; to "who", the model's name."""
@@ -162,7 +172,12 @@ class ScriptedServer(Serving):
             yield chunk({"reasoning_content": "First I count."})
         if said in CALLS:
             name, arguments = CALLS[said]
-            call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}
+            call = {
+                "index": 0,
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": name, "arguments": ""},
+            }
             yield chunk({"tool_calls": [call]})
             for piece in (arguments[:9], arguments[9:]):
                 yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})

@@ -1,4 +1,5 @@
-"""Text shown while it is written is the beginning of the whole text; reasoning and calls wherever it is cut."""
+"""Text shown while it is written is the beginning of the whole text; reasoning and calls wherever it is
+cut."""
 
 import json
 from typing import Any
@@ -51,11 +52,17 @@ def test_every_case_whole_and_character_by_character(text):
         assert [call["function"]["name"] for call in calls] == names
         assert len({call["id"] for call in calls}) == len(calls)
         for call in calls:
-            assert call["type"] == "function" and json.loads(call["function"]["arguments"]) == {"a": 1, "b": "中"}
+            assert call["type"] == "function" and json.loads(call["function"]["arguments"]) == {
+                "a": 1,
+                "b": "中",
+            }
 
 
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", CALL, "<tool_call>", "</tool_call>", "\n", "x", "{"]), max_size=8),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", CALL, "<tool_call>", "</tool_call>", "\n", "x", "{"]),
+        max_size=8,
+    ),
     st.data(),
 )
 def test_pieces_do_not_matter(parts, data):

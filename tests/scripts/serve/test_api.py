@@ -1,4 +1,5 @@
-"""The server over HTTP, asked by the official openai client: a tiny model, and one whose answers are known."""
+"""The server over HTTP, asked by the official openai client: a tiny model, and one whose answers are
+known."""
 
 import copy
 import http.client
@@ -70,7 +71,9 @@ def tokenizer() -> Any:
 def tiny() -> MiniMindForCausalLM:
     """Its weights are so large that its answers differ from prompt to prompt."""
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, tie_word_embeddings=False)).eval()
+    model = MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=1, tie_word_embeddings=False)
+    ).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.4)
@@ -90,7 +93,9 @@ def scripted(tokenizer, monkeypatch) -> Iterator[SimpleNamespace]:
     SAYS.clear()
     PACE["seconds"] = 0.0
     fake = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(eos_token_id=[2]))
-    with serving(fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, max_queue=3, api_key="key")) as server:
+    with serving(
+        fake, tokenizer, Settings("scripted", slots=4, context=CONTEXT, max_queue=3, api_key="key")
+    ) as server:
         yield server
 
 
@@ -102,9 +107,13 @@ def chat(server: SimpleNamespace, text: str, **fields: Any) -> Any:
     return server.client.chat.completions.create(model=server.model.name, messages=user(text), **fields)
 
 
-def post(server: SimpleNamespace, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
+def post(
+    server: SimpleNamespace, body: bytes, path: str = "/v1/chat/completions"
+) -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path, body, {"Authorization": "Bearer key", "Content-Type": "application/json"})
+    connection.request(
+        "POST", path, body, {"Authorization": "Bearer key", "Content-Type": "application/json"}
+    )
     response = connection.getresponse()
     answer = json.loads(response.read())
     connection.close()
@@ -129,11 +138,14 @@ def test_what_a_request_leaves_out_is_the_models_default(real):
     assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_greedily_that_of_transformers_whole_and_streamed(real, tiny, tokenizer):
-    prompt = tokenizer.apply_chat_template(user("hello"), add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    prompt = tokenizer.apply_chat_template(user("hello"), add_generation_prompt=True, return_tensors="pt")[
+        "input_ids"
+    ]
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
     tokens = tiny.generate(prompt, **options)[0, prompt.shape[1] :]
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -160,7 +172,9 @@ def test_answers_together_are_those_of_one_at_a_time(real):
 
     def ask(number: int) -> list[str]:
         fields = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.9}
-        answer = chat(real, f"question {number} " * (1 + number % 9), max_tokens=12, n=1 + number % 3, **fields)
+        answer = chat(
+            real, f"question {number} " * (1 + number % 9), max_tokens=12, n=1 + number % 3, **fields
+        )
         return [choice.message.content for choice in answer.choices]
 
     with ThreadPoolExecutor(64) as pool:
@@ -193,7 +207,9 @@ def test_completions_of_texts_and_of_tokens(real, tokenizer):
     assert texts[0] == texts[1] != texts[2] == texts[3]
     assert answer.usage.completion_tokens <= 64  # 16 for each, as OpenAI's default is
     tokens = [[1, *tokenizer.encode(text, add_special_tokens=False)] for text in ("The river", "山")]
-    assert [choice.text for choice in complete(model="tiny", prompt=tokens, temperature=0).choices] == texts[::2]
+    assert [choice.text for choice in complete(model="tiny", prompt=tokens, temperature=0).choices] == texts[
+        ::2
+    ]
     chunks = list(complete(model="tiny", prompt=tokens[0], temperature=0, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == texts[0]
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
@@ -222,7 +238,8 @@ def test_models_and_health(real):
     connection.close()
 
 
-# --- what is in an answer --------------------------------------------------------------------------------------------
+# --- what is in an answer
+# --------------------------------------------------------------------------------------------
 
 
 def test_stop_strings_end_the_text_and_are_left_out(scripted):
@@ -254,7 +271,10 @@ def test_a_whole_round_of_a_tool(scripted):
         deltas = [chunk.choices[0] for chunk in chunks]
     assert deltas[-1].finish_reason == "tool_calls"
     (streamed,) = [call for choice in deltas for call in choice.delta.tool_calls or []]
-    assert (streamed.index, streamed.function.arguments) == (0, call.function.arguments) and streamed.id != call.id
+    assert (streamed.index, streamed.function.arguments) == (
+        0,
+        call.function.arguments,
+    ) and streamed.id != call.id
 
 
 def test_calls_that_are_none_stay_text(scripted):
@@ -271,7 +291,9 @@ def test_calls_that_are_none_stay_text(scripted):
 
 def test_a_tool_that_must_be_called(scripted):
     SAYS['"arguments": {'] = '"city": "A"}}\n</tool_call>'
-    choice = chat(scripted, "x", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    choice = chat(
+        scripted, "x", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}}
+    )
     assert choice.choices[0].message.tool_calls[0].function.arguments == '{"city": "A"}'
     SAYS.clear()
     SAYS['{"name": "'] = 'weather", "arguments": {}}\n</tool_call>'
@@ -279,7 +301,9 @@ def test_a_tool_that_must_be_called(scripted):
     assert choice.message.tool_calls[0].function.name == "weather" and choice.message.content is None
 
 
-@pytest.mark.parametrize("said", ["fire", 'weather", "arguments": {"city', 'weather", "arguments": {}}</tool_call> so'])
+@pytest.mark.parametrize(
+    "said", ["fire", 'weather", "arguments": {"city', 'weather", "arguments": {}}</tool_call> so']
+)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_an_answer_that_must_call_a_tool_is_a_call_or_an_error(scripted, said, choice):
     """Never the text of a broken call, nor half of one."""
@@ -312,7 +336,8 @@ def test_reasoning_stands_beside_the_content(scripted, name):
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
 
 
-# --- log-probabilities -----------------------------------------------------------------------------------------------
+# --- log-probabilities
+# -----------------------------------------------------------------------------------------------
 
 
 def log_softmax(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -321,7 +346,9 @@ def log_softmax(model: Any, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 2, "seed": 1, "extra_body": {"top_k": 1}}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 2, "seed": 1, "extra_body": {"top_k": 1}}]
+)
 def test_log_probabilities_of_a_chat_are_those_of_transformers(real, tiny, tokenizer, sampling):
     """Whatever the temperature, of the model's own distribution."""
     prompt = tokenizer.apply_chat_template(user("hello"), add_generation_prompt=True)["input_ids"]
@@ -341,7 +368,9 @@ def test_log_probabilities_of_a_chat_are_those_of_transformers(real, tiny, token
         tokens.append(int(ids[0]))
     assert tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True) == choice.message.content
     assert len(entries) == answer.usage.completion_tokens == 12
-    streamed = list(chat(real, "hello", max_tokens=12, logprobs=True, top_logprobs=3, stream=True, **sampling))
+    streamed = list(
+        chat(real, "hello", max_tokens=12, logprobs=True, top_logprobs=3, stream=True, **sampling)
+    )
     logprobs = [chunk.choices[0].logprobs for chunk in streamed]
     assert [entry for one in logprobs if one for entry in one.content] == entries
     assert chat(real, "hello", max_tokens=2).choices[0].logprobs is None
@@ -351,7 +380,14 @@ def test_log_probabilities_of_a_chat_are_those_of_transformers(real, tiny, token
 def test_log_probabilities_of_a_completion_are_those_of_transformers(real, tiny, tokenizer, top):
     """Beside each token those of the likeliest and its own, 0: its own alone; where it begins in the text."""
     prompt = [1, *tokenizer.encode("The river", add_special_tokens=False)]
-    fields = {"model": "tiny", "prompt": [prompt], "max_tokens": 12, "logprobs": top, "seed": 3, "temperature": 1.5}
+    fields = {
+        "model": "tiny",
+        "prompt": [prompt],
+        "max_tokens": 12,
+        "logprobs": top,
+        "seed": 3,
+        "temperature": 1.5,
+    }
     whole = real.client.completions.create(n=2, **fields).choices
     streamed: list[dict[str, list]] = [{}, {}]
     for chunk in real.client.completions.create(n=2, stream=True, **fields):
@@ -368,7 +404,8 @@ def test_log_probabilities_of_a_completion_are_those_of_transformers(real, tiny,
             assert logprobs.token_logprobs[i] == pytest.approx(expected[token].item(), abs=1e-4)
             best = {real.model.texts._entry(t, 0)["token"] for t in expected.topk(top).indices.tolist()}
             assert logprobs.top_logprobs[i].keys() == best | {name}
-            if not any(each.startswith("bytes:") for each in logprobs.tokens[: i + 1][-2:]):  # whole characters
+            # whole characters
+            if not any(each.startswith("bytes:") for each in logprobs.tokens[: i + 1][-2:]):
                 assert choice.text[logprobs.text_offset[i] :].startswith(name)
             tokens.append(token)
     assert real.client.completions.create(**(fields | {"logprobs": None})).choices[0].logprobs is None
@@ -386,7 +423,8 @@ def test_log_probabilities_end_where_the_text_does(scripted, monkeypatch):
         assert len("".join(others)) < len(shown) and "".join([*others, last]).startswith(shown)
         assert [entry.logprob for entry in entries] == [-(i + 1) / 2 for i in range(len(entries))]
     whole = chat(scripted, "list", logprobs=True).choices[0]
-    assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content  # without the end token
+    # without the end token
+    assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content
     threads, build = [], scripted.model.texts.content
 
     def building(entries: Any) -> Any:
@@ -407,7 +445,8 @@ def test_more_log_probabilities_than_one_may_ask_for(scripted):
         scripted.client.completions.create(model="scripted", prompt=["x"] * 20, max_tokens=400, logprobs=20)
 
 
-# --- a model that is damaged -----------------------------------------------------------------------------------------
+# --- a model that is damaged
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
@@ -415,7 +454,9 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
     broken = copy.deepcopy(tiny)
     with torch.no_grad():
         broken.model.norm.weight[3] = damage
-    with serving(broken, tokenizer, Settings("broken", slots=4, context=CONTEXT, max_new_tokens=20)) as server:
+    with serving(
+        broken, tokenizer, Settings("broken", slots=4, context=CONTEXT, max_new_tokens=20)
+    ) as server:
         for fields in ({"temperature": 0}, {"seed": 1, "n": 2}, {"logprobs": True}):
             with pytest.raises(openai.InternalServerError, match="not finite numbers"):
                 chat(server, "hello", **fields)
@@ -427,7 +468,8 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
     assert "not finite numbers" in capfd.readouterr().err
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -464,7 +506,10 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
         ({"model": "x" * 257}, 400, "model"),
-        *(({name: 10**400}, 400, name) for name in ("max_tokens", "max_completion_tokens", "top_k", "n", "seed")),
+        *(
+            ({name: 10**400}, 400, name)
+            for name in ("max_tokens", "max_completion_tokens", "top_k", "n", "seed")
+        ),
         *(({name: -(10**400)}, 400, name) for name in ("top_k", "seed")),
     ],
 )
@@ -479,7 +524,15 @@ def test_what_the_client_does_wrong_is_told_in_openais_shape(scripted, fields, s
 
 def test_bodies_that_are_no_requests(scripted):
     deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    bad = (b"", b"{", b"[]", b"3", b"\xff\xfe", deep, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')
+    bad = (
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"\xff\xfe",
+        deep,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    )
     for body in (*bad, b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}'):
         status, answer = post(scripted, body)
         assert status == 400 and answer["error"]["type"] == "invalid_request_error", body[:50]
@@ -492,18 +545,44 @@ def test_bodies_that_are_no_requests(scripted):
 
 def test_fields_that_change_nothing_are_ignored_and_unknown_ones_named_once(scripted, capfd):
     body = {"messages": user("hello"), "unheard_of": None, "stop": None, "max_tokens": None, "tools": None}
-    body |= {"user": "me", "frequency_penalty": 0, "logit_bias": None, "logprobs": False, "stream": None, "stop": ""}
-    body |= {"min_p": 0.0, "repetition_penalty": 1.0, "metadata": {"a": "b"}, "parallel_tool_calls": False, "n": 2}
-    body |= {"best_of": 2, "modalities": ["text"], "skip_special_tokens": True, "service_tier": "auto", "store": True}
+    body |= {
+        "user": "me",
+        "frequency_penalty": 0,
+        "logit_bias": None,
+        "logprobs": False,
+        "stream": None,
+        "stop": "",
+    }
+    body |= {
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "n": 2,
+    }
+    body |= {
+        "best_of": 2,
+        "modalities": ["text"],
+        "skip_special_tokens": True,
+        "service_tier": "auto",
+        "store": True,
+    }
     for more in (
         {},
         {"reasoning_effort": "high", "\x1b[31m" + "x" * 999: 1},
         {"reasoning_effort": "low", "options": {}},
     ):
         status, answer = post(scripted, json.dumps(body | more).encode())
-        assert status == 200 and [choice["message"]["content"] for choice in answer["choices"]] == ["Well."] * 2
+        assert (
+            status == 200 and [choice["message"]["content"] for choice in answer["choices"]] == ["Well."] * 2
+        )
     log = capfd.readouterr().err
-    assert [log.count(name) for name in ("'reasoning_effort'", "'options'", "'user'", "unheard_of")] == [1, 1, 0, 0]
+    assert [log.count(name) for name in ("'reasoning_effort'", "'options'", "'user'", "unheard_of")] == [
+        1,
+        1,
+        0,
+        0,
+    ]
     assert "\\x1b[31mxxx" in log and len(max(log.splitlines(), key=len)) < 200
     for number in range(200):
         post(scripted, json.dumps({"messages": user("x"), f"field{number}": 1}).encode())
@@ -516,7 +595,9 @@ def test_requests_as_minimind_sends_them_are_answered(scripted):
     fields = {"temperature": 0.8, "max_tokens": 2048, "top_p": 0.8}
     extra = {"chat_template_kwargs": {"open_thinking": True}, "reasoning_effort": "medium"}
     create = scripted.client.chat.completions.create
-    chunks = create(model="minimind-local:latest", messages=user("hi"), stream=True, extra_body=extra, **fields)
+    chunks = create(
+        model="minimind-local:latest", messages=user("hi"), stream=True, extra_body=extra, **fields
+    )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
@@ -530,7 +611,9 @@ def test_requests_as_minimind_sends_them_are_answered(scripted):
 
 
 def test_a_page_or_model_is_there_for_head(scripted):
-    found = dict.fromkeys(("/", "/page/app.js", "/health", "/v1/models", "/v1/models/scripted", "/api/runs"), 200)
+    found = dict.fromkeys(
+        ("/", "/page/app.js", "/health", "/v1/models", "/v1/models/scripted", "/api/runs"), 200
+    )
     for path, status in (found | {"/v1/models/none": 404, "/v1/completions": 405}).items():
         connection = http.client.HTTPConnection("127.0.0.1", scripted.port, timeout=60)
         for method in ("HEAD", "GET", "HEAD"):  # on one connection: no body is left in it
@@ -553,7 +636,8 @@ def test_the_key(scripted):
     assert [model.id for model in scripted.client.models.list()] == ["scripted"]
 
 
-# --- load ------------------------------------------------------------------------------------------------------------
+# --- load
+# ------------------------------------------------------------------------------------------------------------
 
 
 def large_bodies() -> Iterator[tuple[type, bytes]]:
@@ -602,7 +686,8 @@ def test_large_texts_are_refused_before_they_are_turned_into_tokens(scripted, mo
 
 
 def test_the_bodies_of_all_clients_together_are_bounded(scripted, monkeypatch):
-    """A large one that does not end leaves small ones alone; one that comes too slowly or is too large is refused."""
+    """A large one that does not end leaves small ones alone; one that comes too slowly or is too large is
+    refused."""
     monkeypatch.setattr(bodies, "MAX_BODIES", 100_000)
     monkeypatch.setattr(bodies, "BODY_SECONDS", 1)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
@@ -632,7 +717,8 @@ def test_an_aborted_upload_leaves_no_trace(scripted, caplog, monkeypatch):
     assert caplog.records == []
 
 
-# --- who may ask -----------------------------------------------------------------------------------------------------
+# --- who may ask
+# -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -650,7 +736,11 @@ OTHER = "https://evil.example"
 def test_pages_of_other_sites_may_not_use_it(tokenizer, monkeypatch):
     """A browser asks before it lets a page send JSON to another site, and reads an answer only if it may."""
     ask = {"messages": user("hello")}
-    kinds = {"text/plain": 415, "application/x-www-form-urlencoded": 415, "application/json; charset=utf-8": 200}
+    kinds = {
+        "text/plain": 415,
+        "application/x-www-form-urlencoded": 415,
+        "application/json; charset=utf-8": 200,
+    }
     with asking(tokenizer, monkeypatch) as client:
         for kind, status in kinds.items():
             for path in ("/v1/chat/completions", "/v1/completions", "/api/tools"):
@@ -661,19 +751,28 @@ def test_pages_of_other_sites_may_not_use_it(tokenizer, monkeypatch):
             preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             asked = client.options("/v1/chat/completions", headers=preflight)
             assert asked.status_code >= 400 and "access-control-allow-origin" not in asked.headers
-            assert "access-control-allow-origin" not in client.get("/v1/models", headers={"Origin": origin}).headers
+            assert (
+                "access-control-allow-origin"
+                not in client.get("/v1/models", headers={"Origin": origin}).headers
+            )
 
 
 @pytest.mark.parametrize("origins", [("https://good.example",), ("*",)])
 def test_pages_that_are_named_may_use_it(tokenizer, monkeypatch, origins):
     headers = {"Origin": "https://good.example", "Sec-Fetch-Site": "cross-site"}
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
     with asking(tokenizer, monkeypatch, origins=origins, api_key="key") as client:
         preflight = client.options("/v1/chat/completions", headers=headers | asked)
         assert preflight.status_code == 200 and "POST" in preflight.headers["access-control-allow-methods"]
         assert "authorization" in preflight.headers["access-control-allow-headers"]
         for key, status in (("key", 200), ("wrong", 401)):
-            ask = {"json": {"messages": user("hello")}, "headers": headers | {"Authorization": f"Bearer {key}"}}
+            ask = {
+                "json": {"messages": user("hello")},
+                "headers": headers | {"Authorization": f"Bearer {key}"},
+            }
             answer = client.post("/v1/chat/completions", **ask)
             assert answer.status_code == status
             assert answer.headers["access-control-allow-origin"] in ("*", headers["Origin"])
@@ -685,7 +784,10 @@ def test_pages_that_are_named_may_use_it(tokenizer, monkeypatch, origins):
     ("status", "host"),
     [
         *((200, host) for host in ("127.0.0.1:8000", "localhost", "[::1]:8000", "my.localhost:1")),
-        *((400, host) for host in ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7", "[", "]", "[::1")),
+        *(
+            (400, host)
+            for host in ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7", "[", "]", "[::1")
+        ),
     ],
 )
 def test_a_server_for_this_machine_answers_to_its_own_names_only(tokenizer, monkeypatch, status, host):
@@ -728,7 +830,8 @@ def test_a_full_queue_refuses_and_goes_on(scripted):
 
 
 def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypatch, capfd):
-    """Also one whose text cannot be decoded, and one without memory. The others write on as if nothing had been."""
+    """Also one whose text cannot be decoded, and one without memory. The others write on as if nothing had
+    been."""
     decoder, tokenizer = scripted.model.decoder, scripted.model.scheduler.tokenizer
     decode, spell = decoder.decode, tokenizer.decode
     SAYS["long"], PACE["seconds"] = "word " * 60, 0.01

@@ -1,4 +1,5 @@
-"""The curves that the web page gets: which runs, thinned how, also while they grow; nothing from elsewhere."""
+"""The curves that the web page gets: which runs, thinned how, also while they grow; nothing from
+elsewhere."""
 
 import json
 import math
@@ -17,7 +18,13 @@ from tests.scripts.serve.scripted_server import ScriptedServer
 
 
 def record(update: int, **more: Any) -> dict:
-    base = {"update": update, "tokens": 100 * update, "seconds": update / 2, "loss": 5.0, "mean_loss": 1 / update}
+    base = {
+        "update": update,
+        "tokens": 100 * update,
+        "seconds": update / 2,
+        "loss": 5.0,
+        "mean_loss": 1 / update,
+    }
     return {**base, "learning_rate": 1e-3, "grad_norm": float(update % 7), "seconds_left": 9.0, **more}
 
 
@@ -60,7 +67,16 @@ def test_no_name_leads_out_of_the_folder(folder, get, tmp_path):
     append(folder.parent / "beside_metrics.jsonl", record(1))
     (folder / "link_metrics.jsonl").symlink_to(tmp_path / "secret_metrics.jsonl")
     (folder / "linked").symlink_to(tmp_path)
-    names = ["../beside", "link", "linked/secret", str(tmp_path / "secret"), "demo/../../beside", "", "\0", "demo"]
+    names = [
+        "../beside",
+        "link",
+        "linked/secret",
+        str(tmp_path / "secret"),
+        "demo/../../beside",
+        "",
+        "\0",
+        "demo",
+    ]
     assert not {run["name"] for run in get("runs")["runs"]} & {*names}
     for name in [*names, *map(quote, names), quote("../beside", safe="")]:
         with pytest.raises((HTTPError, ValueError)) as refused:
@@ -70,14 +86,20 @@ def test_no_name_leads_out_of_the_folder(folder, get, tmp_path):
 
 def test_a_run_comes_with_its_settings_figures_warnings_and_samples(folder, get, tmp_path):
     more = {"warnings": ["few updates"], "samples": [{"prompt": "a", "answer": "x" * 9999}, {"prompt": 1}, 2]}
-    append(folder / "about_64_metrics.jsonl", record(1, **more, eval_loss=2.5), record(2, eval_loss=2.75, reward=None))
+    append(
+        folder / "about_64_metrics.jsonl",
+        record(1, **more, eval_loss=2.5),
+        record(2, eval_loss=2.75, reward=None),
+    )
     answer = get("runs/about_64")
     assert answer["settings"] == {} and answer["warnings"] == [[1, "few updates"]]
     assert answer["samples"] == [["a", [[1, "x" * 400 + " …"]]], ["1", [[1, "none"]]]]
     figures = {"update": 2, "tokens": 200, "seconds": 1.0, "loss": 0.5, "eval_loss": 2.75}
     assert answer["figures"] == figures | {"best_eval_loss": 2.5, "best_update": 1}
     about = folder / "about_64_run.json"
-    about.write_text(json.dumps({"settings": {"seed": 1, "packing": True, "save_dir": "/x", "odd": math.nan}}))
+    about.write_text(
+        json.dumps({"settings": {"seed": 1, "packing": True, "save_dir": "/x", "odd": math.nan}})
+    )
     settings = {"stage": "none", "seed": "1", "packing": "1", "odd": "nan"}
     assert get("runs/about_64")["settings"] == settings  # although the metrics did not change
     about.write_text('{"settings": [')
@@ -112,7 +134,15 @@ def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
         file.write('_loss": 0.25, "new": 7}\n')
     columns = get("runs/growing_64")["columns"]
     assert columns["mean_loss"][3:] == [0.25, 0.25] and columns["new"] == [None] * 4 + [7]
-    append(path.with_suffix(".new"), record(1, mean_loss=7.0), record(2), record(3), record(4), record(5), record(6))
+    append(
+        path.with_suffix(".new"),
+        record(1, mean_loss=7.0),
+        record(2),
+        record(3),
+        record(4),
+        record(5),
+        record(6),
+    )
     path.with_suffix(".new").replace(path)  # resumed from an earlier update, or another run of this name
     answer = get("runs/growing_64")
     assert (answer["records"], answer["damaged"]) == (6, 0) and answer["columns"]["mean_loss"][0] == 7.0

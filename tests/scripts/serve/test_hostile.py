@@ -4,8 +4,8 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.scripts.serve import hostile
-from trainer.components.model_files import save_weights
-from trainer.components.run_files import weight_path
+from trainer.run.paths import weight_path
+from trainer.weights.files import save_weights
 
 
 def test_honest_answers_beside_a_hostile_client_are_those_of_a_quiet_server(tmp_path, monkeypatch):

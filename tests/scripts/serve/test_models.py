@@ -20,21 +20,24 @@ from scripts.serve.api import create_app
 from scripts.serve.models import Settings
 from tests.conftest import ROOT, launch
 from tests.scripts.serve.test_api import chat, serving, user, wait_for
-from trainer.components.model_files import save_weights
-from trainer.components.run_files import weight_path
-from trainer.components.trained_weights import load_path
+from trainer.run.paths import weight_path
+from trainer.weights.files import save_weights
+from trainer.weights.for_tools import load_path
 
 SHAPES = {"pretrain": (32, False), "full_sft": (48, False), "dpo": (32, True), "grpo": (32, False)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Weights of several stages and shapes, a file that is none, one that is damaged, and a link out of the folder."""
+    """Weights of several stages and shapes, a file that is none, one that is damaged, and a link out of the
+    folder."""
     folder = tmp_path_factory.mktemp("weights") / "out"
     folder.mkdir()
     for seed, (name, (width, use_moe)) in enumerate(SHAPES.items()):
         torch.manual_seed(seed)
-        config = MiniMindConfig(hidden_size=width, num_hidden_layers=1, use_moe=use_moe, tie_word_embeddings=False)
+        config = MiniMindConfig(
+            hidden_size=width, num_hidden_layers=1, use_moe=use_moe, tie_word_embeddings=False
+        )
         model = MiniMindForCausalLM(config)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.4) if parameter.ndim > 1 else None
@@ -78,7 +81,9 @@ def test_all_weights_of_the_folder_are_offered_and_loaded_on_demand(server, fold
     assert {name: ask(server, name) for name in reversed(texts)} == texts
     alone = load_path(folder / "grpo_32.pth")
     with serving(*alone, Settings("grpo_32", 4, 64, 20)) as other:
-        assert chat(other, "hello", temperature=0, max_tokens=8).choices[0].message.content == texts["grpo_32"]
+        assert (
+            chat(other, "hello", temperature=0, max_tokens=8).choices[0].message.content == texts["grpo_32"]
+        )
         assert [model.id for model in other.client.models.list()] == ["grpo_32"]
 
 
@@ -92,7 +97,9 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
     loaded = server.models.loaded
     alone = {name: ask(server, name, max_tokens=20) for name in ("full_sft_48", "pretrain_32")}
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda i: (n := list(alone)[i % 2], ask(server, n, max_tokens=20)), range(8)))
+        together = list(
+            pool.map(lambda i: (n := list(alone)[i % 2], ask(server, n, max_tokens=20)), range(8))
+        )
     assert all(alone[name] == text for name, text in together)
     gate = threading.Event()
     second = loaded["pretrain_32"]
@@ -113,7 +120,18 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
 
 
 @pytest.mark.parametrize(
-    "name", ["other", "linked_32", "../outside_32", "outside_32", "/etc/passwd", "full_sft_48.pth", "x" * 250, "", "\0"]
+    "name",
+    [
+        "other",
+        "linked_32",
+        "../outside_32",
+        "outside_32",
+        "/etc/passwd",
+        "full_sft_48.pth",
+        "x" * 250,
+        "",
+        "\0",
+    ],
 )
 def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
     absolute = str(folder.parent / "outside_32")
@@ -147,7 +165,9 @@ def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server):
                 with pytest.raises(openai.BadRequestError):
                     ask(server, "pretrain_32", timeout=20, extra_body=fields)
             with pytest.raises(openai.BadRequestError, match="unknown role"):
-                server.client.chat.completions.create(model="dpo_32_moe", messages=[{"role": "king"}], timeout=20)
+                server.client.chat.completions.create(
+                    model="dpo_32_moe", messages=[{"role": "king"}], timeout=20
+                )
             with pytest.raises(openai.BadRequestError, match="n must be 4 or less"):
                 server.client.completions.create(model="dpo_32_moe", prompt="x", n=5, timeout=20)
             with pytest.raises(openai.NotFoundError):
@@ -179,7 +199,9 @@ def test_one_model_alone(folder):
     path = folder / "full_sft_48.pth"
     settings = Settings("mine", 4, 64, 20, save_dir=folder, path=path, load=load_path)
     with TestClient(create_app(*load_path(path), settings)) as client:
-        assert {model["id"] for model in client.get("/v1/models").json()["data"]} == {"mine", *NAMES} - {"full_sft_48"}
+        assert {model["id"] for model in client.get("/v1/models").json()["data"]} == {"mine", *NAMES} - {
+            "full_sft_48"
+        }
     with TestClient(create_app(*load_path(path), replace(settings, max_models=1))) as client:
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine"]
         body = {"model": "pretrain_32", "messages": user("hello")}
@@ -214,7 +236,8 @@ os._exit(0)
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the threads are counted in Linux's /proc")
 def test_no_threads_of_torch_are_left_beside_those_of_the_decoder(tmp_path):
-    """Two teams of them would sleep between operators; the load had some, as had the cache, which is filled."""
+    """Two teams of them would sleep between operators; the load had some, as had the cache, which is
+    filled."""
     script = tmp_path / "threads.py"
     script.write_text(THREADS.format(root=str(ROOT)), encoding="utf-8")
     here, left = launch(script).stdout.strip().splitlines()[-2:]

@@ -12,7 +12,10 @@ from tests.conftest import ROOT
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
 WRITER = PromptWriter(TOKENIZER, 1000)
-ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
+}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "你好 <b>"},
@@ -44,20 +47,30 @@ def test_a_conversation_has_the_tokens_of_the_template():
 
 def test_special_tokens_in_the_name_of_a_chosen_tool_are_text():
     opening = '<tool_call>\n{"name": "NAME", "arguments": '
-    forged, harmless = (write(CHAT, [ADD], None, opening.replace("NAME", name)) for name in (FORGED, "harmless"))
+    forged, harmless = (
+        write(CHAT, [ADD], None, opening.replace("NAME", name)) for name in (FORGED, "harmless")
+    )
     for special in (0, 1, 2, 5):
         assert forged.count(special) == harmless.count(special)
     assert TOKENIZER.decode(forged) == TOKENIZER.decode(harmless).replace("harmless", FORGED)
 
 
-@pytest.mark.parametrize("where", ["user", "system", "assistant", "tool", "reasoning", "tools", "arguments", "key"])
+@pytest.mark.parametrize(
+    "where", ["user", "system", "assistant", "tool", "reasoning", "tools", "arguments", "key"]
+)
 def test_special_tokens_inside_a_message_are_text(where):
     """They spell the same characters, and add no token that opens or ends a turn."""
 
     def chat(text: str) -> list[int]:
-        call = {"name": "add", "arguments": json.dumps({"a": text if where == "arguments" else ""}, ensure_ascii=False)}
+        call = {
+            "name": "add",
+            "arguments": json.dumps({"a": text if where == "arguments" else ""}, ensure_ascii=False),
+        }
         answer = {"role": "assistant", "content": text if where == "assistant" else "x"}
-        answer |= {"reasoning_content": text if where == "reasoning" else "x", "tool_calls": [{"function": call}]}
+        answer |= {
+            "reasoning_content": text if where == "reasoning" else "x",
+            "tool_calls": [{"function": call}],
+        }
         tool = copy.deepcopy(ADD)
         tool["function"]["description"] = text if where == "tools" else ""
         tool["function"]["parameters"] = {text if where == "key" else "x": 1}
@@ -69,7 +82,9 @@ def test_special_tokens_inside_a_message_are_text(where):
     for special in (0, 1, 2):
         assert forged.count(special) == harmless.count(special)
     spelt = FORGED.replace("\n", "\\n") if where in ("tools", "arguments", "key") else FORGED
-    assert TOKENIZER.decode(forged, skip_special_tokens=False) == TOKENIZER.decode(harmless).replace("harmless", spelt)
+    assert TOKENIZER.decode(forged, skip_special_tokens=False) == TOKENIZER.decode(harmless).replace(
+        "harmless", spelt
+    )
 
 
 def test_the_name_of_a_tool_that_must_be_called_is_text():
@@ -92,7 +107,9 @@ def test_what_is_much_too_long_is_refused_before_the_template_is_run(monkeypatch
 
 def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
     assert WRITER.text("Hello") == [1, *TOKENIZER.encode("Hello", add_special_tokens=False)]
-    assert WRITER.text("<|im_start|>user\n") == TOKENIZER.encode("<|im_start|>user\n", add_special_tokens=False)
+    assert WRITER.text("<|im_start|>user\n") == TOKENIZER.encode(
+        "<|im_start|>user\n", add_special_tokens=False
+    )
     assert WRITER.text("") == [1]
     assert WRITER.tokens([5, 6399]) == [5, 6399]
 

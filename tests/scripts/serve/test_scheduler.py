@@ -87,7 +87,9 @@ def test_closing_ends_every_request(scheduler, tokenizer):
 
 
 @pytest.mark.parametrize("linger", [0.0, 0.002])
-def test_the_thread_ends_without_requests_and_another_one_answers_the_next(scheduler, tokenizer, monkeypatch, linger):
+def test_the_thread_ends_without_requests_and_another_one_answers_the_next(
+    scheduler, tokenizer, monkeypatch, linger
+):
     """Requests that come while it ends are answered, too."""
     monkeypatch.setattr(scheduling, "LINGER", linger)
     threads, prompt = set(), tokenizer.encode("long", add_special_tokens=False)

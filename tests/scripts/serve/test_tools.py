@@ -12,7 +12,7 @@ from scripts.serve.bodies import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
 from scripts.toolbox import Toolbox
-from trainer.components import environments
+from trainer.rollouts import environments
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,10 @@ def call(tool: str, /, **arguments: object) -> dict:
 def test_the_shipped_environments_are_listed_and_run(client):
     listed = client.get("/api/tools").json()["toolboxes"]
     assert [box["name"] for box in listed] == ["calculator", "calculate_math"]
-    assert [tool["function"]["name"] for box in listed for tool in box["tools"]] == ["calculate", "calculate_math"]
+    assert [tool["function"]["name"] for box in listed for tool in box["tools"]] == [
+        "calculate",
+        "calculate_math",
+    ]
     calls = [call("calculate", expression="12 * 34"), call("launch"), call("calculate")]
     calls.append(call("calculate_math", expression="71**2"))
     calls.append(call("calculate", expression="__import__('os').getpid()"))
@@ -51,7 +54,10 @@ def test_the_shipped_environments_are_listed_and_run(client):
     ],
 )
 def test_what_is_no_call_is_refused(client, body, status):
-    assert client.post("/api/tools", content=body, headers={"Content-Type": "application/json"}).status_code == status
+    assert (
+        client.post("/api/tools", content=body, headers={"Content-Type": "application/json"}).status_code
+        == status
+    )
 
 
 def test_an_environment_of_ones_own_that_fails_answers_with_its_error(monkeypatch):
@@ -66,7 +72,9 @@ def test_an_environment_of_ones_own_that_fails_answers_with_its_error(monkeypatc
             raise RuntimeError("out of order")
 
     monkeypatch.setitem(environments.SHIPPED, "broken", Broken)
-    assert Toolbox(["broken"]).reply([{"name": "fail", "arguments": {}}])[0]["content"] == "error: out of order"
+    assert (
+        Toolbox(["broken"]).reply([{"name": "fail", "arguments": {}}])[0]["content"] == "error: out of order"
+    )
     monkeypatch.setattr(Broken, "__init__", lambda self, record: record["answer"])
     with pytest.raises(UserError, match="--tools broken: it cannot be made without a record"):
         Toolbox(["broken"])

@@ -121,7 +121,9 @@ def test_markdown_becomes_elements(chat):
     inside = ".message.assistant .text "
     assert chat.text(inside + "h4") == "Tides" and chat.text(inside + "strong") == "moon"
     assert chat.text(inside + "em") == "sea" and chat.text(inside + "p code") == "g"
-    assert chat.text(inside + "ul > li > ol > li") == "nested" and chat.text(inside + "blockquote") == "quoted"
+    assert (
+        chat.text(inside + "ul > li > ol > li") == "nested" and chat.text(inside + "blockquote") == "quoted"
+    )
     assert [cell.text for cell in chat.all(inside + "td")] == ["Monday", "3.2"]
     assert chat.text(inside + "pre") == 'print("<b>1 < 2</b>")' and chat.text(".code-head span") == "python"
     link = chat.one(inside + "a")
@@ -193,7 +195,9 @@ def test_nothing_that_a_model_says_runs_or_loads(chat):
     chat.reload()  # what is kept is shown again
     text = chat.text(".message.assistant .text")
     assert '<img src=x onerror="window.hacked = 1">' in text and "<script>window.hacked = 2</script>" in text
-    tags = chat.run("return [...document.querySelectorAll('.message.assistant .text *')].map((e) => e.tagName)")
+    tags = chat.run(
+        "return [...document.querySelectorAll('.message.assistant .text *')].map((e) => e.tagName)"
+    )
     assert not {"IMG", "SCRIPT", "IFRAME", "OBJECT", "STYLE"} & set(tags)
     links = [link.get_attribute("href") for link in chat.all(".message.assistant .text a")]
     assert links == ["https://example.org/tracked.png"]
@@ -219,13 +223,17 @@ def test_the_browser_itself_refuses_markup_and_foreign_scripts(chat):
 
 def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
     assert chat.ask("think") == "You said: think"
-    assert chat.text(".reasoning summary") == "Reasoning" and "First I count." not in chat.text(".message.assistant")
+    assert chat.text(".reasoning summary") == "Reasoning" and "First I count." not in chat.text(
+        ".message.assistant"
+    )
     chat.click(".reasoning summary")
     assert "First I count." in chat.text(".message.assistant")
     chat.say("tool")
     chat.wait(lambda: chat.all(".results textarea"))
     assert chat.text(".reasoning[open] .text") == "First I count."  # what was unfolded stays so
-    assert chat.text(".call summary") == "Calls weather" and json.loads(chat.text(".call pre")) == {"city": "Reedmarsh"}
+    assert chat.text(".call summary") == "Calls weather" and json.loads(chat.text(".call pre")) == {
+        "city": "Reedmarsh"
+    }
     chat.one(".results textarea").send_keys("rain")
     chat.one(".results button").click()
     chat.wait(lambda: chat.text(".message.assistant .text") == "You said: rain")
@@ -251,7 +259,9 @@ def test_settings_are_sent_and_remembered(chat, server):
     asked = server.asked[-1]
     assert asked["messages"][0] == {"role": "system", "content": "Be brief."} and asked["stream"] is True
     sent = [asked[name] for name in ("model", "temperature", "top_p", "max_tokens", "seed", "tools")]
-    assert sent == ["small", 0.5, 0.9, 12, 7, tools] and asked["chat_template_kwargs"] == {"enable_thinking": True}
+    assert sent == ["small", 0.5, 0.9, 12, 7, tools] and asked["chat_template_kwargs"] == {
+        "enable_thinking": True
+    }
     chat.one("#open-settings").click()
     chat.one("#set-temperature").send_keys("9")
     assert chat.shown(".fields .error")  # 0.59 was kept, 0.599 is no step of 0.05
@@ -290,7 +300,8 @@ def exported(chat) -> str:
 
 
 def test_an_exported_chat_is_training_data_and_comes_back(chat, server, tmp_path):
-    """Failed answers are left out with their questions, stopped ones are not trained, the system prompt is kept."""
+    """Failed answers are left out with their questions, stopped ones are not trained, the system prompt is
+    kept."""
     chat.one("#open-settings").click()
     chat.one("#set-system").send_keys("Be brief.")
     chat.keys(Keys.ESCAPE)
@@ -325,7 +336,8 @@ def test_an_exported_chat_is_training_data_and_comes_back(chat, server, tmp_path
 def test_an_import_says_what_it_drops(chat, tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     good = json.dumps({"conversations": [*talk, {"role": "root", "content": "c"}]})
-    earlier = {"conversations": [{"title": "An old one", "messages": talk}]}  # as earlier versions exported it
+    # as earlier versions exported it
+    earlier = {"conversations": [{"title": "An old one", "messages": talk}]}
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "root"}]', encoding="utf-8")
     (tmp_path / "some.jsonl").write_text(f"{good}\nnonsense\n\n{good}\n[]\n", encoding="utf-8")
     (tmp_path / "old.json").write_text(json.dumps(earlier), encoding="utf-8")
@@ -336,7 +348,9 @@ def test_an_import_says_what_it_drops(chat, tmp_path):
     left_out = "2 lines without a conversation were left out. 2 messages of unknown roles were left out."
     chat.wait(lambda: chat.text("#notice") == f"2 chats imported. {left_out}")
     field.send_keys(str(tmp_path / "old.json"))
-    chat.wait(lambda: "An old one" in chat.text("#conversations") and chat.text("#notice") == "1 chats imported.")
+    chat.wait(
+        lambda: "An old one" in chat.text("#conversations") and chat.text("#notice") == "1 chats imported."
+    )
     assert len(chat.stored()) == 3
 
 
@@ -373,7 +387,9 @@ def test_a_second_model_answers_all_questions_itself(chat, server):
     """Whatever was said before it was chosen: no answer of another model is shown or sent as its own."""
 
     def asked_of(model: str) -> list[list[str]]:
-        return [[one["content"] for one in asked["messages"]] for asked in server.asked if asked["model"] == model]
+        return [
+            [one["content"] for one in asked["messages"]] for asked in server.asked if asked["model"] == model
+        ]
 
     def second() -> list[str]:
         return [cell.text for cell in chat.all(".side-of-two:nth-child(3n) .body > .text")]
@@ -390,20 +406,30 @@ def test_a_second_model_answers_all_questions_itself(chat, server):
     assert second()[:2] == ["small", "You said: one"]
     chat.keys(Keys.ESCAPE)  # its last answer
     chat.answered()
-    assert asked_of("small") == [["who"], ["who", "small", "one"], ["who", "small", "one", "You said: one", "long"]]
+    assert asked_of("small") == [
+        ["who"],
+        ["who", "small", "one"],
+        ["who", "small", "one", "You said: one", "long"],
+    ]
     Select(chat.one("#model")).select_by_value("small")
     Select(chat.one("#other")).select_by_value("tiny")  # another second one
     chat.wait(lambda: len(second()) == 3 and "5 6 7" in second()[2])
     chat.keys(Keys.ESCAPE)
     chat.answered()
     assert second()[0] == "tiny" and asked_of("tiny")[-1][1] == "tiny"
-    assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny"] * 6  # who gave each answer
+    # who gave each answer
+    assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny"] * 6
 
 
 def test_the_models_own_defaults_are_shown_and_left_to_the_server(chat, server):
     chat.one("#open-settings").click()
     shown = lambda name: chat.one(f"#set-{name}").get_attribute("placeholder")  # noqa: E731
-    assert [shown(name) for name in ("temperature", "top_p", "top_k", "max_tokens")] == ["0.7", "0.9", "50", "default"]
+    assert [shown(name) for name in ("temperature", "top_p", "top_k", "max_tokens")] == [
+        "0.7",
+        "0.9",
+        "50",
+        "default",
+    ]
     chat.keys(Keys.ESCAPE)
     Select(chat.one("#model")).select_by_value("small")
     assert [shown(name) for name in ("temperature", "top_p")] == ["0.2", "default"]
@@ -419,7 +445,10 @@ def test_the_probabilities_of_tokens_are_shown_when_asked_for(chat, server):
     chat.one("#set-odds").click()
     chat.keys(Keys.ESCAPE)
     assert chat.ask("likely") == "You said: likely" and server.asked[-1]["logprobs"] is True
-    spans = [(span.text, span.get_attribute("class"), span.get_attribute("title")) for span in chat.all(".odds span")]
+    spans = [
+        (span.text, span.get_attribute("class"), span.get_attribute("title"))
+        for span in chat.all(".odds span")
+    ]
     assert spans == [("You", "shade0", '"You" 99.0 %'), (" said", "shade4", '" said" 5.0 %\n"<b>" 95.1 %')]
 
 
@@ -507,7 +536,9 @@ def test_the_projects_own_server_answers_and_shows_its_runs(page, folder):
         page.keys("secret", Keys.ENTER)
         page.wait(lambda: page.text("#model") == "own")
         page.ask("Hello")
-        assert re.match(r"\d+ tokens", page.text(".message.assistant .foot")) and not page.shown(".message .error")
+        assert re.match(r"\d+ tokens", page.text(".message.assistant .foot")) and not page.shown(
+            ".message .error"
+        )
         page.say("word " * 300)
         page.wait(lambda: "too long for this model" in page.text(".message .error"))
         page.click("#tab-training")
@@ -520,19 +551,25 @@ def test_the_projects_own_server_answers_and_shows_its_runs(page, folder):
 
 def test_the_language_is_the_browsers_until_it_is_switched(page, server):
     page.open(server.address, language="zh-CN")
-    assert page.text("#tab-training") == "训练曲线" and page.run("return document.documentElement.lang") == "zh-CN"
+    assert (
+        page.text("#tab-training") == "训练曲线"
+        and page.run("return document.documentElement.lang") == "zh-CN"
+    )
     page.ask("你好")
     page.click("#language")
     assert page.text("#tab-training") == "Training" and page.text("#language") == "中文"
     page.reload()
-    assert page.text("#tab-training") == "Training" and page.text(".message.assistant .text") == "You said: 你好"
+    assert (
+        page.text("#tab-training") == "Training" and page.text(".message.assistant .text") == "You said: 你好"
+    )
     unknown = "import('/page/text.js').then((text) => arguments[0](text.untranslated()))"
     assert page.driver.execute_async_script(unknown) == []
 
 
 @pytest.mark.parametrize("language", ["en-US", "zh-CN"])
 def test_the_buttons_of_the_composer_are_on_the_screen(page, folder, language):
-    """Also with two models of long names, on phones of every width; where they are, and that a tap reaches them."""
+    """Also with two models of long names, on phones of every width; where they are, and that a tap reaches
+    them."""
     names = [f"{stage}_on_a_data_set_of_a_long_name_768_moe" for stage in ("full_sft", "dpo")]
     reached = """return arguments[0].map((css) => {
         const box = document.querySelector(css).getBoundingClientRect();
@@ -558,7 +595,9 @@ def test_the_buttons_of_the_composer_are_on_the_screen(page, folder, language):
 
 
 def test_a_narrow_screen_never_scrolls_sideways(chat, folder):
-    append(folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, expert_load=[0.5, 0.5]) for i in range(1, 9)))
+    append(
+        folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, expert_load=[0.5, 0.5]) for i in range(1, 9))
+    )
     chat.size(360, 700)
     for text in ("markdown", "attack", LONG_WORD, f"`{LONG_WORD}` | a |"):
         chat.ask(text)
@@ -697,7 +736,10 @@ def curves(page, server, folder):
     for path in folder.iterdir():
         path.unlink()
     append(folder / "first_64_metrics.jsonl", *(record(i, expert_load=[0.25, 0.75]) for i in range(1, 31)))
-    append(folder / "second_64_metrics.jsonl", *(record(i, eval_loss=2.0, eval_accuracy=0.5) for i in range(1, 11)))
+    append(
+        folder / "second_64_metrics.jsonl",
+        *(record(i, eval_loss=2.0, eval_accuracy=0.5) for i in range(1, 11)),
+    )
     page.open(server.address)
     page.click("#tab-training")
     page.wait(lambda: len(curve(page, "Loss")) == 2)
@@ -712,7 +754,9 @@ def test_curves_of_all_runs_on_one_picture(curves):
         "#plots .plot:first-child svg"
     ).get_attribute("aria-label")
     curves.click("#more summary")
-    curves.wait(lambda: curves.text("#more-plots h2") == "eval accuracy" and len(curves.all("#more-plots h2")) == 1)
+    curves.wait(
+        lambda: curves.text("#more-plots h2") == "eval accuracy" and len(curves.all("#more-plots h2")) == 1
+    )
     long, short = sorted(map(points, curve(curves, "Loss")), key=len, reverse=True)
     assert (len(long), len(short)) == (30, 10) and long[9][0] == pytest.approx(short[-1][0], abs=0.2)
     assert "eval" not in curves.text("#latest-values") and "0.1" in curves.text("#latest-values")
@@ -723,7 +767,13 @@ def test_curves_of_all_runs_on_one_picture(curves):
 
 
 def test_a_run_that_learns_from_rewards_shows_how(curves, folder):
-    figures = {"reward": 0.25, "kl": 0.5, "entropy": 1.5, "completion_length": 3.0, "samples": [{"reward": 1.0}]}
+    figures = {
+        "reward": 0.25,
+        "kl": 0.5,
+        "entropy": 1.5,
+        "completion_length": 3.0,
+        "samples": [{"reward": 1.0}],
+    }
     append(folder / "grpo_64_metrics.jsonl", *(record(i, **figures, eval_reward=i / 10) for i in range(1, 6)))
     curves.wait(lambda: "grpo_64" in curves.text("#runs"))
     curves.click('[data-run="grpo_64"]')
@@ -737,11 +787,18 @@ def test_a_run_that_learns_from_rewards_shows_how(curves, folder):
 
 def test_the_table_of_runs_and_their_samples(curves, folder):
     attack = "<img src=x onerror=alert(1)>"
-    answers = [{"samples": [{"prompt": attack, "answer": f"answer {i}"}], "eval_loss": 3.0 - i} for i in (1, 2)]
+    answers = [
+        {"samples": [{"prompt": attack, "answer": f"answer {i}"}], "eval_loss": 3.0 - i} for i in (1, 2)
+    ]
     append(folder / "sampled_64_metrics.jsonl", *(record(i + 1, **each) for i, each in enumerate(answers)))
     append(folder / "sampled_64_metrics.jsonl", record(3, warnings=[attack]))
     for name, rate in (("sampled", 0.5), ("second", 0.25)):
-        settings = {"data_path": f"data/{name}", "learning_rate": rate, "constructor": attack, "save_dir": name}
+        settings = {
+            "data_path": f"data/{name}",
+            "learning_rate": rate,
+            "constructor": attack,
+            "save_dir": name,
+        }
         (folder / f"{name}_64_run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
     append(folder / "second_64_metrics.jsonl", record(11))
     curves.wait(lambda: "sampled_64" in curves.text("#runs"))
@@ -750,7 +807,10 @@ def test_the_table_of_runs_and_their_samples(curves, folder):
     head = [cell.text for cell in curves.all("#latest-values th")]
     results = ["Run", "Loss", "Held-out loss", "Best held-out loss", "at update", "Updates", "Tokens", "Time"]
     assert head == [*results, "learning_rate", "data_path"]
-    rows = [[cell.text for cell in row.find_elements("css selector", "td")] for row in curves.all("#latest-values tr")]
+    rows = [
+        [cell.text for cell in row.find_elements("css selector", "td")]
+        for row in curves.all("#latest-values tr")
+    ]
     rows = [row for row in rows if row]
     assert [[row[0], *row[2:6], row[8]] for row in rows] == [
         ["sampled_64", "1", "1", "2", "3", "0.5"],
@@ -761,7 +821,8 @@ def test_the_table_of_runs_and_their_samples(curves, folder):
     curves.click("#samples summary")
     curves.wait(lambda: "update 2: answer 2" in curves.text("#sample-texts"))
     append(folder / "sampled_64_metrics.jsonl", record(4, samples=[{"prompt": attack, "completion": "more"}]))
-    curves.wait(lambda: "update 4: more" in curves.text("#sample-texts"))  # it stays open while the file grows
+    # it stays open while the file grows
+    curves.wait(lambda: "update 4: more" in curves.text("#sample-texts"))
     assert "update 1: answer 1" in curves.text("#sample-texts") and attack in curves.text("#sample-texts")
 
 
@@ -782,7 +843,9 @@ def test_axis_log_scale_smoothing_and_values(curves):
     curves.click("#log-scale")
     straight = curve(curves, "Loss")
     assert straight != start
-    curves.run("const r = document.querySelector('#smoothing'); r.value = 0.9; r.dispatchEvent(new Event('input'))")
+    curves.run(
+        "const r = document.querySelector('#smoothing'); r.value = 0.9; r.dispatchEvent(new Event('input'))"
+    )
     smooth = curve(curves, "Gradient norm")
     assert len(curves.all(".faint")) == 4 and curves.text("#smoothing-value") == "0.9"
     rises = [sum(b[1] > a[1] for a, b in pairwise(line)) for line in map(points, smooth)]
@@ -857,7 +920,8 @@ def test_metrics_and_runs_may_have_any_name(curves, folder):
     for name in ("constructor", "caf\\xe9_64"):
         curves.wait(lambda name=name: name in curves.text("#runs"))
         curves.run(
-            "[...document.querySelectorAll('.run')].find((e) => e.innerText.includes(arguments[0])).click()", name
+            "[...document.querySelectorAll('.run')].find((e) => e.innerText.includes(arguments[0])).click()",
+            name,
         )
     curves.wait(lambda: len(curve(curves, "Loss")) == 4)
     curves.click("#more summary")
@@ -879,7 +943,9 @@ def test_a_folder_without_runs_says_so(page, tmp_path):
 
 def test_the_page_needs_nothing_from_elsewhere_and_never_takes_text_for_markup():
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
-    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=|<style| on\w+="
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=|<style| on\w+="
+    )
     for name, text in files.items():
         assert not re.search(forbidden, text), name
         assert {*re.findall(r"//[\w-]+\.[\w.-]+", text)} <= {"//www.w3.org"}, name
@@ -896,7 +962,9 @@ def test_the_headers_let_only_the_pages_own_files_in(server):
         with urlopen(server.address + name, timeout=10) as answer:
             headers = answer.headers
         policy = headers["Content-Security-Policy"]
-        assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert (
+            "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        )
         assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
         if name.endswith(".js"):
             assert headers["Content-Type"].startswith("text/javascript")

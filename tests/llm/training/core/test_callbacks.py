@@ -1,5 +1,5 @@
-"""Callbacks against a small engine that calls them in the order of docs/CALLBACKS.md, can be killed between any two
-calls and resumes as the real one does; the page itself against the code."""
+"""Callbacks against a small engine that calls them in the order of docs/CALLBACKS.md, can be killed between
+any two calls and resumes as the real one does; the page itself against the code."""
 
 import ast
 import inspect
@@ -45,8 +45,8 @@ class Killed(BaseException):
 
 
 class FakeEngine:
-    """What the page says that an engine offers, and a run of it: two updates per epoch, validation and checkpoint at
-    each epoch's end. The public attributes are exactly those of the page."""
+    """What the page says that an engine offers, and a run of it: two updates per epoch, validation and
+    checkpoint at each epoch's end. The public attributes are exactly those of the page."""
 
     def __init__(
         self,
@@ -64,13 +64,20 @@ class FakeEngine:
         self.config = SimpleNamespace(to_args=lambda: args, training=None)
         self.is_main_process = rank == 0
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99))
-        self.state = SimpleNamespace(args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, shown=())
+        self.state = SimpleNamespace(
+            args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, shown=()
+        )
         self.state.optimizer = optimizer
         self.run_name, self.checkpoint_manager = "task_16", None
         self.scheduler, self.task = make and make(optimizer), SimpleNamespace(scheduler_interval=interval)
         self.lines, self._reason = [], None
         self.logger = SimpleNamespace(info=self.lines.append, debug=lambda text: None)
-        self._callbacks, self._saved, self._evals, self._log_every = CallbackList(callbacks), saved, evals, log_every
+        self._callbacks, self._saved, self._evals, self._log_every = (
+            CallbackList(callbacks),
+            saved,
+            evals,
+            log_every,
+        )
         self._calls, self._pending, self.checkpoint, self.used = 0, False, saved, []
         self.resumed_update = None
         if saved is not None:
@@ -96,7 +103,8 @@ class FakeEngine:
             self._call("on_train_start")
             if self._pending:
                 self._finish_update()
-            first = math.ceil(self.state.update / 2) - 1 if self.state.update else 0  # a complete epoch is ended again
+            # a complete epoch is ended again
+            first = math.ceil(self.state.update / 2) - 1 if self.state.update else 0
             for epoch in range(first, self.state.args.epochs):
                 if self._reason:
                     break
@@ -152,7 +160,9 @@ class FakeEngine:
 
 
 def make_record(update: int) -> dict:
-    record = dict.fromkeys(("logits_loss", "aux_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait"), 0.5)
+    record = dict.fromkeys(
+        ("logits_loss", "aux_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait"), 0.5
+    )
     record |= {"update": update, "epoch": (update - 1) // 2, "step": (update - 1) % 2 + 1, "loss": 1 / update}
     return record | {
         "mean_loss": 1.5 / update,
@@ -181,7 +191,11 @@ class Recorder(Callback):
 
 def rows(text: str) -> list[list[str]]:
     """Cells of all table rows of a text that begin with code."""
-    return [[c.strip() for c in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| `")]
+    return [
+        [c.strip() for c in line.strip("|").split(" | ")]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
 
 
 def section(heading: str) -> str:
@@ -193,7 +207,8 @@ def fenced(language: str) -> str:
     return block
 
 
-# --- the page ------------------------------------------------------------------------------------------------------
+# --- the page
+# ------------------------------------------------------------------------------------------------------
 
 
 def signature_text(function) -> str:
@@ -221,14 +236,18 @@ def test_the_page_names_what_an_engine_offers():
     engine = FakeEngine()
     there = {name for name in [*vars(engine), *vars(FakeEngine)] if not name.startswith("_")}
     assert told == there - {"run", "lines", "checkpoint", "used"}  # these are of the fake alone
-    fields = re.findall(r"`(\w+)`", next(row[1] for row in rows(section("What `engine` offers")) if "state" in row[0]))
+    fields = re.findall(
+        r"`(\w+)`", next(row[1] for row in rows(section("What `engine` offers")) if "state" in row[0])
+    )
     assert {"update", "epoch", "step", "iters", "total_updates", "optimizer", "args"} <= set(fields)
 
 
 def test_the_page_names_the_shipped_callbacks_with_their_arguments():
     told = [ast.parse(row[0].strip("`"), mode="eval").body for row in rows(section("Included callbacks"))]
     assert [call.func.id for call in told] == [one.__name__ for one in SHIPPED]
-    public = {k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Callback) and k[0] != "_"}
+    public = {
+        k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Callback) and k[0] != "_"
+    }
     assert public == {one.__name__ for one in SHIPPED} | {"Callback"}
     for call, one in zip(told, SHIPPED, strict=True):
         real = {name: p.default for name, p in inspect.signature(one).parameters.items()}
@@ -253,7 +272,8 @@ def test_the_example_on_the_page_runs_and_resumes():
     assert again.usual == spikes.usual == pytest.approx(0.9 * (0.9 * 1.02 + 0.5) + 0.1)
 
 
-# --- the list ------------------------------------------------------------------------------------------------------
+# --- the list
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_base_class_does_nothing_and_all_are_called_in_order():
@@ -375,7 +395,9 @@ def test_callbacks_that_came_or_went_are_one_warning(capsys):
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner)
+    ),
     max_leaves=8,
 )
 
@@ -389,7 +411,9 @@ def test_plain_states_come_back_as_they_were(value):
 def test_tensors_and_kinds_of_dicts_are_plain():
     value = {"t": torch.arange(3), "counts": Counter("aab"), "order": OrderedDict(a=1)}
     back = through_a_file(CallbackList([Keeper(value)]).state_dict())["Keeper"]["value"]
-    assert back["t"].tolist() == [0, 1, 2] and back["counts"] == {"a": 2, "b": 1} and back["order"] == {"a": 1}
+    assert (
+        back["t"].tolist() == [0, 1, 2] and back["counts"] == {"a": 2, "b": 1} and back["order"] == {"a": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,7 +428,8 @@ def test_a_state_that_no_checkpoint_could_give_back_is_refused(value, kind):
             CallbackList([Keeper({value: 0})]).state_dict()
 
 
-# --- MetricsLogger -------------------------------------------------------------------------------------------------
+# --- MetricsLogger
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_metrics_file_and_the_console(tmp_path):
@@ -422,7 +447,8 @@ def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- EarlyStopping -------------------------------------------------------------------------------------------------
+# --- EarlyStopping
+# -------------------------------------------------------------------------------------------------
 
 values = st.none() | st.just(math.nan) | st.just(math.inf) | st.integers(-4, 4).map(lambda n: n / 2)
 
@@ -432,7 +458,9 @@ def stops_after(evals, mode, patience, min_delta):
     best_at, best = 0, None
     for i, value in enumerate(evals, 1):
         usable = value is not None and math.isfinite(value)
-        if usable and (best is None or (value < best - min_delta if mode == "min" else value > best + min_delta)):
+        if usable and (
+            best is None or (value < best - min_delta if mode == "min" else value > best + min_delta)
+        ):
             best_at, best = i, value
         elif i - best_at == patience:
             return i
@@ -463,7 +491,9 @@ def test_it_stops_where_it_should_on_all_ranks_and_after_a_kill(evals, mode, pat
 
 
 def test_the_reason_tells_metric_and_best_value():
-    engine = FakeEngine(callbacks=[EarlyStopping(patience=2)], epochs=5, evals=[0.51234, 0.6, 0.7, 0.1, 0.1]).run()
+    engine = FakeEngine(
+        callbacks=[EarlyStopping(patience=2)], epochs=5, evals=[0.51234, 0.6, 0.7, 0.1, 0.1]
+    ).run()
     assert engine._reason == "EarlyStopping: eval_loss got no better than 0.51234 in 2 validations"
     engine = FakeEngine(callbacks=[EarlyStopping(patience=2)], evals=[None, None]).run()
     assert engine._reason == "EarlyStopping: eval_loss was never finite in 2 validations"
@@ -486,14 +516,17 @@ def test_a_metric_that_is_missing_names_those_there_are():
         FakeEngine(callbacks=[EarlyStopping("accuracy", mode="max")]).run()
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "low"}, {"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "low"}, {"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}]
+)
 def test_impossible_arguments(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(UserError, match=rf"EarlyStopping: .*{name} {re.escape(repr(value))}"):
         EarlyStopping(**wrong)
 
 
-# --- TensorBoard ---------------------------------------------------------------------------------------------------
+# --- TensorBoard
+# ---------------------------------------------------------------------------------------------------
 
 
 def curves(folder) -> dict[str, list[tuple[int, float]]]:
@@ -501,7 +534,9 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    return {
+        tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]
+    }
 
 
 def test_the_points_read_back_are_those_of_the_records(tmp_path):
@@ -518,7 +553,9 @@ def test_the_points_read_back_are_those_of_the_records(tmp_path):
     names = {key for record in records for key in record} - {"update", "skipped", "evaluated"}
     assert set(found) == names | {"evaluated"}
     for name in names:
-        points = [(r["update"], r[name]) for r in records if r.get(name) is not None and not math.isnan(r[name])]
+        points = [
+            (r["update"], r[name]) for r in records if r.get(name) is not None and not math.isnan(r[name])
+        ]
         assert [step for step, _ in found[name]] == [step for step, _ in points]
         assert [value for _, value in found[name]] == pytest.approx([value for _, value in points], rel=1e-6)
 
@@ -535,7 +572,9 @@ def killed_run(folder):
 
 def test_each_update_is_there_once_after_a_real_kill_and_resumes(tmp_path):
     pytest.importorskip("tensorboard")
-    process = multiprocessing.get_context("fork").Process(target=killed_run, args=(str(tmp_path),), daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_run, args=(str(tmp_path),), daemon=True
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -602,7 +641,8 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path, monk
         logger.on_batch_end(engine, 2, make_record(2))
 
 
-# --- LRSchedulerCallback -------------------------------------------------------------------------------------------
+# --- LRSchedulerCallback
+# -------------------------------------------------------------------------------------------
 
 SCHEDULERS = {
     "step": partial(lr_scheduler.StepLR, step_size=2, gamma=0.5),
@@ -611,7 +651,9 @@ SCHEDULERS = {
     "multistep": partial(lr_scheduler.MultiStepLR, milestones=[1, 3]),
     "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=8),  # moves beta1 as well
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.7)], milestones=[2]
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.7)],
+        milestones=[2],
     ),
 }
 

@@ -1,4 +1,5 @@
-"""The engine's settings: five sources in order, one line for all that is wrong in one, and YAML that reads back."""
+"""The engine's settings: five sources in order, one line for all that is wrong in one, and YAML that reads
+back."""
 
 import itertools
 import pickle
@@ -93,7 +94,8 @@ def test_every_field_is_unique_documented_and_in_the_help(capsys):
     for section, cls in SECTIONS.items():
         assert cls.section == section
         assert {f.name for f in fields(cls)} == {name for name, s in SETTINGS.items() if s.section == section}
-    assert sum(len(fields(cls)) for cls in SECTIONS.values()) == len(SETTINGS) == len(fields(EngineArgs)) - 1  # `given`
+    # `given`
+    assert sum(len(fields(cls)) for cls in SECTIONS.values()) == len(SETTINGS) == len(fields(EngineArgs)) - 1
     with pytest.raises(SystemExit) as stop:
         read("--help")
     assert stop.value.code == 0
@@ -105,7 +107,9 @@ def test_every_field_is_unique_documented_and_in_the_help(capsys):
     for name, setting in SETTINGS.items():
         default = int(setting.default) if isinstance(setting.default, bool) else setting.default
         shown = f"(default: {default} {setting.unit}".rstrip() + ")"
-        assert setting.help and f"{setting.help} {shown if default not in ('', None) else ''}".rstrip() in words, name
+        assert (
+            setting.help and f"{setting.help} {shown if default not in ('', None) else ''}".rstrip() in words
+        ), name
         kind = {bool: "[{0,1}]", Switch: "[{auto,0,1}]", int: "INT", float: "FLOAT"}.get(setting.kind, "TEXT")
         if get_origin(setting.kind) is Literal:
             kind = "{" + ",".join(get_args(setting.kind)) + "}"
@@ -140,7 +144,9 @@ def read_from(present, run_yaml) -> Config:
     return read(*argv, env=env, task_defaults=task_defaults)
 
 
-@pytest.mark.parametrize("present", [c for n in range(6) for c in itertools.combinations(SOURCES, n)], ids="+".join)
+@pytest.mark.parametrize(
+    "present", [c for n in range(6) for c in itertools.combinations(SOURCES, n)], ids="+".join
+)
 def test_a_later_source_overrides_those_before_it(present, run_yaml):
     config, last = read_from(present, run_yaml), max((*present, "default"), key=SOURCES.index)
     assert config.training.batch_size == VALUES[last]
@@ -202,7 +208,8 @@ def test_none_is_for_optional_fields_only(run_yaml, text):
 
 
 @pytest.mark.parametrize(
-    "text, value", [("1", True), ("true", True), ("True", True), ("yes", True), ("0", False), ("false", False)]
+    "text, value",
+    [("1", True), ("true", True), ("True", True), ("yes", True), ("0", False), ("false", False)],
 )
 def test_booleans(run_yaml, text, value):
     assert read("--use_moe", text).model.use_moe is value
@@ -216,7 +223,11 @@ def test_booleans(run_yaml, text, value):
 def test_floats(run_yaml, text):
     assert read(*run_yaml(f"training: {{learning_rate: {text}}}")).training.learning_rate == 1e-4
     config = read(
-        *run_yaml("training: {grad_clip: 2}"), "--weight_decay", "0", "--task=t", task_defaults={"learning_rate": 1}
+        *run_yaml("training: {grad_clip: 2}"),
+        "--weight_decay",
+        "0",
+        "--task=t",
+        task_defaults={"learning_rate": 1},
     )
     values = (config.training.grad_clip, config.training.weight_decay, config.training.learning_rate)
     assert values == (2.0, 0.0, 1.0) and all(type(value) is float for value in values)
@@ -234,7 +245,9 @@ def test_an_integer_is_decimal_in_every_source(run_yaml):
             *run_yaml(f"training: {{seed: {text}}}")
         )
         assert f"--seed must be a whole number, not '{text}'" in mistake("--seed", text)
-    assert "must be a finite number or auto, not '1:30.5'" in mistake(*run_yaml("training: {learning_rate: 1:30.5}"))
+    assert "must be a finite number or auto, not '1:30.5'" in mistake(
+        *run_yaml("training: {learning_rate: 1:30.5}")
+    )
 
 
 def test_text_in_yaml_needs_no_quotes(run_yaml):
@@ -375,23 +388,31 @@ def test_refused_environment(variable):
 
 
 def test_refused_defaults_of_a_task():
-    line = mistake("--task", "mine", task_defaults={"epochs": "two", "use_moe": 1, "seed": None, "a-b": 1, "a": [1]})
+    line = mistake(
+        "--task", "mine", task_defaults={"epochs": "two", "use_moe": 1, "seed": None, "a-b": 1, "a": [1]}
+    )
     assert line == (
         "task mine: its default epochs must be a whole number, not 'two'; "
         "task mine: its default seed must be a whole number, not null; "
         "task mine: its default a-b must be named with letters, digits and underscores; "
         "task mine: its default a must be a single value (put text in quotes)"
     )
-    assert f"its default save_dir must be {TEXT_HINT}, not " in mistake("--task=t", task_defaults={"save_dir": ROOT})
+    assert f"its default save_dir must be {TEXT_HINT}, not " in mistake(
+        "--task=t", task_defaults={"save_dir": ROOT}
+    )
 
 
 def test_a_yaml_file_that_is_no_text(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"model: {}\n# caf\xe9\n")
-    assert mistake("--config", path).startswith(f"--config {path} cannot be read ('utf-8' codec can't decode byte 0xe9")
+    assert mistake("--config", path).startswith(
+        f"--config {path} cannot be read ('utf-8' codec can't decode byte 0xe9"
+    )
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "~", "\ufeff", "training:\n", "{}", "task_options: {}"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "---\n", "~", "\ufeff", "training:\n", "{}", "task_options: {}"]
+)
 def test_an_empty_yaml_file_is_fine(run_yaml, text):
     assert read(*run_yaml(text)) == Config()
 
@@ -418,10 +439,29 @@ def test_whatever_a_yaml_file_holds_it_ends_in_one_line(run_yaml, text):
 
 def test_task_options(run_yaml):
     argv = run_yaml("training: {task: x}\ntask_options:\n  depth: 3\n  lr: 1e-4\n  name: 'yes'\n")
-    argv += ("--set", "width=2.5", "--set", "depth=4", "--set", "flag=true", "--set", "none=", "--set", "text=a b")
+    argv += (
+        "--set",
+        "width=2.5",
+        "--set",
+        "depth=4",
+        "--set",
+        "flag=true",
+        "--set",
+        "none=",
+        "--set",
+        "text=a b",
+    )
     argv += ("--set", "day=2026-01-02", "--set", "quoted='1e-4'", "--set", "width=-1e+3")
     config = read(*argv)
-    expected = {"depth": 4, "lr": 1e-4, "name": "yes", "width": -1e3, "flag": True, "none": None, "text": "a b"}
+    expected = {
+        "depth": 4,
+        "lr": 1e-4,
+        "name": "yes",
+        "width": -1e3,
+        "flag": True,
+        "none": None,
+        "text": "a b",
+    }
     assert config.extra == expected | {"day": "2026-01-02", "quoted": "'1e-4'"}
     assert config.sources["task_options.depth"] == "command line"
     assert config.sources["task_options.lr"] == "run.yaml:4"
@@ -451,9 +491,16 @@ def test_print_config_tells_every_value_and_its_source(run_yaml, capsys):
     argv = run_yaml("training:\n  task: full_sft\n  seed: 3\ntask_options:\n  depth: 3\n")
     env = {"MINIMIND_BATCH_SIZE": "5"}
     text = printed(capsys, *argv, "--use_moe", "1", env=env, task_defaults=FULL_SFT)
-    told = {line.split(":")[0].strip(): line.rpartition("  # ")[2] for line in text.splitlines() if "  # " in line}
+    told = {
+        line.split(":")[0].strip(): line.rpartition("  # ")[2] for line in text.splitlines() if "  # " in line
+    }
     assert set(told) == set(SETTINGS) | {"depth"}
-    expected = {"task": "run.yaml:2", "seed": "run.yaml:3", "batch_size": "MINIMIND_BATCH_SIZE", "depth": "run.yaml:5"}
+    expected = {
+        "task": "run.yaml:2",
+        "seed": "run.yaml:3",
+        "batch_size": "MINIMIND_BATCH_SIZE",
+        "depth": "run.yaml:5",
+    }
     expected |= {"use_moe": "command line", "from_weight": "task full_sft", "max_seq_len": "task full_sft"}
     expected |= {"log_file": "default"}
     assert {name: told[name] for name in expected} == expected
@@ -471,12 +518,15 @@ PLAIN = st.text(alphabet=string.ascii_letters + string.digits + "_./-", min_size
 TEXT = (
     PLAIN
     | st.text(max_size=12)
-    | st.sampled_from(["no", "1e-4", "012", "null", "~", "a: b", "a #b", " a ", "'", "2026-01-02", "\udce9", "\u2028"])
+    | st.sampled_from(
+        ["no", "1e-4", "012", "null", "~", "a: b", "a #b", " a ", "'", "2026-01-02", "\udce9", "\u2028"]
+    )
 )
 
 
 def texts(setting):
-    """Texts that a field takes. A YAML document cannot hold a lone surrogate other than escaped, which is tried too."""
+    """Texts that a field takes. A YAML document cannot hold a lone surrogate other than escaped, which is
+    tried too."""
     if type(None) in get_args(setting.kind):
         return TEXT.filter(lambda text: text.lower() not in ("", "none", "null")) | st.none()
     return TEXT.filter(bool)
@@ -486,7 +536,10 @@ def numbers(setting):
     """Numbers within a field's limits."""
     limits = setting.limits
     if setting.kind is float:
-        ends = {"min_value": limits.get("ge", limits.get("gt")), "max_value": limits.get("le", limits.get("lt"))}
+        ends = {
+            "min_value": limits.get("ge", limits.get("gt")),
+            "max_value": limits.get("le", limits.get("lt")),
+        }
         open_ends = {"exclude_min": "gt" in limits, "exclude_max": "lt" in limits}
         return st.floats(**ends, **open_ends, allow_nan=False, allow_infinity=False)
     step, highest = limits.get("multiple_of", 1), limits.get("le")
@@ -504,7 +557,9 @@ def values(setting):
     return numbers(setting) if setting.kind in (int, float) else texts(setting)
 
 
-FIELDS = st.sampled_from(sorted(SETTINGS)).flatmap(lambda name: st.tuples(st.just(name), values(SETTINGS[name])))
+FIELDS = st.sampled_from(sorted(SETTINGS)).flatmap(
+    lambda name: st.tuples(st.just(name), values(SETTINGS[name]))
+)
 CHOICES = st.lists(FIELDS, max_size=8).map(dict)
 
 
@@ -539,7 +594,9 @@ def test_all_sources_agree(run_yaml, chosen):
     assert {type(value) for value in flags.values().values()} <= {bool, int, float, str, NoneType}
 
 
-OPTION_NAMES = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True).filter(lambda name: name not in SETTINGS)
+OPTION_NAMES = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True).filter(
+    lambda name: name not in SETTINGS
+)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
 
 
@@ -554,7 +611,9 @@ def test_what_print_config_shows_reads_back_as_the_same_settings(run_yaml, chose
     assert again == config
     assert {k: type(v) for k, v in again.extra.items()} == {k: type(v) for k, v in options.items()}
     assert (
-        again.describe().count("\n") == text.count("\n") == len(SETTINGS) + len(SECTIONS) + len(options) + bool(options)
+        again.describe().count("\n")
+        == text.count("\n")
+        == len(SETTINGS) + len(SECTIONS) + len(options) + bool(options)
     )
     plain = yaml.safe_load(text)  # any YAML reader sees the same
     assert {n: v for section in SECTIONS for n, v in plain[section].items()} == config.values()
@@ -568,7 +627,11 @@ def test_what_print_config_shows_reads_back_as_the_same_settings(run_yaml, chose
 def test_to_args():
     config = read("--use_moe", "1", "--dtype", "bfloat16")
     args = config.to_args()
-    assert isinstance(args, EngineArgs) and isinstance(args, StageArgs) and args.values().keys() == SETTINGS.keys()
+    assert (
+        isinstance(args, EngineArgs)
+        and isinstance(args, StageArgs)
+        and args.values().keys() == SETTINGS.keys()
+    )
     assert args.use_moe is True and args.use_wandb is False and args.dtype == "bfloat16"
     assert read("--use_amp", "0", "--dtype", "bfloat16").to_args().dtype == "float32"
     assert args.top_k == 1 and args.data_path is None
@@ -650,7 +713,10 @@ def test_top_k_is_another_name_of_num_experts_per_tok(run_yaml, source):
     config = read("--task", "t", "--use_moe", *argv, env=env, task_defaults=defaults)
     assert config.model.num_experts_per_tok == config.model.top_k == config.to_args().top_k == 2
     assert config.sources["num_experts_per_tok"] != "default" and config.extra == {}
-    assert read("--num_experts_per_tok", "3", *(argv if source != "command line" else []), env=env).model.top_k == 3
+    assert (
+        read("--num_experts_per_tok", "3", *(argv if source != "command line" else []), env=env).model.top_k
+        == 3
+    )
     config.model.top_k = 4
     assert config.model.num_experts_per_tok == 4
 
@@ -677,14 +743,23 @@ def test_shipped_configs(path):
     assert config.training.task == path.stem.removesuffix("_moe")
     assert config.model.use_moe == path.stem.endswith("_moe")
     assert config.checkpoint.from_weight == ("pretrain" if path.stem.startswith("full_sft") else "none")
-    assert path.read_text().startswith("# ") and f"--config llm/training/configs/{path.name}" in path.read_text()
+    assert (
+        path.read_text().startswith("# ") and f"--config llm/training/configs/{path.name}" in path.read_text()
+    )
 
 
 def test_the_shipped_configs_fit_together():
-    assert [path.stem for path in CONFIGS] == ["full_sft", "full_sft_moe", "pretrain", "pretrain_moe", "regression"]
+    assert [path.stem for path in CONFIGS] == [
+        "full_sft",
+        "full_sft_moe",
+        "pretrain",
+        "pretrain_moe",
+        "regression",
+    ]
     for suffix in ("", "_moe"):
         before, after = (
-            read("--config", ROOT / f"llm/training/configs/{s}{suffix}.yaml") for s in ("pretrain", "full_sft")
+            read("--config", ROOT / f"llm/training/configs/{s}{suffix}.yaml")
+            for s in ("pretrain", "full_sft")
         )
         assert before.model == after.model and before.checkpoint.save_weight == after.checkpoint.from_weight
         assert before.data.data_path != after.data.data_path

@@ -1,0 +1,171 @@
+"""--use_compile auto: when the layers are compiled, and what is said of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch._dynamo import config as dynamo
+
+from common.config_sources import parse_args
+from common.errors import UserError
+from common.settings import ROOT, StageArgs
+from dataset.lm_dataset import PretrainDataset, TokenDataset
+from dataset.token_cache import TokenCache
+from trainer import train_pretrain
+from trainer.data.datasets import open_datasets
+from trainer.devices import compiling
+from trainer.devices.compiling import compiles, has_compiler, operations
+from trainer.devices.wrapping import wrap_model
+from trainer.train_grpo import Args as GRPOArgs
+from trainer.trainer_utils import load_tokenizer
+
+LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
+
+
+def data_of(tokens: int) -> TokenDataset:
+    return TokenDataset(cast(TokenCache, SimpleNamespace(offsets=[0, tokens])))
+
+
+RUN = data_of(500_000_000)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A CPU with a compiler and without a matrix unit."""
+    monkeypatch.setattr(compiling, "has_compiler", lambda device: True)
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: False)
+    with dynamo.patch(suppress_errors=False):
+        yield
+
+
+def test_long_packed_runs_are_compiled_and_one_line_says_so(capsys):
+    assert compiles(LONG, RUN) is True
+    out = capsys.readouterr().out
+    assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "other", [{"packing": False}, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}]
+)
+def test_other_runs_are_not(other, capsys):
+    assert compiles(replace(LONG, **other), RUN) is False
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "other", [{"packing": False}, {"use_moe": True}, {"dtype": "bfloat16", "packing": False}]
+)
+def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    assert compiles(replace(LONG, **other), RUN)
+    assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN)
+    assert not compiles(replace(LONG, parallel="fsdp"), RUN)
+
+
+def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
+    args = replace(LONG, data_path=str(corpus["pretrain"]), cache_dir=str(tmp_path))
+    train_set, _ = open_datasets(PretrainDataset, args, load_tokenizer(ROOT / "model"))
+    tokens = sum(len(sample["input_ids"]) for item in train_set for sample in item)
+    expected = 6 * 12 * args.num_hidden_layers * args.hidden_size**2 * tokens * 2
+    assert operations(args, train_set) == pytest.approx(expected)
+
+
+def test_other_stages_are_not(monkeypatch):
+    """Nothing was measured there."""
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN)
+
+
+def test_other_data_than_tokens_are_not(monkeypatch):
+    """Such as those of a task of one's own: nothing was measured there."""
+    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    assert not compiles(LONG, range(10**9))
+
+
+def test_short_runs_are_not_nor_those_without_a_compiler(monkeypatch):
+    assert not compiles(LONG, data_of(50_000))
+    monkeypatch.setattr(compiling, "has_compiler", lambda device: False)
+    assert not compiles(LONG, RUN)
+
+
+def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
+    """On a CPU a C++ compiler; for CUDA Triton, and the C compiler that it takes: CC, else gcc, else
+    clang."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not has_compiler("cpu")
+    for name in ("g++", "clang", "Python.h"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
+    assert has_compiler("cpu") and has_compiler("cuda")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert has_compiler("cpu") and not has_compiler("cuda")
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    assert has_compiler("cpu") and not has_compiler("cuda")
+    (tmp_path / "Python.h").unlink()
+    assert not has_compiler("cpu")
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"packing": False}, {"use_moe": True}, {"parallel": "fsdp"}, {"dtype": "float16"}]
+)
+def test_on_a_gpu_all_long_runs_in_half_precision_are(other, monkeypatch):
+    for native in (False, True):
+        monkeypatch.setattr(compiling, "select_device", lambda device: torch.device("cuda", 0))
+        monkeypatch.setattr(compiling, "native_bfloat16", lambda device, native=native: native)
+        assert compiles(replace(LONG, **other), RUN) is native
+    for short in (replace(LONG, dtype="float32"), replace(LONG, activation_checkpointing=True)):
+        assert not compiles(replace(short, packing=False), RUN)
+    per_token = operations(LONG, data_of(1))
+    assert compiles(LONG, data_of(int(compiling.CUDA_ENOUGH / per_token) + 1))
+    assert not compiles(LONG, data_of(int(compiling.CUDA_ENOUGH / per_token) - 1))
+
+
+def test_what_cannot_be_compiled_runs_as_it_is():
+    """With `auto`: nobody asked for compiling. `1` ends in the compiler's error."""
+
+    def broken(graph, inputs):
+        raise RuntimeError("no kernels")
+
+    layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2)
+    for auto in (False, True):
+        torch.compiler.reset()
+        args = LONG if auto else replace(LONG, use_compile=True)
+        assert compiles(args, RUN)
+        compiled = torch.compile(layer, backend=broken)
+        if auto:
+            assert torch.equal(compiled(x), layer(x))
+        else:
+            with pytest.raises(Exception, match="no kernels"):
+                compiled(x)
+
+
+def test_zero_and_one_stay(capsys):
+    assert compiles(replace(LONG, use_compile=False), RUN) is False
+    assert compiles(replace(LONG, use_compile=True, packing=False), data_of(500)) is True
+    assert capsys.readouterr().out == ""
+
+
+def test_what_does_not_ask_is_not_compiled(monkeypatch):
+    """Stages whose batches differ in size hand `auto` on as it is."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
+    wrap_model(torch.nn.Linear(2, 2), torch.device("cpu"), use_compile="auto")
+    assert parse_args(GRPOArgs, "", []).use_compile == "auto"
+    with pytest.raises(UserError, match="--use_compile 1 has no effect on completions"):
+        parse_args(GRPOArgs, "", ["--use_compile", "1"])
+
+
+def test_the_switch_takes_three_values():
+    for text, value in (("auto", "auto"), ("0", False), ("1", True)):
+        found = parse_args(StageArgs, "", ["--use_compile", text]).use_compile
+        assert found == value and type(found) is type(value)
+    assert parse_args(StageArgs, "", ["--use_compile"]).use_compile is True
+    with pytest.raises(UserError, match="--use_compile must be auto, 0 or 1, not 'maybe'"):
+        parse_args(StageArgs, "", ["--use_compile", "maybe"])

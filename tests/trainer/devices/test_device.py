@@ -1,0 +1,339 @@
+"""Which device a process takes, alone and among several, what is refused, and what of CUDA is touched."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+from common.settings import StageArgs
+from llm.training import train as engine_command
+from llm.training.core import engine
+from tests.conftest import ROOT
+from tests.trainer.stage_flags import flags
+from trainer import train_full_sft, train_pretrain
+from trainer.data.order import epoch_loader, eval_loader
+from trainer.devices import device as device_module
+from trainer.devices import process_group as distributed
+from trainer.devices.device import (
+    autocast_dtype,
+    grow_segments,
+    mixed_precision,
+    select_device,
+    use_deterministic_kernels,
+)
+from trainer.run.errors import translated_failures
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two GPUs, as far as choosing one goes; returns what makes this process a rank of two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def be_rank(rank: int) -> None:
+        launched = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "node1",
+            "MASTER_PORT": 29500,
+        }
+        for name, value in launched.items():
+            monkeypatch.setenv(name, str(value))
+
+    return be_rank
+
+
+def test_alone_any_gpu_can_be_named(two_gpus):
+    assert [str(select_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:0", "cuda:0", "cuda:1"]
+    with pytest.raises(UserError, match=r"--device cuda:2 cannot be used \(torch sees 2 CUDA devices"):
+        select_device("cuda:2")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_processes_take_one_gpu_each_and_all_refuse_a_named_one(two_gpus, rank):
+    two_gpus(rank)
+    assert str(select_device("auto")) == str(select_device("cuda")) == f"cuda:{rank}"
+    for name in ("cuda:0", "cuda:1"):
+        with pytest.raises(
+            UserError, match=f"--device {name} cannot be shared by several processes; with auto"
+        ):
+            select_device(name)
+
+
+def test_a_third_process_on_two_gpus_is_refused(two_gpus):
+    two_gpus(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", "2"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "3")):
+            patch.setenv(name, value)
+        with pytest.raises(UserError, match="start fewer processes"):
+            select_device("auto")
+
+
+def test_a_task_that_sees_one_gpu_takes_it(two_gpus, monkeypatch):
+    """`srun --gpus-per-task=1`, with the variables of its second task; torchrun shows all GPUs to every
+    rank."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    srun = {
+        "SLURM_PROCID": 1,
+        "SLURM_LOCALID": 1,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": 1,
+    }
+    for name, value in srun.items():
+        monkeypatch.setenv(name, str(value))
+    assert str(select_device("auto")) == str(select_device("cuda")) == "cuda:0"
+    two_gpus(1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match=r"torch sees 1 CUDA devices.*start fewer processes"):
+        select_device("auto")
+
+
+def test_ranks_on_one_gpu_are_refused_by_all_of_them(monkeypatch):
+    """Whatever the launcher shows: GPUs are told apart by their UUIDs."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a"))
+    for others, refused in ((["a", "b", "c"], False), (["b", "a", "a"], True)):
+        monkeypatch.setattr(
+            distributed, "gather", lambda own, others=others: others if own in others else None
+        )
+        if refused:
+            with pytest.raises(
+                UserError, match="ranks 1 and 2 have the same GPU, a; start one process per GPU"
+            ):
+                distributed._check_gpus()
+        else:
+            distributed._check_gpus()
+
+
+def test_hidden_gpus_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(UserError, match=r"torch sees 0 CUDA devices, CUDA_VISIBLE_DEVICES='-1'"):
+        select_device("cuda")
+    assert str(select_device("auto")) in ("cpu", "mps")
+
+
+def test_an_incomplete_environment_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="WORLD_SIZE=2 without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        select_device("cpu")
+
+
+class Reached(BaseException):
+    """Ends a command at a certain point."""
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Puts torch's choice of kernels back."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_kernels(kernels, monkeypatch):
+    use_deterministic_kernels(False)
+    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    use_deterministic_kernels(True)
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()  # flash attention would take it for a no
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    for given, kept in ((":16:8", ":16:8"), (":0:0", ":4096:8")):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+        use_deterministic_kernels(True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
+
+
+@pytest.mark.parametrize("script", [train_pretrain, train_full_sft, engine])
+def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+
+    def select(name: str):
+        raise Reached(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+    monkeypatch.setattr(device_module, "select_device", select)
+    monkeypatch.setattr(
+        sys, "argv", ["train", "--deterministic", "1", "--from_weight", "none", "--data_path", str(data)]
+    )
+    with pytest.raises(Reached, match=":4096:8"):
+        if script is engine:
+            made = SimpleNamespace(task=SimpleNamespace(args=StageArgs(deterministic=True)), data=None)
+            engine.TrainingEngine._setup_components(made, None)
+        else:
+            script.main()
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_memory_is_pinned_only_where_a_gpu_is_used(initialized, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    assert epoch_loader(range(4), 2, seed=1, epoch=0).pin_memory is initialized
+    assert eval_loader(range(4), 2).pin_memory is initialized
+
+
+def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
+    """Backend and timeout of a rank by its device; `--device cpu` makes no CUDA call."""
+    two_gpus(1)
+    made, current = [], []
+    monkeypatch.setattr(distributed, "_interruptible", lambda work: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, timeout, **_: made.append((backend, timeout))
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(distributed, "_check_gpus", lambda: current.append("checked"))
+    assert distributed.init_distributed_mode(50, torch.device("cpu")) == 1
+    assert made == [("gloo", timedelta(seconds=50))] and not current
+    assert distributed.init_distributed_mode(50, torch.device("cuda:1")) == 1
+    assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=50))
+    assert current == [torch.device("cuda:1"), "checked"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_the_engine_checks_its_settings_without_cuda(dtype, two_gpus, monkeypatch):
+    """The process that starts the others must not hold memory on the first GPU."""
+
+    def touched(*_, **__):
+        raise AssertionError("CUDA is touched")
+
+    for owner, name in ((torch.cuda, "_lazy_init"), (torch.amp, "GradScaler"), (torch, "autocast")):
+        monkeypatch.setattr(owner, name, touched)
+    monkeypatch.setattr(sys, "argv", ["train", "--task", "regression", "--world_size", "2", "--dtype", dtype])
+    started = []
+    monkeypatch.setattr(engine_command, "spawn", lambda *args: started.append(args[0]))
+    engine_command.main()
+    assert started == [2]
+
+
+def test_autocast_asks_the_gpu_of_its_own_rank(monkeypatch):
+    """`torch.autocast` in bfloat16 asks the current GPU, an old one by allocating: every rank would do so on
+    GPU 0."""
+    current, asked = [0], []
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: current.append(index) or current[-2])
+    monkeypatch.setattr(
+        torch.cuda, "_maybe_exchange_device", lambda index: current.append(index) or current[-2]
+    )
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: asked.append(current[-1]) or True)
+    for index in (0, 1):
+        mixed_precision("bfloat16", torch.device("cuda", index))
+    assert asked == [0, 1] and current[-1] == 0
+
+
+# any x86 CPU becomes one of AVX2 alone
+NO_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86 CPUs")
+def test_a_cpu_without_bfloat16_trains_in_float32_and_says_so(corpus, tmp_path):
+    """MiniMind's usual --dtype, with Muon, whose iteration is in bfloat16 elsewhere: a product of 2,048 rows
+    takes minutes there."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, dtype="bfloat16", optimizer="muon", hidden_size=64)
+    products = f"""
+import sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Products(TorchDispatchMode):
+    dtypes = set()
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
+            self.dtypes |= {{each.dtype for each in args if isinstance(each, torch.Tensor)}}
+        return function(*args, **(kwargs or {{}}))
+
+sys.argv = ["train_pretrain.py", *{argv!r}]
+import trainer.train_pretrain as stage
+with Products():
+    stage.main()
+assert Products.dtypes == {{torch.float32}}, Products.dtypes
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", products],
+        cwd=ROOT,
+        env=os.environ | NO_BFLOAT16,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "bfloat16" in line]
+    assert lines == [
+        "warning: --dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as long "
+        "as in float32: training in float32 (--dtype bfloat16_emulated insists)"
+    ]
+    assert "done: 8 updates" in done.stdout
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsys):
+    monkeypatch.setattr(device_module, "native_bfloat16", lambda device: not emulated)
+    cpu = torch.device("cpu")
+    expected = {"auto": not emulated, "bfloat16": not emulated, "bfloat16_emulated": True}
+    for dtype, half in expected.items():
+        autocast, _ = mixed_precision(dtype, cpu)
+        assert (autocast_dtype(autocast, cpu) == torch.bfloat16) == half
+        assert ("training in float32" in capsys.readouterr().err) == (emulated and dtype == "bfloat16")
+
+
+def test_slow_products_end_the_measurement_early(monkeypatch):
+    """The rate is that of the sizes which were tried."""
+    sizes, clock, randn = [], iter(range(10**6)), torch.randn
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # each product takes a second
+    monkeypatch.setattr(
+        torch, "randn", lambda *shape, **options: sizes.append(shape[0]) or randn(*shape, **options)
+    )
+    assert device_module.matrix_rate(torch.device("cpu"), torch.float32) == 2.0 * 128**3 and sizes == [128]
+    clock = iter(range(10**6))
+    # a product takes 1 ms, the next 5 ...
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) ** 2 * 1e-3)
+    sizes.clear()
+    assert device_module.matrix_rate(torch.device("cpu"), torch.float32, 0.1) == pytest.approx(
+        2.0 * 128**3 * 1e3
+    )
+    assert sizes == [128, 256]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rate_is_of_random_numbers_from_a_stream_of_their_own(dtype, monkeypatch):
+    made, randn = [], torch.randn
+    monkeypatch.setattr(
+        torch, "randn", lambda *shape, **options: made.append(randn(*shape, **options)) or made[-1]
+    )
+    before = torch.get_rng_state()
+    device_module.matrix_rate(torch.device("cpu"), dtype, seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert made[0].dtype == dtype and made[0].float().std() == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_up(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for given in ({}, {names[0]: "max_split_size_mb:64"}, {names[1]: "max_split_size_mb:64"}):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        grow_segments()
+        found = {name: os.environ[name] for name in names if name in os.environ}
+        assert found == (given or {names[0]: "expandable_segments:True"})
+
+
+def test_running_out_of_memory_on_a_gpu_tells_what_its_allocator_holds(monkeypatch):
+    for name, value in {"is_initialized": True, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: device.index << 32)
+    with (
+        pytest.raises(UserError, match="; at most 3,072 MB in use, 4,096 MB reserved"),
+        translated_failures(),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")

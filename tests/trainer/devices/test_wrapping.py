@@ -1,0 +1,360 @@
+"""Sharded models (`--parallel fsdp`) train as copies do, and activations that are computed again change
+nothing."""
+
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.errors import UserError
+from common.settings import StageArgs
+from model import feed_forward
+from model import flat_batch as flat_batch_module
+from model.generation import generate
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.sampling import Sampling
+from tests.stage_process import context, finish, free_port
+from trainer.devices import wrapping
+from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.wrapping import (
+    build_device,
+    full_tensor,
+    is_sharded,
+    transformer_layers,
+    unwrap,
+    whole_model,
+    wrap_model,
+)
+from trainer.loop import evaluate, train_update, update_size
+from trainer.optim.build import build_optimizer
+from trainer.run.checkpoint import snapshot
+from trainer.run.state import TrainState
+from trainer.trainer_utils import init_model, next_token_loss
+from trainer.weights.files import half_state_dict, save_weights
+
+CPU = torch.device("cpu")
+CASES = {
+    "dense": {},
+    "moe": {"use_moe": True, "activation_checkpointing": 1, "dropout": 0.2},
+    "bad": {"bad_update": 1},
+    "other_weights": {"evaluated": 3.0},  # as a hook puts them in place, to evaluate their moving average
+    "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
+    "float16": {"dtype": torch.float16},
+    "head_in_pieces": {"piece": 16 * 6400},  # 16 targets at once
+    "joined": {"dtype": torch.bfloat16, "joined": True},  # products together, as on a GPU
+    # the second rank has no weights but what it gets from the first
+    "empty": {"empty": True, "use_moe": True},
+}
+
+
+def flat_batch(seed: int, lengths: list[int]) -> dict:
+    """Random samples of these lengths, every token but the first a target."""
+    ids = torch.randint(3, 6400, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    index = torch.cat(
+        [torch.arange(a, b - 1) for a, b in zip(borders[:-1], borders[1:], strict=True)] + [ids[:0]]
+    )
+    return {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths] + [ids[:0]]),
+        "cu_seqlens": borders.to(torch.int32),
+        "max_seqlen": max(lengths, default=0),
+        "target_index": index,
+        "targets": ids[index + 1],
+        "target_bytes": 4 * len(index),
+        "sample_ids": torch.arange(len(lengths)),
+    }
+
+
+class Held:
+    """`next_token_loss` that counts the bytes of the layers' matrices, and of their casts, kept for the
+    backward pass.
+
+    Tensors are told by their shapes, which no activation has. FSDP frees the storage of what it gathered.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        matrices = [p for layer in transformer_layers(model) for p in layer.parameters() if p.ndim == 2]
+        self.shapes, self.bytes = {tuple(sorted(p.shape)) for p in matrices}, 0
+
+    def __call__(self, model, batch, args):
+        kept = {}
+
+        def keep(tensor):
+            if tuple(sorted(tensor.shape)) in self.shapes and tensor.dtype != torch.float32:
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = next_token_loss(model, batch, args)
+        self.bytes = max(self.bytes, sum(storage.nbytes() for storage in kept.values()))
+        return loss
+
+
+def gathered(work: Callable[[], object]) -> tuple[int, int]:
+    """Most bytes of whole tensors that Python holds while `work` gathers the next one, and those of its
+    result."""
+    whole, made, most = wrapping.full_tensor, [], 0
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        tensor = whole(value)
+        made.append((weakref.ref(tensor), tensor.nbytes))
+        most = max(most, sum(nbytes for kept, nbytes in made if kept() is not None))
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapping, "full_tensor", counted)
+        result = {id(each): each.nbytes for each in tree_leaves(work()) if isinstance(each, torch.Tensor)}
+    return most, sum(result.values())
+
+
+@torch.no_grad()
+def scale_weights(model: torch.nn.Module, scale: float) -> None:
+    for parameter in model.parameters() if scale != 1 else ():
+        parameter.mul_(scale)
+
+
+def seeded_model(config: MiniMindConfig, empty: bool = False) -> MiniMindForCausalLM:
+    """The initial weights; of an empty model the shapes alone."""
+    torch.manual_seed(0)
+    with torch.device("meta" if empty else "cpu"):
+        model = MiniMindForCausalLM(config)
+    if config.use_moe:
+        torch.nn.init.zeros_(model.model.layers[0].mlp.gate.weight)  # ties: all tokens go to the same expert
+    return model
+
+
+def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
+    """Three updates of two micro-batches, the last of them empty on rank 1, and an evaluation before the
+    last."""
+    shape = {"use_moe": case.get("use_moe", False), "dropout": case.get("dropout", 0.0)}
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, **shape)
+    expected = seeded_model(config)
+    model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
+    again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
+    flat_batch_module.PIECE = case.get("piece", 2**27)
+    feed_forward.has_launches = lambda x: case.get("joined", False)
+    dtype, held = case.get("dtype", torch.float32), Held(model)
+    autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
+    wrapped = wrap_model(model, CPU, parallel, False, bool(again), autocast if policy else None)
+    assert is_sharded(wrapped) == (parallel == "fsdp") and unwrap(wrapped) is model
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=1024.0)
+    state = TrainState(
+        args=StageArgs(seed=0, grad_clip=1.0), lm_config=config, model=wrapped, scaler=scaler, autocast=autocast,
+        optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, loss_fn=held, schedule=lambda *_: 1e-2,
+        run={"samples": 9, "global_batch": 3, "epochs": 1},
+    )  # fmt: skip
+    assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for values, others in (
+        (model.parameters(), expected.parameters()),
+        (model.buffers(), expected.buffers()),
+    ):
+        for one, other in zip(values, others, strict=True):
+            assert torch.equal(full_tensor(one), other)
+    found = []
+    for update in range(3):
+        state.update = update
+        window = [flat_batch(10 * update + rank, [7 + rank, 20, 13]), flat_batch(5, [] if rank else [9])]
+        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+        if case.get("bad_update") == update and rank == 1:  # NaN on one rank only
+            targets = float("nan")
+        if update == 2:
+            scale = case.get("evaluated", 1.0)
+            scale_weights(unwrap(state.model), scale)
+            held_out = evaluate(state, [flat_batch(77 + rank, [] if rank else [8, 9])])
+            scale_weights(unwrap(state.model), 1 / scale)
+            found += [held_out["eval_loss"], held_out["eval_bpb"]]
+        means, norm = train_update(state, window, targets, tokens)
+        found += [*means.tolist(), float(norm)]
+        state.bad_updates.note(update, window)
+    saved = {"model": model.state_dict(keep_vars=True), "optimizer": state.optimizer.state_dict()}
+    copied = [gathered(partial(snapshot, saved, keep)) for keep in (True, rank == 0)] if case == {} else []
+    copied += (
+        [gathered(partial(half_state_dict, model, keep)) for keep in (True, rank == 0)] if case == {} else []
+    )
+    weights = half_state_dict(state.model)
+    bad = [skipped["update"] for skipped in state.bad_updates.skipped]
+    state.model = wrapped = None
+    return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes, "copied": copied}
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+    os.environ |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    torch.set_num_threads(1)
+    init_distributed_mode()
+    for name, case in CASES.items():
+        for parallel in ("ddp", "fsdp"):
+            torch.save(updates(rank, case, parallel), f"{folder}/{name}_{parallel}_{rank}")
+    torch.save(updates(rank, CASES["bfloat16"], "fsdp", policy=False), f"{folder}/cast_fsdp_{rank}")
+    leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Path:
+    """What two ranks find in each case, with copies and with shards."""
+    folder = tmp_path_factory.mktemp("both")
+    port = free_port()
+    finish([context.Process(target=_rank, args=(rank, port, str(folder))) for rank in (0, 1)], 100)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_train_as_copies_do(both, name):
+    """Losses, held-out figures, the gradient's norm and the weights; an expert without rows and an empty
+    micro-batch do no harm; a NaN on one rank leaves the update out on both."""
+    ddp, fsdp, other = (torch.load(both / f"{name}_{kind}") for kind in ("ddp_0", "fsdp_0", "fsdp_1"))
+    assert len(ddp["numbers"]) == 11 and ddp["bad"] == fsdp["bad"] == ([1] if name == "bad" else [])
+    # the norm sums in float32; in half precision a rounding apart in one update is a larger step apart in the
+    # next
+    limits, weight_limit = (
+        ({"abs": 2e-3, "rel": 2e-3}, 0.03) if "dtype" in CASES[name] else ({"abs": 1e-5, "rel": 3e-5}, 2e-3)
+    )
+    assert fsdp["numbers"] == pytest.approx(ddp["numbers"], nan_ok=True, **limits)
+    assert fsdp["numbers"][:3] == pytest.approx(ddp["numbers"][:3], abs=1e-5, rel=5e-5)  # the first update
+    assert list(ddp["weights"]) == list(fsdp["weights"])
+    for key, value in ddp["weights"].items():
+        assert fsdp["weights"][key].dtype == torch.float16
+        assert torch.allclose(value.float(), fsdp["weights"][key].float(), atol=weight_limit), key
+        assert torch.equal(fsdp["weights"][key], other["weights"][key])
+    tied = [fsdp["weights"][key].data_ptr() for key in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert tied[0] == tied[1]
+
+
+def test_only_the_rank_that_writes_holds_the_whole_state(both):
+    """Weights and both moments of AdamW in float32, and the weights in float16: rank 0 has them all, the
+    other one holds one tensor at a time."""
+    parameters = list(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2)).parameters())
+    numbers, largest = sum(p.numel() for p in parameters), max(p.numel() for p in parameters)
+    first, other = (torch.load(both / f"dense_fsdp_{rank}")["copied"] for rank in (0, 1))
+    steps = 4 * len(parameters)  # AdamW's count of steps, of each parameter
+    state, weights = 12 * numbers + steps, 2 * numbers
+    assert first == [
+        (4 * largest, state),
+        (4 * largest, state),
+        (2 * largest, weights),
+        (2 * largest, weights),
+    ]
+    assert other == [(4 * largest, state), (4 * largest, 0), (2 * largest, weights), (2 * largest, 0)]
+
+
+def test_no_copy_of_the_layers_is_kept_for_the_backward_pass(both):
+    """Autocast keeps a bfloat16 copy of each matrix, of copies (DDP) and of shards that are gathered in
+    float32."""
+    layers = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2)).model.layers
+    matrices = 2 * sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+    held = [torch.load(both / name)["held"] for name in ("bfloat16_ddp_0", "cast_fsdp_0", "bfloat16_fsdp_0")]
+    assert held == [matrices, matrices, 0]
+    alone = ("o_proj.weight", "down_proj.weight")  # those of products together are joined again
+    matrices = 2 * sum(p.numel() for name, p in layers.named_parameters() if name.endswith(alone))
+    assert [torch.load(both / name)["held"] for name in ("joined_ddp_0", "joined_fsdp_0")] == [matrices, 0]
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_computed_again_are_the_same_bits(use_moe, dtype):
+    """Loss and gradients, with dropout, of a flat batch and of a padded one; the blocks are computed
+    twice."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, dropout=0.2)
+    )
+    flat = {
+        key: value
+        for key, value in flat_batch(1, [7, 5]).items()
+        if key not in ("target_bytes", "sample_ids")
+    }
+    padded = {"input_ids": flat["input_ids"][None], "labels": flat["input_ids"][None]}
+    found, calls = [], []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for again in (0, 1):
+        assert wrap_model(model, CPU, activation_checkpointing=bool(again)) is model
+        calls.clear()
+        for batch in (flat, padded):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                out = model(**batch)
+            (out.loss + (out.aux_loss if use_moe else 0)).backward()
+            found.append([out.loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        assert len(calls) == 2 * (1 + again)
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
+    """Its matrices are cast once; it is itself where nothing has to be cast. Log-probabilities are those of
+    the flat forward under autocast, up to the rounding of embeddings."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, num_experts=2)
+    )
+    model = model.eval().requires_grad_(False)
+    assert whole_model(model) is model
+    before = torch.get_rng_state()
+    half = whole_model(model, torch.bfloat16)
+    assert torch.equal(before, torch.get_rng_state()) and not half.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {(p.ndim > 1, p.dtype) for p in half.parameters()} == {
+        (True, torch.bfloat16),
+        (False, torch.float32),
+    }
+    assert half.lm_head.weight is half.model.embed_tokens.weight
+    assert all(one is other for one, other in zip(model.buffers(), half.buffers(), strict=True))
+    prompts, samplings = [[5, 6, 7], [8] * 20], [[Sampling(1.0, seed=1), Sampling(1.0, seed=2)]] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        groups = generate(half, prompts, samplings, 12, [2], with_logprobs=True)
+        for prompt, group in zip(prompts, groups, strict=True):
+            for answer in group:
+                tokens = torch.tensor(prompt + answer.tokens)
+                spans = {
+                    "cu_seqlens": torch.tensor([0, len(tokens)], dtype=torch.int32),
+                    "max_seqlen": len(tokens),
+                }
+                out = model(input_ids=tokens, position_ids=torch.arange(len(tokens)), **spans)
+                logits = out.logits[len(prompt) - 1 : -1].float()
+                expected = logits.log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=0.02, rtol=0)
+
+
+def test_what_does_not_go_together_is_refused():
+    assert StageArgs(parallel="fsdp", use_compile=True, optimizer="muon").contradictions() == []
+    with pytest.raises(UserError, match="--activation_checkpointing 1: this task's model has no layers"):
+        wrap_model(torch.nn.Linear(2, 2), CPU, activation_checkpointing=True)
+
+
+def test_one_process_is_not_sharded():
+    model = torch.nn.Linear(2, 2)
+    assert wrap_model(model, CPU, "fsdp") is model and not is_sharded(model)
+
+
+def test_rank_0_alone_builds_the_weights_of_a_model_that_is_sharded(monkeypatch, recwarn, tmp_path):
+    """Bytes of parameters and of the start weights on the host of a rank, before it has its shards."""
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2)
+    save_weights(seeded_model(config), tmp_path / "start_32.pth")
+    for rank, parallel, start, size in (
+        (1, "ddp", "none", 942_784),
+        (0, "fsdp", "start", 942_784),
+        (1, "hsdp", "start", 0),
+    ):
+        monkeypatch.setattr(wrapping, "this_rank", lambda rank=rank: rank)
+        model, _ = init_model(
+            config, start, save_dir=tmp_path, device=build_device(StageArgs(parallel=parallel))
+        )
+        assert sum(p.nbytes for p in model.parameters() if not p.is_meta) == size
+    assert not [warning for warning in recwarn if "meta" in str(warning.message)]

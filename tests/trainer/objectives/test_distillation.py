@@ -1,0 +1,119 @@
+"""Divergences and the distillation loss against formulas in float64; the teacher's tokenizer."""
+
+import json
+
+import pytest
+import torch
+
+from common.errors import UserError
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
+from tests.trainer.devices.test_wrapping import flat_batch
+from trainer import train_distillation
+from trainer.objectives import distillation
+from trainer.objectives.distillation import TeacherArgs, divergence, load_teacher
+from trainer.objectives.next_token import frozen_model
+from trainer.trainer_utils import load_tokenizer
+from trainer.weights.files import save_weights
+
+
+def small_teacher() -> MiniMindForCausalLM:
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=48, num_hidden_layers=1))
+    return frozen_model(model, torch.device("cpu"))
+
+
+def plain(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The definition, in probabilities."""
+    q, p = ((logits.double() / temperature).softmax(-1) for logits in (student, teacher))
+    return (p * (p / q).log()).sum()
+
+
+def test_the_divergence_is_its_definition():
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(6, 50, requires_grad=True) for _ in range(2))
+    for temperature in (1.0, 1.5, 4.0):
+        value = divergence(student, teacher.detach(), temperature)
+        wanted = plain(student, teacher.detach(), temperature)
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-6)
+        gradients = [torch.autograd.grad(value, student)[0] for value in (value, wanted)]
+        assert (gradients[0] - gradients[1]).norm() <= 1e-6 * max(1.0, gradients[1].norm().item())
+    assert divergence(student, student, 2.0).item() == pytest.approx(0, abs=1e-5)
+
+
+def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatch):
+    """In pieces of 8 targets; from a dense teacher of another width to a student with experts."""
+    monkeypatch.setattr(distillation, "PIECE", 8)
+    torch.manual_seed(0)
+    student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=True))
+    teacher = small_teacher()
+    batch = flat_batch(3, [9, 30, 5])
+    args = train_distillation.Args(alpha=0.3, temperature=2.0)
+    loss, aux_loss, shown = train_distillation.loss_fn(teacher, student, batch, args)
+    gradients = torch.autograd.grad(loss + aux_loss, list(student.parameters()), retain_graph=True)
+    inputs = {k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
+    out, wanted = student(**inputs), teacher(**inputs).logits.detach()
+    cross_entropy = torch.nn.functional.cross_entropy(out.logits.double(), batch["targets"], reduction="sum")
+    apart = plain(out.logits, wanted, 2.0)
+    expected = 0.3 * cross_entropy + 0.7 * 4.0 * apart
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and torch.equal(aux_loss, out.aux_loss)
+    assert abs(shown["divergence"].item() - apart.item()) <= 1e-6 * len(batch["targets"])
+    for one, other in zip(
+        gradients, torch.autograd.grad(expected + out.aux_loss, list(student.parameters())), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+
+def test_an_empty_batch_has_a_zero_gradient():
+    student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1))
+    teacher = small_teacher()
+    loss, aux_loss, _ = train_distillation.loss_fn(
+        teacher, student, flat_batch(0, []), train_distillation.Args()
+    )
+    (loss + aux_loss).backward()
+    assert loss == 0 and not any(p.grad.any() for p in student.parameters())
+
+
+def teacher_in(path, **flags):
+    args = TeacherArgs(from_teacher_weight=str(path), **flags)
+    return load_teacher(args, load_tokenizer(ROOT / "model"), torch.device("cpu"))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
+    save_weights(
+        MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)), tmp_path / "t_32.pth"
+    )
+    assert teacher_in(tmp_path / "t_32.pth").config.hidden_size == 32
+    with pytest.raises(UserError, match="contradicts the weights"):
+        teacher_in(tmp_path / "t_32.pth", teacher_num_layers=3)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((ROOT / "model" / name).read_bytes())
+    other = json.loads((ROOT / "model/tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match="has another tokenizer"):
+        teacher_in(tmp_path / "t_32.pth")
+
+
+@pytest.mark.parametrize("field", [{"vocab_size": 6401}, {"tokenizer_sha256": "0" * 64}])
+def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_path, field):
+    shape = {"hidden_size": 32, "num_hidden_layers": 1} | field
+    save_weights(MiniMindForCausalLM(MiniMindConfig(**shape)), tmp_path / "t_32.pth")
+    with pytest.raises(UserError, match="has another tokenizer"):
+        teacher_in(tmp_path / "t_32.pth")
+
+
+def test_minimind_names_of_the_student_are_the_common_flags():
+    from common.config_sources import parse_args
+
+    typed = ["--student_hidden_size", "64", "--student_num_layers", "3", "--student_use_moe", "1"]
+    args = parse_args(
+        train_distillation.Args, None, [*typed, "--from_student_weight", "w", "--teacher_use_moe", "0"]
+    )
+    assert (args.hidden_size, args.num_hidden_layers, args.use_moe, args.from_weight) == (64, 3, True, "w")
+    assert args.teacher_shape() == {"use_moe": False}
+    assert train_distillation.Args(teacher_hidden_size=768, teacher_num_layers=16).teacher_shape() == {
+        "hidden_size": 768,
+        "num_hidden_layers": 16,
+    }

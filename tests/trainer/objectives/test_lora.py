@@ -1,0 +1,231 @@
+"""Adapters: trained beside a frozen model, in PEFT's format, the same when merged; others are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import UserError
+from model.linear import LoRALinear
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.trainer.devices.test_wrapping import flat_batch
+from trainer.objectives.lora import (
+    TARGETS,
+    add_adapters,
+    check_that_adapters_alone_are_trained,
+    merge_adapter,
+    save_adapter,
+    unknown_targets,
+)
+from trainer.run.checkpoint import Writer
+from trainer.trainer_utils import next_token_loss, target_logits
+
+
+def base(use_moe: bool = False, **shape) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    return MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, **shape)
+    ).eval()
+
+
+def adapted(use_moe: bool = False, targets: tuple[str, ...] = TARGETS) -> MiniMindForCausalLM:
+    """With adapters that change something."""
+    model = base(use_moe)
+    add_adapters(model, 4, 8.0, 0.0, targets)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+def written(model: MiniMindForCausalLM, folder: Path) -> Path:
+    writer = Writer()
+    path = save_adapter(model, folder / "lora_32.pth", writer)
+    writer.wait()
+    return path
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_only_adapters_are_trained_and_each_of_them(use_moe):
+    """A new adapter changes nothing; the gradients of the first update are those of A at zero, of B not."""
+    batch = flat_batch(3, [40, 30, 25])
+    model, plain = base(use_moe), base(use_moe)
+    add_adapters(model, 4, 8.0, 0.0, TARGETS)
+    assert torch.equal(target_logits(model, batch)[0], target_logits(plain, batch)[0])
+    loss, aux_loss, _ = next_token_loss(model, batch)
+    (loss + aux_loss).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layers = 2 * (4 + 3 * (4 if use_moe else 1))
+    assert len(trained) == 2 * layers and set(trained) == set(model.state_dict())
+    assert all(p.grad is not None for p in trained.values())
+    assert (
+        sum(bool(p.grad.any()) for name, p in trained.items() if "lora_B" in name)
+        >= layers - 2 * 3 * 3 * use_moe
+    )
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in trained)
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_an_adapter_is_the_same_in_training_merged_and_by_its_formula(use_moe, tmp_path):
+    batch = flat_batch(3, [40, 30, 25])
+    model = adapted(use_moe)
+    wanted = target_logits(model, batch)[0]
+    folder = written(model, tmp_path)
+    merged = merge_adapter(base(use_moe), folder)
+    assert (target_logits(merged, batch)[0] - wanted).abs().max() <= 1e-5
+    assert (wanted - target_logits(base(use_moe), batch)[0]).abs().max() > 0.01
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "model.layers.1.mlp." + ("experts.2." if use_moe else "") + "down_proj"
+    a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"].double() for part in "AB")
+    assert a.shape[0] == b.shape[1] == 4
+    by_formula = base(use_moe).get_parameter(f"{name}.weight").double() + 8 / 4 * b @ a
+    assert (merged.get_parameter(f"{name}.weight") - by_formula).abs().max() <= 1e-7
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["task_type"] == "CAUSAL_LM"
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, list(TARGETS))
+
+
+def test_peft_loads_it_onto_the_stock_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = adapted()
+    folder, own = written(model, tmp_path), base()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps", "tie_word_embeddings")
+    stock = Qwen3ForCausalLM(Qwen3Config(**{name: getattr(own.config, name) for name in names})).eval()
+    stock.load_state_dict(own.state_dict())
+    tokens = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        wrapped = peft.PeftModel.from_pretrained(stock, folder)
+        assert (wrapped(tokens).logits - model(tokens).logits).abs().max() <= 1e-5
+        assert (wrapped.merge_and_unload()(tokens).logits - model(tokens).logits).abs().max() <= 1e-5
+
+
+def test_the_state_of_a_model_with_adapters_is_theirs_alone():
+    one, other = adapted(), adapted()
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.lora_A.weight.zero_()
+    other.load_state_dict(one.state_dict(), strict=True)
+    assert torch.equal(
+        other.model.layers[0].mlp.up_proj.lora_A.weight, one.model.layers[0].mlp.up_proj.lora_A.weight
+    )
+    with pytest.raises(RuntimeError, match="lora_B"):
+        other.load_state_dict({k: v for k, v in one.state_dict().items() if "lora_A" in k}, strict=True)
+
+
+def change_config(folder: Path, **fields) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+WRONG = {
+    "missing": (lambda folder: (folder / "adapter_config.json").unlink(), "is not readable"),
+    "damaged": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 99),
+        "is not readable",
+    ),
+    "another kind": (
+        lambda folder: change_config(folder, peft_type="IA3"),
+        "peft_type 'IA3' is not supported",
+    ),
+    "dora": (lambda folder: change_config(folder, use_dora=True), "use_dora True is not supported"),
+    "pattern": (lambda folder: change_config(folder, rank_pattern={"q": 1}), "rank_pattern"),
+    "targets": (lambda folder: change_config(folder, target_modules=["lm_head"]), "its targets must be of"),
+    "rank": (lambda folder: change_config(folder, r=8), "is of another model"),
+    "width": (
+        lambda folder: save_file({"base_model.model.a": torch.ones(2)}, folder / "adapter_model.safetensors"),
+        "is of another model: a is (2,), the model wants none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_adapter_that_does_not_fit_is_one_line(tmp_path, case):
+    spoil, line = WRONG[case]
+    folder = written(adapted(targets=("q_proj",)), tmp_path)
+    spoil(folder)
+    with pytest.raises(UserError) as error:
+        merge_adapter(base(), folder)
+    assert line in str(error.value) and str(folder) in str(error.value)
+
+
+def test_names():
+    assert unknown_targets("q_proj,v_proj") == "" and unknown_targets("q_proj, gate") == "' gate'"
+    with pytest.raises(UserError, match="no such folder"):
+        merge_adapter(base(), Path("/nowhere"))
+
+
+def test_alpha_over_the_root_of_the_rank(tmp_path):
+    """PEFT's `use_rslora`: of rank 4, twice the usual scale."""
+    folder, name = written(adapted(targets=("q_proj",)), tmp_path), "model.layers.0.self_attn.q_proj.weight"
+    usual = merge_adapter(base(), folder).get_parameter(name) - base().get_parameter(name)
+    change_config(folder, use_rslora=True)
+    change = merge_adapter(base(), folder).get_parameter(name) - base().get_parameter(name)
+    assert (change - 2 * usual).abs().max() <= 1e-6 < usual.abs().max()
+
+
+def test_minimind_s_file_of_an_adapter(tmp_path):
+    """In its form, of its square layers: the merged model computes what its `forward` with the adapter beside
+    does."""
+    model, path, saved = base(), tmp_path / "lora_medical_32.pth", {}
+    ids, wanted = torch.arange(3, 11)[None], base()
+    for name, module in wanted.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features == module.out_features:
+            a, b = torch.randn(4, 32) * 0.1, torch.randn(32, 4) * 0.1
+            saved |= {f"module.{name}.lora.A.weight": a.half(), f"module.{name}.lora.B.weight": b.half()}
+            a, b = a.half().float(), b.half().float()
+            module.register_forward_hook(lambda _, x, y, a=a, b=b: y + x[0] @ a.T @ b.T)
+    torch.save(saved, path)
+    assert {name.split(".")[-4] for name in saved} == {"q_proj", "o_proj"}
+    with torch.no_grad():
+        merged, plain = merge_adapter(model, path)(ids).logits, base()(ids).logits
+        assert torch.allclose(merged, wanted(ids).logits, atol=1e-5) and not torch.allclose(
+            merged, plain, atol=1e-3
+        )
+    torch.save({"model.norm.weight": torch.ones(32)}, path)
+    with pytest.raises(UserError, match=r"it holds model.norm.weight, which is not a tensor of an adapter"):
+        merge_adapter(base(), path)
+    path.write_bytes(b"no")
+    with pytest.raises(UserError, match="it is not readable"):
+        merge_adapter(base(), path)
+
+
+def test_what_is_trained_beside_the_adapters_is_in_the_state_and_told_before_training():
+    model, other = adapted(), adapted()
+    check_that_adapters_alone_are_trained(model)
+    for each in (model, other):
+        each.model.norm.requires_grad_(True)
+    model.model.norm.weight.data.fill_(3.0)
+    other.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(other.model.norm.weight, model.model.norm.weight)
+    with pytest.raises(UserError, match=r"model\.norm\.weight is trained besides the adapters"):
+        check_that_adapters_alone_are_trained(model)
+
+
+def test_an_adapter_is_merged_into_plain_layers_only(tmp_path):
+    """Beside a layer of another class it is trained; the product of that layer is not known."""
+
+    class Bent(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input).sin()
+
+    def bent_base() -> MiniMindForCausalLM:
+        model = base()
+        for layer in model.model.layers:
+            plain, layer.mlp.up_proj = layer.mlp.up_proj, Bent(32, 128, bias=False)
+            layer.mlp.up_proj.weight = plain.weight
+        return model
+
+    model = bent_base()
+    add_adapters(model, 4, 8.0, 0.0, ("up_proj",))
+    assert isinstance(model.model.layers[0].mlp.up_proj, LoRALinear)
+    folder = written(model, tmp_path)
+    with pytest.raises(
+        UserError, match=r"cannot be merged into model\.layers\.0\.mlp\.up_proj, which is no plain"
+    ):
+        merge_adapter(bent_base(), folder)
+    assert merge_adapter(base(), folder)

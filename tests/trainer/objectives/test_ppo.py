@@ -1,0 +1,120 @@
+"""PPO's parts against their definitions, written out in float64."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dataset.lm_dataset import collate_flat
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.objectives.next_token import target_log_probs
+from trainer.objectives.ppo import METRICS, ActorCritic, ValuedRollouts, actor_critic_loss, token_advantages
+from trainer.optim.build import build_optimizer, set_learning_rate
+
+EPSILON, CLIP, VF_COEF, BETA = 0.2, 0.15, 0.5, 0.04
+VALUES, REWARD = [0.3, -0.2, 0.8, 0.1, 0.4], 1.5
+
+
+def tiny(use_moe: bool = False) -> ActorCritic:
+    torch.manual_seed(0)
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, use_moe=use_moe)
+    return ActorCritic(MiniMindForCausalLM(config))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (0.9, 0.0), (0.99, 1.0)])
+def test_advantages_are_the_discounted_sums_of_the_errors(gamma, lam):
+    rewards, following = [0.0] * 4 + [REWARD], [*VALUES[1:], 0.0]
+    errors = [r + gamma * v - value for r, v, value in zip(rewards, following, VALUES, strict=True)]
+    wanted = [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, 5)) for t in range(5)]
+    found = token_advantages(VALUES, REWARD, gamma, lam)
+    assert found == pytest.approx(wanted, rel=1e-12)
+    if lam == 1.0:  # the return without any critic
+        returns = [advantage + value for advantage, value in zip(found, VALUES, strict=True)]
+        assert returns == pytest.approx([gamma ** (4 - t) * REWARD for t in range(5)])
+
+
+def flat_batch(lengths: list[int]) -> dict:
+    """Completions of these lengths behind prompts of 4 tokens."""
+    draw = np.random.RandomState(0)
+    samples = [
+        {
+            "input_ids": draw.randint(3, 50, 4 + n),
+            "loss_mask": np.arange(4 + n) >= 4,
+            "sample_id": i,
+            "target_bytes": 0,
+        }
+        for i, n in enumerate(lengths)
+    ]
+    return collate_flat([[sample] for sample in samples])
+
+
+def test_loss_and_gradient_are_those_of_the_formula():
+    draw, count = np.random.RandomState(0), 24
+    log_probs, values = (torch.tensor(-2 * draw.rand(count), requires_grad=True) for _ in range(2))
+    names = {"old_log_probs": log_probs, "ref_log_probs": log_probs, "old_values": values, "returns": values}
+    batch = {name: near.detach() + torch.tensor(draw.randn(count) * 0.3) for name, near in names.items()}
+    batch |= {"advantages": torch.tensor(draw.randn(count)), "lengths": torch.ones(count)}
+    args = SimpleNamespace(temperature=1.0, epsilon=EPSILON, cliprange_value=CLIP, vf_coef=VF_COEF, beta=BETA)
+    loss, _, shown = actor_critic_loss(lambda *_: (log_probs, values, torch.zeros(())), batch, args)
+    wanted = 0.0
+    for t in range(count):
+        ratio, advantage = torch.exp(log_probs[t] - batch["old_log_probs"][t]), batch["advantages"][t]
+        bounded = min(max(ratio, 1 - EPSILON), 1 + EPSILON)
+        apart = batch["ref_log_probs"][t] - log_probs[t]
+        wanted = (
+            wanted - min(ratio * advantage, bounded * advantage) + BETA * ratio * (apart.exp() - apart - 1)
+        )
+        old, now = batch["old_values"][t], values[t]
+        bounded = min(max(now, old - CLIP), old + CLIP)
+        wanted = wanted + VF_COEF / 2 * max(
+            (now - batch["returns"][t]) ** 2, (bounded - batch["returns"][t]) ** 2
+        )
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+    gradients = (torch.cat(torch.autograd.grad(each, (log_probs, values))) for each in (loss, wanted))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    assert all(float(shown[name]) > 0 for name in METRICS)
+
+
+def test_it_reads_a_batch_as_its_two_models_do():
+    model, batch = tiny(use_moe=True), flat_batch([3, 1, 5])
+    log_probs, values, aux_loss = model(batch, 0.8)
+    wanted, of_actor = target_log_probs(model.actor, batch, 0.8)
+    torch.testing.assert_close(log_probs, wanted)
+    of_values, of_critic = model.values(batch)
+    torch.testing.assert_close(values, of_values)
+    assert of_critic > 0 and aux_loss.item() == pytest.approx((of_actor + of_critic).item())
+
+
+def test_the_critic_begins_at_zero_and_shares_nothing_with_the_policy():
+    model, batch = tiny(), flat_batch([3, 2])
+    values, _ = model.values(batch)
+    assert values.tolist() == [0.0] * 5
+    pointers = [{p.data_ptr() for p in part.parameters()} for part in (model.actor, model.critic)]
+    assert not pointers[0] & pointers[1]
+    before, _ = target_log_probs(model.actor, batch)
+    values.sum().backward()
+    assert all(p.grad is None for p in model.actor.parameters())
+    assert torch.equal(target_log_probs(model.actor, batch)[0], before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_critic_has_a_learning_rate_of_its_own(kind):
+    model = tiny()
+    optimizer = build_optimizer(model, 1e-3, 0.1, kind, {"critic": 5.0})
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_learning_rate(optimizer, 1e-3)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    base = 8e-3 if kind == "muon" else 1e-3
+    for name, p in model.named_parameters():
+        assert rates.pop(id(p)) == pytest.approx(5 * base if name.startswith("critic.") else base), name
+    assert not rates
+
+
+def test_advantages_of_an_update_have_mean_zero_and_deviation_one():
+    rollouts = ValuedRollouts.__new__(ValuedRollouts)
+    pieces = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-3.0, 0.5])]
+    found = rollouts._complete([{"advantages": piece} for piece in pieces])
+    whole = torch.cat(pieces)
+    wanted = (whole - whole.mean()) / whole.std()
+    torch.testing.assert_close(torch.cat([batch["advantages"] for batch in found]), wanted)

@@ -1,0 +1,354 @@
+import copy
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.errors import UserError
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.stage_process import Faults, context, finish, free_port, run
+from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
+from trainer.optim import build as optimizers
+from trainer.optim.build import MUON_LR_SCALE, build_optimizer, set_learning_rate, should_step
+from trainer.report.metrics import read_metrics
+
+
+def tiny(use_moe: bool) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    return MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, use_moe=use_moe)
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, without those that only view memory, and the elements of the largest result."""
+
+    number = largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not (func.is_view or func.namespace == "profiler")
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+def give_gradients(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_weight_decay_is_on_matrices_only():
+    model = tiny(use_moe=False)
+    decayed, kept = build_optimizer(model, 1e-3, 0.1).param_groups
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in kept["params"])
+    assert sum(map(len, (decayed["params"], kept["params"]))) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(use_moe):
+    model = tiny(use_moe)
+    optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden, matrices, vectors = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    rest = {"model.embed_tokens.weight"} | ({"model.layers.0.mlp.gate.weight"} if use_moe else set())
+    assert matrices == rest and all("norm" in name for name in vectors)
+    assert hidden | matrices | vectors == set(names.values()) and len(hidden) == (4 + 3 * 4 if use_moe else 7)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
+    """torch iterates in bfloat16; where that is emulated ours is in float32, and equal within bfloat16's
+    rounding."""
+    monkeypatch.setattr(optimizers, "native_bfloat16", lambda device: native)
+    model, reference = tiny(use_moe=True), tiny(use_moe=True)
+    optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+    sides = [dict(reference.named_parameters()) for _ in range(2)]
+    is_hidden = [
+        ".layers." in name and p.ndim == 2 and "gate.weight" not in name for name, p in sides[0].items()
+    ]
+    hidden = [p for p, mine in zip(sides[0].values(), is_hidden, strict=True) if mine]
+    rest = [p for p, mine in zip(sides[1].values(), is_hidden, strict=True) if not mine]
+    groups = [
+        {"params": [p for p in rest if p.ndim == n], "weight_decay": d} for n, d in ((2, 0.1), (1, 0.0))
+    ]
+    two = [torch.optim.Muon(hidden, lr=3e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    two.append(torch.optim.AdamW(groups, lr=3e-3))
+    start = [p.detach().clone() for p in model.parameters()]
+    for seed in range(3):
+        for group in optimizer.param_groups:  # as the loop does
+            group["lr"] = 3e-3
+        give_gradients(model, seed)
+        give_gradients(reference, seed)
+        optimizer.step()
+        for part in two:
+            part.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if native else 3e-4)
+    steps = [(a - s).norm() for a, s in zip(model.parameters(), start, strict=True)]
+    gaps = [(a - b).norm() for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+    assert max(gap / step for gap, step in zip(gaps, steps, strict=True)) < (1e-4 if native else 2e-2)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_the_direction_is_nearly_orthogonal(shape):
+    group = torch.optim.Muon([torch.nn.Parameter(torch.zeros(shape))]).param_groups[0]
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    kept = matrices.clone()
+    directions = optimizers.orthogonalized(matrices, group)
+    assert torch.equal(matrices, kept) and directions.shape == matrices.shape
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    values = torch.linalg.svdvals(directions)
+    assert values.min() > 0.6 and values.max() < 1.3  # the coefficients settle for about 1
+    assert torch.nn.functional.cosine_similarity(directions.flatten(1), (u @ v).flatten(1)).min() > 0.97
+
+
+def test_as_many_operators_at_any_depth():
+    """In an update of Muon, views not counted; more only for each further STACK of weights of one shape."""
+
+    def operators(layers: int, width: int = 64) -> int:
+        counter = Operators()
+        with torch.device("meta"):
+            model = MiniMindForCausalLM(
+                MiniMindConfig(hidden_size=width, num_hidden_layers=layers, vocab_size=50)
+            )
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+        optimizer.muon.step()
+        with counter:
+            optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
+        assert counter.largest <= optimizers.STACK
+        return counter.number
+
+    shapes = 4  # of queries and outputs, keys and values, gate and up, down
+    assert operators(4) == operators(16) <= shapes * 32
+    assert operators(16, 512) <= (shapes + 1) * 32  # 26 M weights of gate and up
+
+
+def test_experts_in_one_parameter_are_matrices_of_their_own():
+    """[E, 2I, C] holds gate and up of each expert, [E, C, I] down: the steps are those of parameters for
+    each."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((3, 2 * 24, 16), (3, 16, 24)))
+    single = [*gate_up.flatten(0, 1).split(24), *down.unbind()]
+    names = [f"a.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj", *map(str, range(9)))]
+    values = [torch.nn.Parameter(value.clone()) for value in (gate_up, down, *single)]
+    for part in (range(2), range(2, 11)):
+        named = [(names[i], values[i]) for i in part]
+        model = SimpleNamespace(named_parameters=lambda named=named: named)
+        optimizer = build_optimizer(cast(torch.nn.Module, model), 1e-3, 0.1, "muon")
+        for step in (1.0, -0.3):
+            for i in part:
+                values[i].grad = (values[i].detach() * step).cos()
+            optimizer.muon.step()
+    stepped = [*values[0].flatten(0, 1).split(24), *values[1].unbind()]
+    for one, other in zip(stepped, values[2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert not torch.equal(values[0], gate_up) and not torch.equal(values[1], down)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_muon_step_that_is_judged_on_the_device(skip):
+    one, other = tiny(use_moe=False), tiny(use_moe=False)
+    pair = [build_optimizer(model, 1e-3, 0.1, "muon") for model in (one, other)]
+    for seed in range(2):
+        before = copy.deepcopy((one.state_dict(), pair[0].muon.state_dict()["state"]))
+        for model, optimizer in zip((one, other), pair, strict=True):
+            give_gradients(model, seed)
+            if model is one:
+                optimizer.found_inf = torch.tensor(float(skip))
+                optimizer.muon.step(skip=optimizer.found_inf > 0)
+            else:
+                optimizer.muon.step()
+        after = (one.state_dict(), pair[0].muon.state_dict()["state"])
+        expected = before[0] if skip else other.state_dict()
+        assert all(torch.equal(after[0][name], value) for name, value in expected.items())
+    buffers = [each["momentum_buffer"] for each in after[1].values()]
+    assert buffers and all(bool(buffer.any()) is not skip for buffer in buffers)
+
+
+def test_its_state_can_be_taken_back():
+    model, other = tiny(use_moe=False), tiny(use_moe=False)
+    optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+    give_gradients(model, 0)
+    optimizer.step()
+    again = build_optimizer(other, 1e-3, 0.1, "muon")
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for part in (optimizer, again):
+        for group in part.param_groups:
+            group["lr"] = 1e-2  # reaches the parts after a restart as well
+    give_gradients(model, 1)
+    give_gradients(other, 1)
+    optimizer.step()
+    again.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_muon_without_a_matrix_is_refused():
+    with pytest.raises(UserError, match="--optimizer muon: this model has no matrices"):
+        build_optimizer(torch.nn.Linear(4, 4), 1e-3, 0.1, "muon")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_each_layer_may_have_a_rate_of_its_own(kind):
+    """Also where no matrix is left for the rate of the others."""
+    model, other = tiny(use_moe=False), tiny(use_moe=False)
+    scales = {"layers.0": 0.5, "embed_tokens": 0.0}
+    optimizer, usual = (
+        build_optimizer(model, 1e-3, 0.0, kind, scales),
+        build_optimizer(other, 1e-3, 0.0, kind),
+    )
+    built = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for part in (optimizer, usual):
+        set_learning_rate(part, 2e-3)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        scale = 0.5 if "layers.0" in name else 0.0 if "embed" in name else 1.0
+        scale *= MUON_LR_SCALE if kind == "muon" else 1.0
+        assert rates[id(p)] == 2 * built[id(p)] == pytest.approx(2e-3 * scale)
+    start = [p.detach().clone() for p in model.parameters()]
+    for each, part in ((model, optimizer), (other, usual)):
+        give_gradients(each, 0)
+        part.step()
+    steps, usual_steps = ([p - s for p, s in zip(m.parameters(), start, strict=True)] for m in (model, other))
+    for (name, _), step, whole in zip(model.named_parameters(), steps, usual_steps, strict=True):
+        expected = whole * (0.5 if "layers.0" in name else 0.0 if "embed" in name else 1.0)
+        torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
+    with pytest.raises(UserError, match="lr_scales: no trained parameter is in a module"):
+        build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
+
+
+@pytest.mark.parametrize("moe", [0, 1])
+def test_a_run_with_muon_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, moe):
+    settings = {"optimizer": "muon", "use_moe": moe, "epochs": 1, "dropout": 0.1, "accumulation_steps": 2}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run("pretrain", flags(corpus, whole, "pretrain", **settings))
+    broken = flags(corpus, cut, "pretrain", **settings, from_resume=1)
+    run("pretrain", broken, Faults(signals={5: signal.SIGKILL}), status=-signal.SIGKILL)
+    assert "resuming" in run("pretrain", broken).out
+    assert_same_run(whole, cut, "pretrain_32" + "_moe" * moe)
+
+
+def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
+    rates = {}
+    for optimizer in ("adamw", "muon"):
+        run(
+            "pretrain",
+            flags(corpus, tmp_path / optimizer, "pretrain", optimizer=optimizer, epochs=1, warmup_updates=2),
+        )
+        records = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
+        rates[optimizer] = [record["learning_rate"] for record in records]
+    assert len(rates["adamw"]) > 4 and rates["muon"] == [MUON_LR_SCALE * rate for rate in rates["adamw"]]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_on_mps_the_host_reads_whether_to_skip(skip, monkeypatch):
+    """Its fused kernels ignore `found_inf`: with it alone a bad update would be made."""
+    made = []
+    monkeypatch.setattr(
+        optimizers, "AdamW", lambda groups, **options: made.append(options) or SimpleNamespace()
+    )
+    mps = SimpleNamespace(requires_grad=True, ndim=2, device=torch.device("mps"))
+    optimizer = build_optimizer(SimpleNamespace(named_parameters=lambda: [("a", mps)]), 1e-3, 0.1)
+    assert made == [{"lr": 1e-3, "fused": True}]
+    optimizer._step_supports_amp_scaling = True
+    assert should_step(optimizer, SimpleNamespace(device=mps.device, item=lambda: skip)) is not skip
+    assert not hasattr(optimizer, "found_inf")
+
+
+def stacked_experts() -> torch.nn.Module:
+    """Three experts of a layer in two parameters; shards are whole experts."""
+    torch.manual_seed(0)
+    model, experts = torch.nn.Module(), torch.nn.Module()
+    model.model = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"experts": experts})])}
+    )
+    experts.gate_up_proj = torch.nn.Parameter(torch.randn(3, 2 * 24, 16))
+    experts.down_proj = torch.nn.Parameter(torch.randn(3, 16, 24))
+    return model
+
+
+def three_steps(parallel: str, kind: str) -> dict[str, torch.Tensor]:
+    """Weights and momentum after three steps from gradients that all ranks share, the second of them
+    undone."""
+    model = stacked_experts() if kind == "stacked" else tiny(kind == "moe")
+    wrapped = wrap_model(model, torch.device("cpu"), parallel)
+    optimizer = build_optimizer(unwrap(wrapped), 1e-3, 0.1, "muon")
+    assert is_sharded(wrapped) == (parallel == "fsdp" and dist.is_initialized())
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            whole = torch.randn(p.shape, generator=generator)
+            p.grad = (
+                distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+            )
+        optimizer.muon.step(skip=torch.tensor(seed == 1))
+    momentum = {str(i): each["momentum_buffer"] for i, each in optimizer.muon.state_dict()["state"].items()}
+    return {name: full_tensor(value.detach()) for name, value in (model.state_dict() | momentum).items()}
+
+
+KINDS = ("dense", "moe", "stacked")
+CASES = [
+    (parallel, kind, native) for parallel in ("ddp", "fsdp") for kind in KINDS for native in (False, True)
+]
+
+
+def _rank(rank: int, ranks: int, port: int, folder: str) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+    os.environ |= {"WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    if ranks > 1:
+        init_distributed_mode()
+    optimizers.CPU_STACK = 2 * 32 * 32  # elements: more stacks than ranks, some with one matrix
+    for parallel, kind, native in CASES:
+        optimizers.native_bfloat16 = lambda device, native=native: native
+        with patch.object(optimizers, "orthogonalized", wraps=optimizers.orthogonalized) as work:
+            found = three_steps(parallel, kind)
+        torch.save((found, work.call_count), f"{folder}/{parallel}_{kind}_{native}_{rank}_of_{ranks}")
+    if ranks > 1:
+        leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """What one, two and three ranks come to."""
+    folder = tmp_path_factory.mktemp("shared")
+    processes = []
+    for ranks in (1, 2, 3):
+        port = free_port()
+        arguments = [(rank, ranks, port, str(folder)) for rank in range(ranks)]
+        processes += [context.Process(target=_rank, args=each) for each in arguments]
+    finish(processes, 150)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("parallel, kind, native", CASES)
+def test_ranks_that_share_the_work_come_to_the_bits_of_one(shared, parallel, kind, native, ranks):
+    """Copies and shards, of 32 rows on three ranks among others; in both precisions."""
+    alone, stacks = torch.load(shared / f"{parallel}_{kind}_{native}_0_of_1")
+    shares = []
+    for rank in range(ranks):
+        found, share = torch.load(shared / f"{parallel}_{kind}_{native}_{rank}_of_{ranks}")
+        shares.append(share)
+        assert found.keys() == alone.keys() and all(torch.equal(found[name], alone[name]) for name in alone)
+    assert sum(shares) == stacks and max(shares) - min(shares) <= 3  # of three steps: each rank works

@@ -1,0 +1,120 @@
+"""The load of experts: counted right, summed over ranks, read at log points, and the same after a resume."""
+
+import signal
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.report.experts import ExpertLoad, balance_figures, token_counters
+from trainer.report.metrics import read_metrics
+from trainer.report.trackers import drawable
+
+# counts by layer -> expert_load, expert_max_min, dead_experts
+TABLE = [
+    ([[5, 5], [5, 5]], [0.5, 0.5], 1.0, 0),
+    ([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0),
+    ([[10, 0], [2, 8]], [0.6, 0.4], None, 1),
+    ([[10, 0], [0, 10]], [0.5, 0.5], None, 2),
+    ([[0, 0], [0, 0]], [0.0, 0.0], None, 4),
+]
+
+
+@pytest.mark.parametrize(("counts", "shares", "ratio", "dead"), TABLE)
+def test_the_figures_of_counts(counts, shares, ratio, dead):
+    found = balance_figures(torch.tensor(counts))
+    assert found["expert_load"] == pytest.approx(shares)
+    assert (found["expert_max_min"], found["dead_experts"]) == (ratio, dead)
+
+
+def flat(samples: list[torch.Tensor]) -> dict:
+    lengths = [len(ids) for ids in samples]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    places = torch.cat([torch.arange(n) for n in lengths])
+    batch = {
+        "input_ids": torch.cat(samples),
+        "position_ids": places,
+        "cu_seqlens": ends,
+        "max_seqlen": max(lengths),
+    }
+    return batch | {"target_index": torch.arange(3), "targets": torch.tensor([5, 6, 7])}
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_model_counts_what_stock_transformers_routes(top_k):
+    """Sample by sample in Qwen3MoeForCausalLM; rows that only fill the batch up are not counted."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    shape |= {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": 64,
+    }
+    config = MiniMindConfig(**shape, use_moe=True)
+    model = MiniMindForCausalLM(config)
+    stock_config = Qwen3MoeConfig(**shape, norm_topk_prob=True, rope_parameters=config.rope_parameters)
+    stock_config.tie_word_embeddings = True
+    stock = Qwen3MoeForCausalLM.from_pretrained(
+        None, config=stock_config, state_dict=model.state_dict()
+    ).eval()
+    # no file ever holds a counter
+    assert not [key for key in model.state_dict() if key.endswith("tokens_per_expert")]
+    samples = [torch.randint(3, 96, (n,)) for n in (7, 1, 30)]
+    wanted = torch.zeros(2, 4, dtype=torch.int64)
+    for ids in samples:
+        routed = stock(ids[None], output_router_logits=True).router_logits
+        wanted += torch.stack([torch.bincount(x.topk(top_k).indices.flatten(), minlength=4) for x in routed])
+    model.train()(**flat(samples))
+    assert torch.equal(torch.stack(token_counters(model)), wanted)
+    model.eval()(**flat(samples))  # evaluation does not count
+    load = ExpertLoad()
+    load.read(model)
+    model.train()(**flat(samples))
+    kept = ExpertLoad()
+    kept.load_state_dict(load.state_dict())
+    # read before a signal, and counted after the resume
+    assert kept.take(model) == balance_figures(2 * wanted)
+    assert not any(counter.any() for counter in token_counters(model))
+    assert ExpertLoad().take(torch.nn.Linear(2, 2)) == {}
+
+
+def test_a_signal_between_log_points_and_ranks_change_nothing(corpus, tmp_path):
+    """Uninterrupted, stopped between two log points and resumed, and on two ranks: the same figures."""
+    settings = {"use_moe": 1, "log_interval": 4, "save_interval": 1000, "eval_interval": 0, "epochs": 1}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "stopped", "pretrain", from_resume=1, **settings)
+    run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143)
+    run("pretrain", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", "pretrain_32_moe")
+    run("pretrain", flags(corpus, tmp_path / "two", "pretrain", **settings | {"batch_size": 4}), ranks=2)
+    whole, two = (
+        read_metrics(tmp_path / name / "out/pretrain_32_moe_metrics.jsonl") for name in ("whole", "two")
+    )
+    assert len(whole) == len(two) >= 2
+    for one, other in zip(whole, two, strict=True):
+        assert len(one["expert_load"]) == 4 and sum(one["expert_load"]) == pytest.approx(1.0)
+        # a rounding may turn a token
+        assert one["expert_load"] == pytest.approx(other["expert_load"], abs=0.02)
+        assert {"expert_max_min", "dead_experts", "comm_wait", "seconds_left"} <= other.keys()
+
+
+def test_a_tracker_draws_each_expert():
+    record = {
+        "update": 3,
+        "loss": None,
+        "expert_load": [0.25, 0.75],
+        "expert_max_min": 3.0,
+        "skipped": [{"update": 2}],
+    }
+    drawn = {"expert_load/0": 0.25, "expert_load/1": 0.75, "expert_max_min": 3.0}
+    assert drawable(record, leave_out=("update",)) == drawn

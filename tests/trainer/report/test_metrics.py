@@ -1,0 +1,154 @@
+"""The metrics file is the source of truth: whole lines only, each update once, also after a resume."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from common.errors import UserError
+from trainer.objectives import policy, ppo, preference
+from trainer.report.metrics import MetricsLog, describe, duration, read_metrics, readable_records
+from trainer.rollouts.batches import Rollouts
+
+
+def record(update: int) -> dict:
+    fields = (
+        "loss",
+        "mean_loss",
+        "logits_loss",
+        "aux_loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+    )
+    fields += ("mfu", "data_wait")
+    return {
+        "update": update,
+        "seconds": 2.0 * update,
+        "memory_mb": 10.0,
+        "seconds_left": 90.0,
+    } | dict.fromkeys(fields, 0.5)
+
+
+def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_path, capsys):
+    path = tmp_path / "m.jsonl"
+    log = MetricsLog(path, 9)
+    for update in (1, 2, 3, 4):
+        log.write(record(update), "Epoch:[1/1](4/10)")
+    log.close()
+    with open(path, "a") as file:
+        file.write('{"update": 5, "lo')  # cut off by a kill
+    assert [r["update"] for r in read_metrics(path)] == [1, 2, 3, 4]
+    log = MetricsLog(path, 9, 2, readable_records(path)[:2])
+    log.write(record(3), "head")
+    log.close()
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    log = MetricsLog(path, 9)  # a new run starts an empty file
+    log.close()
+    assert path.read_text() == ""
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 5 and out[0].startswith("Epoch:[1/1](4/10), loss: 0.5000")
+    assert out[0].endswith("eta: 1.5 min")
+
+
+FOREIGN = [
+    b"",
+    b"{",
+    b"[]",
+    b"5",
+    b"null",
+    b'{"loss": 1}',
+    b'{"update": "3"}',
+    b"\xff\xfe",
+    b"\0" * 9,
+    b"[" * 99999,
+]
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_a_line_that_is_no_record(tmp_path, line):
+    """Tools refuse it by its number; a resumed run goes on without it."""
+    path = tmp_path / "m.jsonl"
+    good = [json.dumps(record(update)).encode() for update in (1, 2, 3)]
+    path.write_bytes(b"\n".join([good[0], line, good[2], b""]))
+    with pytest.raises(UserError, match=r"m.jsonl:2 is not a log record"):
+        read_metrics(path)
+    assert [r["update"] for r in readable_records(path)] == [1, 3]
+    path.unlink()
+    assert readable_records(path) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 min"), (60, "1.0 min"), (3570, "1 h 00 min"), (7200, "2 h 00 min")]
+)
+def test_a_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_line_tells_of_experts_where_there_are_some():
+    """The fields of a mixture of experts stand there if there is one; figures that do not fit are left
+    out."""
+    dense = describe(record(1) | {"aux_loss": 0.0, "data_wait": 0.0}, "head")
+    assert len(dense) == 1 and "experts" not in dense[0] and "grad_norm: 0.500" in dense[0]
+    assert not any(name in dense[0] for name in ("aux_loss", "logits_loss", "data wait"))
+    figures = {"expert_load": [0.2, 0.8], "expert_max_min": 4.0, "dead_experts": 0}
+    gpu = record(1) | {"aux_loss": 0.0, "data_wait": 0.0, "reserved_mb": 12.0}
+    assert ", 10 MB, " in dense[0] and ", 10 of 12 MB, " in describe(gpu, "head")[0]
+    (moe,) = describe(record(1) | figures, "head")
+    assert "aux_loss: 0.5000" in moe and "experts max/min: 4.0, dead: 0" in moe and "logits_loss" not in moe
+    (moe,) = describe(record(1) | figures | {"expert_max_min": None, "dead_experts": 3}, "head")
+    assert "experts max/min: -, dead: 3" in moe
+
+
+def test_an_evaluation_is_a_line_of_its_own():
+    assert len(describe(record(1), "head")) == 1
+    lines = describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75}, "head")
+    assert lines[1:] == ["head, eval_loss: 1.2500, eval_bpb: 0.7500"] and "eval" not in lines[0]
+
+
+SHOWN = {  # of the stages
+    "": (),
+    "dpo": preference.METRICS,
+    "distillation": ("cross_entropy", "divergence"),
+    "grpo": Rollouts.shown + policy.METRICS,
+    "ppo": Rollouts.shown + ppo.METRICS,
+}
+
+
+@pytest.mark.parametrize("stage", SHOWN)
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("large", [0.5, 123456.0, None])
+def test_no_line_is_longer_than_a_terminal_is_wide(stage, moe, large):
+    fields = record(1) | dict.fromkeys(SHOWN[stage], large) | {"tokens_per_second": 1e7, "memory_mb": 1e5}
+    fields |= {"loss": large, "aux_loss": 0.01 if moe else 0.0}
+    fields |= {f"eval_{name}": large for name in ("loss", "bpb", *SHOWN[stage])}
+    fields |= {"expert_max_min": 100.0, "dead_experts": 10} if moe else {}
+    fields["samples"] = [
+        {"prompt": "\x1b" * 70, "answer": "好" * 200, "reward": 1.0},
+        {"prompt": "a", "answer": "b"},
+    ]
+    lines = describe(fields, "Epoch:[10/10](12345/123456)", SHOWN[stage])
+    assert max(map(len, lines)) <= 120 and lines[1].startswith("Epoch:[10/10](12345/123456), eval_loss: ")
+    assert lines[2].startswith("  reward 1.000: '\\x1b") and lines[3] == "  'a' -> 'b'"
+    shown = ["eta", "loss", *SHOWN[stage][:1]] + ["reward_std", "frac_reward_zero_std"] * (
+        stage in ("grpo", "ppo")
+    )
+    assert large == 123456.0 or all(f", {name}: " in lines[0] for name in shown)
+
+
+def test_a_terminal_gets_a_live_bar_and_the_same_lines(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    log = MetricsLog(tmp_path / "m.jsonl", total_updates=4)
+    for update in range(1, 5):
+        log.tick(update)
+        if update % 2 == 0:
+            log.write(record(update), "head")
+    log.close()
+    text = screen.getvalue()
+    assert text.count("head, loss: 0.5000") == 2 and "100%|" in text and "update 4/4" in text

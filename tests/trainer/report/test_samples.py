@@ -1,0 +1,186 @@
+"""Samples: the answers are greedy, the prompts those that were asked for, and training does not notice."""
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
+from dataset.rollout_prompts import PromptDataset
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.prompts import prompt_tokens
+from tests.conftest import write_jsonl
+from tests.stage_process import Faults, run
+from tests.trainer.rollout_runs import rollout_flags, write_prompts
+from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from trainer.report import samples
+from trainer.report.experts import token_counters
+from trainer.report.metrics import read_metrics
+from trainer.trainer_utils import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("model")
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    """One conversation in each form that a stage reads."""
+    folder = tmp_path_factory.mktemp("conversations")
+    question, answer = (
+        {"role": "user", "content": "how many\nfoxes?"},
+        {"role": "assistant", "content": "two foxes"},
+    )
+    system = {"role": "system", "content": "be brief"}
+    records = {
+        "sft": {"conversations": [system, question, answer, question, answer]},
+        "dpo": {"chosen": [question, answer], "rejected": [question, answer | {"content": "three"}]},
+        "pretrain": {"text": " ".join(["the red fox"] * 15)},
+        "rl": {"prompt": question["content"], "answer": "2"},
+    }
+    return {key: write_jsonl(folder / f"{key}.jsonl", [record] * 2) for key, record in records.items()}
+
+
+KINDS = {"pretrain": PretrainDataset, "sft": SFTDataset, "dpo": DPODataset, "rl": PromptDataset}
+
+
+def opened(kind, path, tokenizer, cache):
+    return KINDS[kind](str(path), tokenizer, 64, cache_dir=str(cache))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
+def test_a_held_out_conversation_is_cut_before_its_first_answer(conversations, corpus, tokenizer, kind):
+    """Tokens: what the chat template writes; text: the last message, without its role."""
+    held_out = opened(kind, conversations[kind], tokenizer, corpus["cache"])
+    prompts = samples.held_out_prompts(tokenizer, held_out)
+    assert len(prompts) == len(held_out) == 2 and prompts[0] == prompts[1]
+    before = [{"role": "system", "content": "be brief"}] * (kind == "sft")
+    question = {"role": "user", "content": "how many\nfoxes?"}
+    expected = prompt_tokens(tokenizer, [*before, question], enable_thinking=False)
+    assert prompts[0] == ("how many\nfoxes?", expected)
+
+
+def test_a_held_out_document_is_cut_after_its_first_words(conversations, corpus, tokenizer):
+    held_out = opened("pretrain", conversations["pretrain"], tokenizer, corpus["cache"])
+    (text, tokens), *_ = samples.held_out_prompts(tokenizer, held_out)
+    assert "the red fox the red fox".startswith(text[:12]) and len(tokens) == samples.OPENING
+    assert tokens == held_out[0][0]["input_ids"][: len(tokens)].tolist()
+
+
+def trained_state(config) -> SimpleNamespace:
+    torch.manual_seed(2)
+    model = MiniMindForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(30)  # answers that are not one token again and again
+    return SimpleNamespace(model=model.train(), device=torch.device("cpu"), autocast=nullcontext())
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_answers_are_those_of_a_plain_loop_and_nothing_is_left_behind(tokenizer, moe):
+    config = MiniMindConfig(
+        hidden_size=32, num_hidden_layers=2, use_moe=moe, dropout=0.5, vocab_size=len(tokenizer)
+    )
+    state = trained_state(config)
+    lines = ["the fox", "山水 is a long prompt of several words", "x"]
+    prompts = [(line, prompt_tokens(tokenizer, [{"role": "user", "content": line}])) for line in lines]
+    random = torch.get_rng_state()
+    found = samples.Samples(prompts, tokenizer).write_answers(state)
+    assert state.model.training and all(module.training for module in state.model.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(int(counter.sum()) == 0 for counter in token_counters(state.model))
+    assert all(
+        not parameter.is_inference() and parameter.grad is None for parameter in state.model.parameters()
+    )
+    state.model.eval()
+    for (_, tokens), answer in zip(prompts, found, strict=True):
+        written: list[int] = []
+        while len(written) < samples.NEW_TOKENS and tokenizer.eos_token_id not in written:
+            with torch.no_grad():
+                written.append(int(state.model(torch.tensor([tokens + written])).logits[0, -1].argmax()))
+        assert answer == written
+
+
+def test_trigrams_are_counted_within_an_answer():
+    """A loop has as many as it is long; of a few, nothing is said."""
+    loop, plain = [5, 6, 7] * 16, list(range(48))
+    assert samples.distinct_trigrams([loop]) == 3 / 46
+    assert samples.distinct_trigrams([plain, plain]) == 1.0
+    assert samples.distinct_trigrams([plain, loop]) == (46 + 3) / 92
+    assert samples.distinct_trigrams([list(range(8)), [], [1, 2]]) is None
+
+
+def texts(folder, name="pretrain_32") -> list[list[dict] | None]:
+    return [record.get("samples") for record in read_metrics(folder / f"out/{name}_metrics.jsonl")]
+
+
+def test_a_run_with_samples_is_the_run_without_also_when_it_is_killed(corpus, tmp_path):
+    """With dropout, on a mixture of experts: the same bits; after a kill in an evaluation the same
+    samples."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\ufeffthe red fox\n\n山水\n", "utf-8")
+    settings = {"epochs": 1, "dropout": 0.1, "use_moe": 1, "sample_prompts": prompts}
+    run("pretrain", flags(corpus, tmp_path / "none", "pretrain", **settings | {"sample_prompts": "none"}))
+    done = run("pretrain", flags(corpus, tmp_path / "with", "pretrain", **settings))
+    assert_same_run(tmp_path / "none", tmp_path / "with", "pretrain_32_moe")
+    found = texts(tmp_path / "with", "pretrain_32_moe")
+    assert texts(tmp_path / "none", "pretrain_32_moe") == [None] * len(found)
+    evaluated = [sample for sample in found if sample]
+    assert len(evaluated) == 2 and [each["prompt"] for each in evaluated[0]] == ["the red fox", "山水"]
+    assert "\n  'the red fox' -> " in done.out
+    argv = flags(corpus, tmp_path / "killed", "pretrain", **settings)
+    run("pretrain", argv, Faults(eval_signal=9), status=-9)
+    run("pretrain", [*argv, "--from_resume", "1"])
+    assert_same_run(tmp_path / "none", tmp_path / "killed", "pretrain_32_moe")
+    assert texts(tmp_path / "killed", "pretrain_32_moe") == found
+
+
+def test_ranks_and_shards(corpus, tmp_path):
+    """Two ranks write what one writes, up to rounding the same weights; sharded weights write nothing, with a
+    line."""
+    run("pretrain", flags(corpus, tmp_path / "two", "pretrain", epochs=1), ranks=2)
+    assert sum(len(sample) for sample in texts(tmp_path / "two") if sample) == 3  # one evaluation
+    done = run("pretrain", flags(corpus, tmp_path / "fsdp", "pretrain", epochs=1, parallel="fsdp"), ranks=2)
+    assert "--sample_prompts: none are answered with --parallel fsdp" in done.out
+    assert not any(texts(tmp_path / "fsdp"))
+
+
+@pytest.mark.parametrize("stage", ["grpo", "ppo", "engine"])
+def test_stages_with_rewards_show_rollouts_and_held_out_prompts(tmp_path, stage):
+    prompts = write_prompts(tmp_path)
+    task = ["--task", "grpo"] if stage == "engine" else []
+    name = f"{'ppo' if stage == 'ppo' else 'grpo'}_32"
+    group = {} if stage == "ppo" else {"num_generations": 2}
+    run(stage, [*task, *rollout_flags(prompts, tmp_path, save_weight=name[:-3], **group)])
+    found = [sample for sample in texts(tmp_path, name) if sample]
+    last = found[-1]
+    assert [("reward" in each) for each in last] == [True, True, False, False, False]
+    assert [each["prompt"] for each in last[2:]] == ["river!", "stone!", "fox!"]
+    assert math.isfinite(last[0]["reward"]) and saved_state(tmp_path, name)["update"] > 0
+
+
+def wrong_prompts(folder, kind):
+    path = folder / "prompts.txt"
+    if kind != "missing":
+        path.write_bytes({"empty": b"\n \n", "latin": b"\xe9t\xe9\n", "held-out": b"hello\n"}[kind])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("missing", "no such file; give auto, none, or a text file"),
+        ("empty", "the file holds no prompt; write one per line"),
+        ("latin", "'utf-8' codec can't decode byte 0xe9"),
+        ("held-out", "needs held-out data: they are answered at each evaluation"),
+    ],
+)
+def test_a_mistake_is_one_line(corpus, tmp_path, kind, line):
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, sample_prompts=wrong_prompts(tmp_path, kind))
+    if kind == "held-out":
+        at = argv.index("--eval_data_path")
+        del argv[at : at + 2]
+    (error,) = run("pretrain", argv, status=2).error_lines
+    assert error.startswith("error: --sample_prompts ") and line in error

@@ -1,0 +1,160 @@
+"""What the meter notes, and the time left: against a clock of the test's own, no test here is timed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer import loop
+from trainer.devices import device as device_module
+from trainer.devices.device import autocast_dtype, mixed_precision
+from trainer.loop import read_meter
+from trainer.report import flops as flops_module
+from trainer.report import speed as meter_module
+from trainer.report.flops import FIRST_AGAIN, GPUS, PeakRate, sheet_rate
+from trainer.report.speed import Meter, Size
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that passes when the test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
+    return clock
+
+
+def make_state(total_updates: int = 10) -> SimpleNamespace:
+    """What the meter needs of a run's state."""
+    parts = {
+        "total_updates": total_updates,
+        "update": 0,
+        "seconds": 0.0,
+        "tokens": 0,
+        "peak": PeakRate(1000.0),
+    }
+    return SimpleNamespace(**parts, device=CPU, clock=0.0, meter=Meter())
+
+
+def test_each_kind_of_time_is_noted_and_saving_is_not_training(clock):
+    state = make_state()
+    meter = state.meter
+
+    def batches():
+        while True:
+            clock.now += 0.5
+            yield {}
+
+    source = batches()
+    for _ in range(4):
+        assert len(meter.fetch(source, 2)) == 2  # 1 s
+        with meter.timing("comm"):
+            clock.now += 0.25
+        meter.count([Size(10, 20, flops=1000.0, samples=3)] * 2, CPU)
+        clock.now += 1.25
+    record = read_meter(state)
+    assert record["data_wait"] == pytest.approx(4 / 10) and record["comm_wait"] == pytest.approx(1 / 10)
+    assert record["tokens_per_second"] == pytest.approx(160 / 10) and record["tokens"] == 160
+    assert record["mfu"] == pytest.approx(8000 / 10 / 1000)
+    clock.now += 8.0  # saving, evaluating
+    meter.restart()
+    meter.count([Size(10, 20)], CPU)
+    clock.now += 1.0
+    record = read_meter(state)
+    assert (
+        record["tokens_per_second"] == pytest.approx(20.0)
+        and record["data_wait"] == 0
+        and record["tokens"] == 180
+    )
+    assert meter.updates == 5 and not any(meter.counts.values())
+
+
+@pytest.mark.parametrize("pause", [0.0, 30.0])
+def test_the_time_left_is_that_of_the_last_log_points(clock, pause):
+    """With the saves and evaluations between them; the first updates, which compile, are forgotten in
+    time."""
+    state = make_state(total_updates=2000)
+    clock.now = 50.0  # before training
+    state.meter.restart()
+    for update in range(1, 1501):
+        state.update = update
+        clock.now += 100.0 if update == 1 else 1.0
+        state.meter.count([Size(1, 1)], CPU)
+        if update % 10 == 0:
+            left = read_meter(state)["seconds_left"]
+            if update == 10:
+                assert left == pytest.approx(109.0 / 10 * 1990)
+            clock.now += pause * (update % 100 == 0)
+            state.meter.restart()
+    assert left == pytest.approx(500 + pause * 5, rel=0.06)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16_emulated", "float16", "float32"])
+def test_the_rate_is_measured_in_the_dtype_of_the_run(dtype, monkeypatch):
+    monkeypatch.setattr(device_module, "native_float16", lambda device: True)
+    expected = getattr(torch, dtype.removesuffix("_emulated"))
+    assert autocast_dtype(mixed_precision(dtype, CPU)[0], CPU) == expected
+
+
+def test_the_peak_is_the_best_of_measurements_at_growing_distances(clock, monkeypatch):
+    """Six in the first hour: below 1 % of the time, if each takes half a second."""
+    monkeypatch.setattr(flops_module, "time", clock)
+    rates, times = iter([50.0, 200.0, 100.0, 90.0, 90.0, 90.0, 90.0]), []
+    peak = PeakRate(60.0, lambda: times.append(clock.now) or next(rates), begin=clock.now)
+    best = []
+    for _ in range(3600):
+        clock.now += 1.0
+        peak.again()
+        best.append(peak.best)
+    assert times == [FIRST_AGAIN * 2**k for k in range(6)]
+    assert [best[int(at) - 1] for at in times] == [60.0, 200.0, 200.0, 200.0, 200.0, 200.0]
+
+
+def test_training_is_never_faster_than_the_peak(clock):
+    """The peak of a moment in which the CPU was busy is raised by what training itself reaches."""
+    peak = PeakRate(100.0)
+    assert peak.share(80.0) == 0.8 and peak.share(125.0) == 1.0 and peak.share(100.0) == 0.8
+    assert PeakRate().share(1.0) == 0.0
+
+
+def test_too_little_memory_is_no_failure(clock, monkeypatch):
+    monkeypatch.setattr(flops_module, "time", clock)
+
+    def measure() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    peak = PeakRate(5.0, measure, due=0.0)
+    peak.again()
+    assert peak.best == 5.0
+
+
+def test_a_gpu_is_known_by_the_name_that_torch_gives(clock):
+    names = {
+        "rtx4090": "GeForce RTX 4090",
+        "a100": "A100-SXM4-80GB",
+        "h100": "H100 80GB HBM3",
+        "l40s": "L40S",
+    }
+    for key, name in names.items():
+        assert sheet_rate(f"NVIDIA {name}") == GPUS[key][0] * 1e12
+    for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4060 Ti", "H100 PCIe", "RTX A1000", "L40"):
+        assert sheet_rate(f"NVIDIA {other}") is None
+    state = make_state()
+    clock.now += 1.0
+    assert "mfu_of_sheet" not in read_meter(state)
+    state.peak.sheet = 2000.0
+    state.meter.count([Size(10, 20, flops=500.0)], CPU)
+    clock.now += 1.0
+    record = read_meter(state)
+    assert (record["mfu"], record["mfu_of_sheet"]) == (0.5, 0.25)

@@ -1,0 +1,253 @@
+"""Rollouts of trajectories that are given: what becomes of their rewards, in the batches and in the log."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UserError
+from dataset.rollout_prompts import RolloutPrompt, collate_prompts
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.trainer.objectives.test_policy import log_probs_one_by_one
+from tests.trainer.stage_flags import assert_same_tensors
+from trainer.data.datasets import epoch_samples, train_loader
+from trainer.objectives.ppo import ActorCritic, ValuedRollouts, token_advantages
+from trainer.rollouts.batches import Rollouts
+from trainer.rollouts.rewards import Reward
+from trainer.rollouts.writer import Trajectory, TrajectoryWriter
+
+GROUP, TEMPERATURE = 4, 0.6
+CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50)
+# rewards of the first prompt's group; the others' are all 1
+ODD, SIZE = [0.0, 1.0, 0.0, 1.0], [0.0, 0.5, 1.0, 1.5]
+WEIGHTED = [0.0, 1.25, 0.5, 1.75]  # their sum with weights 1 and 0.5
+
+
+def prompt(number: int) -> RolloutPrompt:
+    return RolloutPrompt(
+        [number + 3, 4, 5, 6], [{"role": "user", "content": f"{number}?"}], None, {}, number, f"p:{number}"
+    )
+
+
+def numbers(text: str) -> tuple[int, int]:
+    sample_id, number = map(int, text.split())
+    return sample_id, number
+
+
+REWARDS = [
+    Reward("odd", lambda prompt, text, record: numbers(text)[1] % 2 if numbers(text)[0] == 0 else 1.0, 1.0),
+    Reward("size", lambda prompt, text, record: numbers(text)[1] / 2 if numbers(text)[0] == 0 else 1.0, 0.5),
+]
+
+
+@dataclass
+class Scripted(TrajectoryWriter):
+    """Trajectory n of a prompt has n + 1 tokens (without a group, that of prompt n has), of probability 1 / e
+    each; its text names both."""
+
+    asked: list[tuple] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        pass
+
+    def write(self, model, prompts, update) -> list[Trajectory]:
+        self.asked.append((self.temperature, self.group, model.training))
+        written = []
+        for each in prompts:
+            for number in range(self.group):
+                length = 1 + (number if self.group > 1 else each.sample_id)
+                tokens = [*each.input_ids, *(10 + each.sample_id + i for i in range(length))]
+                text = f"{each.sample_id} {number}"
+                options = {"messages": [{"role": "assistant", "content": text}], "text": text}
+                options |= {"log_prob": -float(length), "is_cut": number == 3}
+                written.append(Trajectory(each, number, tokens, [False] * 4 + [True] * length, **options))
+        return written
+
+
+def rollouts_of(kind=Rollouts, group: int = GROUP, **settings) -> tuple[Rollouts, SimpleNamespace]:
+    """Rollouts, and a state with their model."""
+    defaults = {
+        "num_iterations": 2,
+        "beta": 0.1,
+        "loss_type": "dapo",
+        "scale_rewards": True,
+        "reward_timeout": 9.0,
+    }
+    args = SimpleNamespace(**defaults | {"temperature": TEMPERATURE} | settings)
+    torch.manual_seed(0)
+    model, reference = MiniMindForCausalLM(CONFIG), MiniMindForCausalLM(CONFIG).eval()
+    model = ActorCritic(model) if kind is ValuedRollouts else model
+    writer = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
+    rollouts = kind(args, CONFIG, writer, REWARDS, reference if args.beta else None)
+    state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
+    state.stop = SimpleNamespace(signal=0)
+    return rollouts, state
+
+
+def window(*micro_batches: tuple[int, ...]) -> list[dict]:
+    return [{"prompts": [prompt(number) for number in each]} for each in micro_batches]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize(("beta", "scale_rewards"), [(0.1, True), (0.0, False)])
+def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
+    """Without --beta, groups of equal rewards are left out, yet counted."""
+    rollouts, state = rollouts_of(beta=beta, loss_type=loss_type, scale_rewards=scale_rewards)
+    (batch,) = rollouts.prepare(state, window((1, 0)))
+    kept = [1, 0] if beta else [0]
+    assert batch["sample_ids"].tolist() == [number for number in kept for _ in range(GROUP)]
+    advantages = torch.tensor(WEIGHTED).double() - np.mean(WEIGHTED)
+    advantages /= np.std(WEIGHTED, ddof=1) + 1e-4 if scale_rewards else 1.0
+    of_completion = {1: [0.0] * GROUP, 0: advantages.tolist()}
+    lengths = [number + 1 for _ in kept for number in range(GROUP)]
+    wanted = [
+        a
+        for number in kept
+        for a, n in zip(of_completion[number], range(1, 5), strict=True)
+        for _ in range(n)
+    ]
+    assert batch["advantages"].tolist() == pytest.approx(wanted)
+    assert batch["lengths"].tolist() == [n for n in lengths for _ in range(n)]
+    assert rollouts.size(batch).targets == (2 * sum(range(1, 5)) if loss_type == "dapo" else 2 * GROUP)
+    with torch.no_grad():
+        old = log_probs_one_by_one(state.model, batch, TEMPERATURE)
+        torch.testing.assert_close(batch["old_log_probs"], old)
+        assert ("ref_log_probs" in batch) == bool(beta)
+        if beta:
+            torch.testing.assert_close(
+                batch["ref_log_probs"], log_probs_one_by_one(rollouts.reference, batch, TEMPERATURE)
+            )
+    assert rollouts.writer.asked == [(TEMPERATURE, GROUP, False)] and state.model.training
+
+
+def test_the_record_holds_means_since_the_last_one():
+    rollouts, state = rollouts_of(num_iterations=1)
+    rollouts.prepare(state, window((1,), (1,)))  # stopped by a signal
+    rollouts.prepare(state, window((0,), (1,)))
+    rollouts.batch_start(state)
+    rollouts.prepare(state, window((1,)))
+    rollouts.batch_start(state)
+    rollouts.batch_start(state)  # of an update without a rollout
+    figures, weighted = rollouts.figures(state), [*WEIGHTED, *[1.5] * 2 * GROUP]
+    assert figures["reward"] == pytest.approx(np.mean(weighted))
+    assert figures["reward_std"] == pytest.approx(np.std(weighted))
+    assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * 2 * GROUP]))
+    assert figures["reward_size"] == pytest.approx(np.mean([*SIZE, *[1.0] * 2 * GROUP]))
+    assert (figures["completion_length"], figures["entropy"]) == (2.5, 1.0)
+    assert (figures["cut_share"], figures["frac_reward_zero_std"]) == (0.25, pytest.approx(2 / 3))
+    assert [each["reward"] for each in figures["samples"]] == [1.5, 1.5]
+    assert rollouts.figures(state)["reward"] is None
+
+
+def test_a_rollout_is_kept_for_its_later_updates():
+    """After a resume with the same grouping, the batches are the same bits; with another, they are made
+    anew."""
+    rollouts, state = rollouts_of(beta=0.0)
+    whole = rollouts.prepare(state, window((1, 0, 2), (3,)))
+    saved = rollouts.state_dict()
+    rollouts, state = rollouts_of(beta=0.0)
+    rollouts.load_state_dict(saved)
+    state.update = 1
+    again = rollouts.prepare(state, window((1, 0, 2), (3,)))
+    for one, other in zip(whole, again, strict=True):
+        for name in ("host_cu_seqlens", "host_cu_seqlens_k"):
+            assert np.array_equal(one.pop(name, []), other.pop(name, []))
+        assert one.pop("counted") == other.pop("counted")
+        assert_same_tensors(one, other)
+    assert not rollouts.writer.asked
+    cut = rollouts.prepare(state, window((1,), (0,), (2, 3)))
+    assert [batch["sample_ids"].tolist() for batch in cut] == [[], [0] * GROUP, []] and rollouts.writer.asked
+
+
+def test_held_out_prompts_are_judged_by_their_likeliest_completions():
+    rollouts, state = rollouts_of()
+    sums = {name: float(value) for name, value in rollouts.held_out(state.model, *window((0, 1))).items()}
+    assert sums == {"loss": -1.5, "reward": 1.5, "reward_odd": 1.0, "reward_size": 1.0}
+    assert rollouts.writer.asked[0][:2] == (0.0, 1)
+    assert float(rollouts.held_out(state.model, *window(()))["loss"]) == 0.0
+
+
+def test_a_reward_that_fails_names_the_prompt_it_was_given():
+    """Also a held-out one, whose number may be that of another training prompt, or of none."""
+
+    def fails(prompt, text, record):
+        raise ValueError(prompt[0]["content"])
+
+    rollouts, state = rollouts_of()
+    rollouts.rewards = [Reward("fails", fails, 1.0)]
+    with pytest.raises(UserError, match=r"p:7: .*7\?"):
+        rollouts.held_out(state.model, *window((7,)))
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_tokens_are_judged_with_the_values_of_the_critic(several):
+    """Advantages, on one scale over the update, and returns, which are not scaled."""
+    options = {"gamma": 0.9, "lam": 0.7, "early_stop_kl": 0.0, "num_iterations": several}
+    rollouts, state = rollouts_of(ValuedRollouts, group=1, **options)
+    torch.nn.init.normal_(state.model.critic.lm_head.weight)
+    batches = rollouts.prepare(state, window((0, 1), (2,)))
+    advantages, returns = [], []
+    for batch, rewards in zip(batches, ([0.0, 1.5], [1.5]), strict=True):
+        with torch.no_grad():
+            values, _ = state.model.values(batch)
+        of_completions = values.double().split((batch["sample_ids"] + 1).tolist())
+        for own, reward in zip(of_completions, rewards, strict=True):
+            found = token_advantages(own.tolist(), reward, 0.9, 0.7)
+            advantages += found
+            returns += [advantage + value for advantage, value in zip(found, own.tolist(), strict=True)]
+        assert ("old_values" in batch) == (several > 1)
+        if several > 1:
+            torch.testing.assert_close(batch["old_values"], values)
+    scaled = (np.array(advantages) - np.mean(advantages)) / np.sqrt(np.var(advantages, ddof=1) + 1e-8)
+    assert torch.cat([batch["advantages"] for batch in batches]).tolist() == pytest.approx(
+        scaled.tolist(), abs=1e-5
+    )
+    assert torch.cat([batch["returns"] for batch in batches]).tolist() == pytest.approx(returns, abs=1e-5)
+
+
+def test_how_far_the_policy_has_moved_is_a_mean_per_token():
+    rollouts, state = rollouts_of(ValuedRollouts, group=1, gamma=1.0, lam=1.0, early_stop_kl=1e-9)
+    batches = rollouts.prepare(state, window((0, 1), (2,)))
+    assert rollouts._moved(state, batches) == pytest.approx(0.0, abs=1e-7)
+    with torch.no_grad():
+        for parameter in state.model.actor.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        apart = torch.cat(
+            [
+                log_probs_one_by_one(state.model.actor, each, TEMPERATURE) - each["old_log_probs"]
+                for each in batches
+            ]
+        )
+    assert rollouts._moved(state, batches) == pytest.approx(float((apart.exp() - apart - 1).mean()), rel=1e-3)
+    state.update = 1
+    assert all(len(each["targets"]) == 0 for each in rollouts.prepare(state, window((0, 1), (2,))))
+    rollouts.args.early_stop_kl = 9.0
+    assert [len(each["targets"]) for each in rollouts.prepare(state, window((0, 1), (2,)))] == [3, 3]
+    rollouts.batch_start(state)
+    assert rollouts.figures(state)["stopped"] == 0.5
+
+
+class Prompts(list):
+    """As a dataset."""
+
+    collate = staticmethod(collate_prompts)
+
+
+def test_the_prompts_of_an_update_come_once_for_each_iteration():
+    """And prompts that are left over by the last update are not trained."""
+    args = SimpleNamespace(batch_size=2, accumulation_steps=2, num_iterations=3, seed=1, num_workers=0)
+    prompts = Prompts(prompt(number) for number in range(11))
+    assert epoch_samples(prompts, args) == 8 * 3  # type: ignore[arg-type]
+    batches = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=0)]  # type: ignore[arg-type]
+    updates = [sum(batches[i : i + 2], []) for i in range(0, len(batches), 2)]
+    assert (
+        len(updates) == 6
+        and updates[0] == updates[1] == updates[2]
+        and updates[3] == updates[4] == updates[5]
+    )
+    assert len({*updates[0], *updates[3]}) == 8
+    other = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=1)]  # type: ignore[arg-type]
+    assert other != batches

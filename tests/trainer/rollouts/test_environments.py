@@ -1,0 +1,134 @@
+"""The shipped environment: an exact calculator that evaluates nothing else."""
+
+from contextlib import suppress
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from dataset.rollout_prompts import RolloutPrompt
+from trainer.rollouts.environments import Calculator, calculate, check_tools, load_environment, tool_schema
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
+def test_whole_numbers_are_exact(a, b, operation):
+    assert calculate(f"({a}) {operation} ({b})") == str({"+": a + b, "-": a - b, "*": a * b}[operation])
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12*(3+4)", "84"),
+        ("1/4", "0.25"),
+        ("0.1+0.2", "0.3"),
+        ("7//2", "3"),
+        ("-7%3", "2"),
+        (" 1 +1 ", "2"),
+        ("1/3*3", "1"),
+        ("71**2", "5041"),
+        ("2^10 + 1", "1025"),
+        ("2**-1 + 3² - 2³", "1.5"),
+        ("sqrt(16)", "4"),
+        ("math.sqrt(9/4) + 2**0.5", "2.914213562"),
+        ("2**4095 // 2**4094", "2"),
+        ("1**(2**4095) + (-1)**99999999", "0"),
+    ],
+)
+def test_expressions(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1+",
+        "2**9999999",
+        "9**9**9**9",
+        "(10**300)**(10**300)",
+        "1.1**-99999",
+        "2**4096",
+        "1/10**400",
+        "2**0.3",
+        "0**-1",
+        "sqrt(-1)",
+        "sqrt()",
+        "sqrt(4, x=1)",
+        "sqrt.__class__(4)",
+        "__import__('os')",
+        "a",
+        "'x'*9",
+        "1 if 1 else 2",
+        "(" * 150,
+        "1/0",
+        "9" * 201,
+        "[1]",
+        "True",
+        "9e300*9e300/7",
+        f"1/({'*'.join(['9e300'] * 5)})",
+        "1e999",
+    ],
+)
+def test_anything_else_is_refused(expression):
+    with pytest.raises(ValueError):
+        calculate(expression)
+
+
+@given(st.text(max_size=60))
+def test_any_text_gives_a_number_or_is_refused(expression):
+    with suppress(ValueError):
+        Fraction(calculate(expression))
+
+
+def test_the_calculator_replies_to_each_call():
+    calls = [
+        {"name": "calculate", "arguments": {"expression": "123+456"}},
+        {"name": "calculate", "arguments": {}},
+    ]
+    calls += [{"name": "other", "arguments": {}}, {"name": "calculate", "arguments": {"expression": "1/0"}}]
+    replies = Calculator({}).reply(calls)
+    assert [reply["role"] for reply in replies] == ["tool"] * 4
+    contents = [reply["content"] for reply in replies]
+    assert contents == [
+        "579",
+        "error: calculate needs an expression",
+        "error: no tool named other",
+        "error: division by zero",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("abacus", "--environment abacus: give module:Class, or one of calculator"),
+        ("no_module:E", "--environment no_module:E cannot be imported"),
+        ("math:pi", "--environment math:pi needs `tools`"),
+    ],
+)
+def test_a_mistake_is_one_line(name, line):
+    with pytest.raises(UserError, match=line):
+        load_environment(name)
+
+
+def test_minimind_s_name_and_signs():
+    calls = [{"name": "calculate_math", "arguments": {"expression": "（3 + 4）× 6 ÷ 2 − 1"}}]
+    assert [reply["content"] for reply in Calculator({}).reply(calls)] == ["20"]
+    offered = load_environment("calculate_math")
+    assert (
+        offered.tools[0]["function"]["name"] == "calculate_math"
+        and offered({}).reply(calls)[0]["content"] == "20"
+    )
+
+
+def test_a_tool_that_nothing_answers_is_refused():
+    """What the environment does not say it does not answer, it may answer."""
+    known, unknown = ([tool_schema(name, "")] for name in ("calculate_math", "get_current_weather"))
+    prompts = [RolloutPrompt([], [], tools, {}, 0, "rl.jsonl:7") for tools in (None, known, unknown)]
+    check_tools(Calculator, prompts[:2])
+    with pytest.raises(
+        UserError, match=r"^rl.jsonl:7: the record names the tool get_current_weather, but Calculator"
+    ):
+        check_tools(Calculator, prompts)
+    check_tools(type("Any", (), {"tools": []}), prompts)

@@ -1,0 +1,208 @@
+"""Shipped rewards on examples, rewards of a user's own, and their mistakes as one line."""
+
+import sys
+import time
+
+import pytest
+
+from common.errors import UserError
+from trainer import train_agent
+from trainer.rollouts.rewards import SHIPPED, Reward, compute, load_rewards
+from trainer.run.resume import code_hashes
+
+EXAMPLES = [
+    ("exact_answer", " 42\n", {"answer": 42}, 1.0),
+    ("exact_answer", "<think>41?</think>\n\n42", {"answer": "42"}, 1.0),
+    ("exact_answer", "It is 42", {"answer": "42"}, 0.0),
+    ("numeric_answer", "12 + 30 = 42.0", {"answer": "42"}, 1.0),
+    ("numeric_answer", "It costs 1,250 yuan.", {"answer": "#### 1250"}, 1.0),
+    ("numeric_answer", "-42", {"answer": "42"}, 0.0),
+    ("numeric_answer", "no idea", {"answer": "42"}, 0.0),
+    ("think_format", "<think>\na\n</think>\n\nb", {}, 1.0),
+    ("think_format", "<think>a</think>", {}, 0.0),
+    ("think_format", "<think>a</think><think>b</think>c", {}, 0.0),
+    ("think_format", "b", {}, 0.0),
+    ("length", "x" * 20, {}, 1.0),
+    ("length", "x" * 19, {}, 0.0),
+    ("length", "x" * 801, {}, 0.0),
+    ("repetition", "one two three four", {}, 0.0),
+    ("repetition", "a b c a b c", {}, 3 / 4 - 1),
+    ("repetition", "铃谷铃谷铃谷", {}, 2 / 4 - 1),
+    ("repetition", "", {}, 0.0),
+    (
+        "contains_answer",
+        "<think>28</think>It is 28.0 degrees and Sunny",
+        {"answer": ["28", "sunny", "rain", "2"]},
+        0.5,
+    ),
+    ("contains_answer", "The result is 9,472.", {"answer": "9472"}, 1.0),
+    ("contains_answer", "", {"answer": ["28°C"]}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "completion", "record", "value"), EXAMPLES)
+def test_a_shipped_reward(name, completion, record, value):
+    assert SHIPPED[name]([], completion, record) == value
+
+
+def test_a_tool_counts_since_the_users_last_message():
+    asked, replied = {"role": "user", "content": "1+1"}, {"role": "tool", "content": "2"}
+    called = {"role": "assistant", "content": "<tool_call>"}
+    for prompt, value in (
+        ([asked, called, replied], 1.0),
+        ([asked, called, replied, called, asked], 0.0),
+        ([asked], 0.0),
+    ):
+        assert SHIPPED["tool_used"](prompt, "2", {}) == value
+
+
+def test_a_reward_in_a_file(tmp_path):
+    file = tmp_path / "my file.py"
+    file.write_text(
+        "import beside\ndef politeness(prompt, completion, record): return beside.word in completion"
+    )
+    (tmp_path / "beside.py").write_text("word = 'please'")
+    (reward,) = load_rewards(f"{file}:politeness=2")
+    assert (reward.name, reward.weight) == ("politeness", 2.0) and reward.function([], "please", {})
+    for spec, says in (
+        (f"{tmp_path}/no.py:f", "no such file"),
+        (f"{file}:rudeness", "my file.py has no 'rudeness'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_rewards(spec)
+    file = tmp_path / "wrong.py"
+    file.write_text("def politeness(:")
+    with pytest.raises(UserError, match=r"wrong.py:1: invalid syntax"):
+        load_rewards(f"{file}:politeness")
+
+
+def test_several_rewards_with_weights(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def politeness(prompt, completion, record): return 'please' in completion"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = load_rewards("exact_answer, my_rewards:politeness=0.5")
+    assert [(reward.name, reward.weight) for reward in rewards] == [
+        ("exact_answer", 1.0),
+        ("politeness", 0.5),
+    ]
+    assert compute(rewards, [], "42 please", {"answer": 42}, "a:1", 1) == {
+        "exact_answer": 0.0,
+        "politeness": 1.0,
+    }
+
+
+@pytest.mark.parametrize("spec", ["ra:score=10,rb:score", "ra:score,ra:std", "ra:model"])
+def test_rewards_have_names_of_their_own(tmp_path, monkeypatch, spec):
+    """Not that of a figure of all rewards either, or of the reward model."""
+    for module in ("ra", "rb"):
+        source = "".join(
+            f"def {name}(prompt, completion, record): return 1\n" for name in ("score", "std", "model")
+        )
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"(score|std|model) is named twice, or the name of another figure"):
+        load_rewards(spec, lambda *_: 7.0)
+
+
+def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
+    (tmp_path / "rc.py").write_text(
+        "def score(prompt, completion, record): return 1\nclass World: tools = []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    load_rewards("rc:score=2")
+    names = {"reward": "length,rc:score=2", "environment": "rc:World"}
+    args = train_agent.Args(**names, reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    before, code = args.frozen_hashes(), code_hashes([__file__, *args.code_files()])
+    assert {"rc.py", "trainer/rollouts/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
+    (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 2\n")
+    after = code_hashes([__file__, *args.code_files()])
+    assert [name for name in code if code[name] != after[name]] == ["rc.py"]
+    assert args.frozen_hashes() != before
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ("", "--reward is empty"),
+        ("exact", "--reward exact: give module:function, or one of exact_answer, numeric_answer"),
+        ("no_module:f", r"--reward no_module:f cannot be imported \(No module named 'no_module'\)"),
+        ("math:no_function", "--reward math:no_function: .* has no 'no_function'"),
+        ("math:pi", "--reward math:pi is not a function"),
+        ("exact_answer=heavy", "the weight 'heavy' must be a finite number"),
+        ("exact_answer=nan", "the weight 'nan' must be a finite number"),
+        ("length, length=2", "--reward: length is named twice, or the name of another figure; name it once"),
+    ],
+)
+def test_a_mistake_is_one_line(spec, line):
+    with pytest.raises(UserError, match=line):
+        load_rewards(spec)
+
+
+def test_a_module_that_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        UserError, match=r"--reward leaves:f cannot be imported: the module calls sys.exit\(0\)"
+    ):
+        load_rewards("leaves:f")
+
+
+def divide(prompt, completion, record):
+    return 1 / 0
+
+
+def hang(prompt, completion, record):
+    while True:
+        time.sleep(0.01)
+
+
+def hang_and_catch(prompt, completion, record):
+    try:
+        hang(prompt, completion, record)
+    except Exception:
+        return 0.5
+
+
+def leave(prompt, completion, record):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (
+            divide,
+            "rl.jsonl:7: reward mine failed .ZeroDivisionError: division by zero.; the last checkpoint is intact",
+        ),
+        (SHIPPED["exact_answer"], "rl.jsonl:7: reward mine failed .ValueError: .*no reference answer"),
+        (hang, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
+        (hang_and_catch, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
+        (leave, "rl.jsonl:7: reward mine failed .SystemExit: 0.; the last checkpoint is intact"),
+        (lambda *_: float("nan"), "rl.jsonl:7: reward mine is nan .*, not a finite number"),
+        (lambda *_: 1e308, "rl.jsonl:7: reward mine is 1e.308 .*, not a finite number of at most 1e.15"),
+        (lambda *_: "high", "rl.jsonl:7: reward mine failed .ValueError"),
+    ],
+)
+def test_a_reward_that_fails_names_the_record(function, line):
+    with pytest.raises(UserError, match=line):
+        compute([Reward("mine", function, 1.0)], [], "text", {}, "rl.jsonl:7", 0.05)
+
+
+def test_a_reward_with_a_weight_that_makes_it_too_large():
+    with pytest.raises(
+        UserError, match=r"reward mine is -2 \(its weight: 1e\+15\), not a finite number of at most"
+    ):
+        compute([Reward("mine", lambda *_: -2, 1e15)], [], "text", {}, "rl.jsonl:7", 1)
+
+
+def test_a_reward_changes_nothing_for_the_next_one():
+    def rewrites(prompt, completion, record):
+        record["answer"]["value"] += 1
+        prompt[0]["content"] += "!"
+        return record["answer"]["value"] + len(prompt[0]["content"])
+
+    prompt, record = [{"role": "user", "content": "?"}], {"answer": {"value": 1}}
+    rewards = [Reward("one", rewrites, 1.0), Reward("two", rewrites, 1.0)]
+    for _ in range(2):
+        assert compute(rewards, prompt, "text", record, "a:1", 1) == {"one": 4.0, "two": 4.0}

@@ -1,0 +1,340 @@
+"""Files that survive a kill: written whole or not at all, read without running what is in them."""
+
+import contextlib
+import io
+import os
+import pickle
+import re
+import shutil
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from common.durable_files import atomic_write
+from common.errors import UserError
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.optim.build import build_optimizer
+from trainer.run.checkpoint import UNREADABLE, Writer, read_file, write_file
+from trainer.run.paths import weight_path
+from trainer.trainer_utils import lm_checkpoint
+from trainer.weights.files import load_weights, save_weights
+
+CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
+
+
+def trained(seed: int = 0) -> tuple[MiniMindForCausalLM, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = MiniMindForCausalLM(CONFIG)
+    optimizer = build_optimizer(model, 1e-2, 0.1)
+    model(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu")
+    lm_checkpoint(CONFIG, "w", model, optimizer, 2, 7, save_dir=tmp_path, scaler=scaler, update=9)
+    saved = lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+    assert (saved["epoch"], saved["step"], saved["update"], saved["world_size"]) == (2, 7, 9, 1)
+    assert saved["scaler"] == scaler.state_dict()
+    for key, value in model.state_dict().items():
+        assert saved["model"][key].dtype == torch.float32 and torch.equal(saved["model"][key], value)
+    for index, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(saved["optimizer"]["state"][index][k], v) for k, v in state.items())
+    assert lm_checkpoint(CONFIG, "other", save_dir=tmp_path) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
+    """Pages of the file, which the ranks of a machine share."""
+    path, value = tmp_path / "state.pth", torch.rand(8 << 20)
+    with open(path, "wb+") as file:
+        write_file({"model": value}, file)
+
+    def own() -> int:
+        """kB."""
+        return int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+    before = own()
+    read = read_file(path)["model"]
+    assert torch.equal(read, value) and own() - before < 4096  # of 32,768
+    content = path.read_bytes()
+    read.mul_(2.0)
+    assert own() - before > 30_000 and path.read_bytes() == content
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
+    model, optimizer = trained()
+    for step in (1, 2):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=tmp_path)
+    newest = tmp_path / "w_32_resume.pth"
+    content = newest.read_bytes()
+    for damage in (b"", content[: len(content) // 2], b"x" * len(content)):
+        newest.write_bytes(damage)
+        assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
+        assert "warning: damaged checkpoint" in capsys.readouterr().err
+    (tmp_path / "w_32_resume_previous.pth").write_bytes(b"")
+    with pytest.raises(UserError, match="no readable checkpoint"):
+        lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path):
+    trap = tmp_path / "trap"
+    for path in (tmp_path / "w_32_resume.pth", tmp_path / "w_32.pth"):
+        torch.save({"model": Malicious(str(trap))}, path)
+    with pytest.raises(UserError):
+        lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+    with pytest.raises(UserError, match="not a readable weights file"):
+        load_weights(MiniMindForCausalLM(CONFIG), tmp_path / "w_32.pth")
+    (tmp_path / "w_32.pth").write_bytes(pickle.dumps(Malicious(str(trap))))
+    with pytest.raises(UserError, match="not a readable weights file"):
+        load_weights(MiniMindForCausalLM(CONFIG), tmp_path / "w_32.pth")
+    assert not trap.exists()
+
+
+def test_weights_for_use_are_fp16_and_load_back(tmp_path):
+    model, _ = trained()
+    path = weight_path(tmp_path, "pretrain", CONFIG)
+    assert path.name == "pretrain_32.pth"
+    assert weight_path(tmp_path, "p", MiniMindConfig(use_moe=True)).name == "p_512_moe.pth"
+    save_weights(model, path)
+    weights = torch.load(path, weights_only=True)
+    assert set(weights) == set(model.state_dict())
+    again = MiniMindForCausalLM(CONFIG)
+    load_weights(again, path)
+    for key, value in again.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, model.state_dict()[key].half().float())
+    assert path.stat().st_size < 1.2 * 2 * sum(p.numel() for p in model.parameters()) + 20_000  # tied once
+    with pytest.raises(UserError, match=r"nowhere_32.pth do not exist \(found there: pretrain_32.pth\)"):
+        load_weights(again, weight_path(tmp_path, "nowhere", CONFIG))
+
+
+def test_a_failing_write_changes_nothing(tmp_path):
+    path = tmp_path / "file"
+    atomic_write(path, lambda file: file.write(b"first"))
+
+    def fail(file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(UserError, match=r"file cannot be written \(disk full\)"):
+        atomic_write(path, fail)
+    assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory):
+    """A folder with a newest checkpoint (step 2) and the one before it (step 1)."""
+    folder = tmp_path_factory.mktemp("saves")
+    model, optimizer = trained()
+    for step in (1, 2):
+        extra = {"run": {"seed": 1, "name": "a"}, "record": {"update": step, "loss": 0.5}}
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=folder, **extra)
+    return folder
+
+
+def same(a, b) -> bool:
+    """Whether two nested states are equal, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["flip", "cut", "insert", "zero"]), st.floats(0, 1), st.integers(0, 255))
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=CHANGES, tail=st.booleans())
+# "this record is a folder": torch read other bytes
+@example(changes=[("flip", 0.7496830476895798, 16)], tail=True)
+def test_a_damaged_checkpoint_is_noticed_wherever_it_is_damaged(two_saves, tmp_path, changes, tail):
+    """Any bytes changed anywhere: the state is the saved one, or the one before it with a warning. Nothing
+    else."""
+    newest = two_saves / "w_32_resume.pth"
+    data = bytearray(newest.read_bytes())
+    for kind, where, value in changes:
+        # the directory of the zip file is at its end
+        at = int(where * (min(len(data), 4000) if tail else len(data)))
+        at = len(data) - 1 - at if tail else at
+        at = max(0, min(at, len(data) - 1))
+        if kind == "flip" and data:
+            data[at] ^= value
+        elif kind == "cut":
+            del data[at:]
+        elif kind == "insert":
+            data[at:at] = bytes([value] * 3)
+        elif kind == "zero":
+            data[at : at + 512] = bytes(len(data[at : at + 512]))
+    shutil.copy(two_saves / "w_32_resume_previous.pth", tmp_path)
+    (tmp_path / "w_32_resume.pth").write_bytes(data)
+    whole = {path.name: torch.load(path, weights_only=True) for path in two_saves.glob("*.pth")}
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        state = lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+    del state["loaded_from"]
+    if "warning: damaged checkpoint" in err.getvalue():
+        assert same(state, whole["w_32_resume_previous.pth"])
+    else:
+        assert same(state, whole["w_32_resume.pth"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=400))
+def test_weights_of_arbitrary_bytes_are_refused(tmp_path, data):
+    path = tmp_path / "w_32.pth"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="not a readable weights file"):
+        load_weights(MiniMindForCausalLM(CONFIG), path)
+
+
+def test_one_flipped_bit_of_a_weight_is_noticed(tmp_path):
+    """torch.load itself would hand it out: it leaves the checksums of the file unread."""
+    model, _ = trained()
+    path = tmp_path / "w_32.pth"
+    save_weights(model, path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    torch.load(path, weights_only=True)
+    with pytest.raises(UserError, match="not a readable weights file"):
+        load_weights(MiniMindForCausalLM(CONFIG), path)
+
+
+def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatch):
+    """One flipped bit: the file is refused, and unless the bit hides the digest's mark, before torch parses
+    anything: what a damaged directory or pickle asks for (memory, other bytes) does not matter."""
+    path = tmp_path / "state.pth"
+    content = {"state_format": 2, "w": torch.arange(3.0), "step": 7}
+    atomic_write(path, lambda file: write_file(content, file))
+    saved = path.read_bytes()
+    assert same(torch.load(path, weights_only=True), content) and zipfile.ZipFile(path).comment.startswith(
+        b"sha256:"
+    )
+    load, parsed = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: (parsed.append(bit), load(*args, **kwargs))[1])
+    directory, comment = saved.index(b"PK\x01\x02"), len(saved) - len("sha256:") - 64
+    refused = 0
+    for bit in range(8 * directory, 8 * len(saved)):
+        damaged = bytearray(saved)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert same(read_file(path), content)
+        except UNREADABLE:
+            refused += 1
+    assert refused == 8 * (len(saved) - directory) > 3000  # the mark is required as well
+    assert set(parsed) <= set(range(8 * comment, 8 * (comment + len("sha256:"))))
+    path.write_bytes(saved[: -len("sha256:") - 64])  # the digest cut off
+    with pytest.raises(zipfile.BadZipFile, match="its digest is missing"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_no_damage(two_saves, tmp_path, monkeypatch, error):
+    """Otherwise the run would go back to the state before, or its user be told to delete the checkpoint."""
+    shutil.copytree(two_saves, tmp_path, dirs_exist_ok=True)
+
+    def load(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(
+        UserError, match=r"out of memory while .*w_32_resume.pth is read \(.*\); the file is whole"
+    ):
+        lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+    path = tmp_path / "w_32_resume.pth"
+    # without a digest nobody knows what is damaged
+    path.write_bytes(path.read_bytes()[: -len("sha256:") - 64])
+    with pytest.raises(type(error)):
+        read_file(path)
+
+
+def test_a_damaged_state_never_takes_the_place_of_the_one_before(tmp_path, monkeypatch, capsys):
+    """Killed between the two renames of the save after it, the run still has a state."""
+    model, optimizer = trained()
+    for step in (1, 2):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=tmp_path)
+    newest = tmp_path / "w_32_resume.pth"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
+    replace, renames = os.replace, []
+
+    def killed(source, target):
+        renames.append(os.path.basename(target))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, 3, save_dir=tmp_path)
+    monkeypatch.setattr(os, "replace", replace)
+    assert renames == ["w_32_resume.pth"]  # at its place at once
+    assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
+    for step, before in ((4, 1), (5, 4)):
+        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=tmp_path)
+        assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == step
+        assert read_file(tmp_path / "w_32_resume_previous.pth")["step"] == before
+
+
+def test_the_writer_keeps_the_order_and_tells_of_a_failure(tmp_path):
+    done, gate = [], threading.Event()
+    writer = Writer()
+    writer.submit(lambda: (gate.wait(10), done.append(1)))
+    writer.submit(lambda: done.append(2))
+    writer.check()
+    assert done == []  # nobody waited
+    gate.set()
+    writer.wait()
+    assert done == [1, 2]
+    (tmp_path / "file").write_bytes(b"")
+    writer.submit(lambda: atomic_write(tmp_path / "file" / "below", lambda file: None))
+    with pytest.raises(UserError, match="cannot be written"):
+        for _ in range(100):
+            time.sleep(0.01)
+            writer.check()
+    for call in (lambda: writer.submit(lambda: done.append(3)), writer.wait):
+        with pytest.raises(UserError, match="cannot be written"):
+            call()
+    assert done == [1, 2]  # after a failure nothing more is written
+
+
+def test_what_is_written_in_the_background_is_the_state_of_the_call(tmp_path):
+    """Weights that change while the file is being written do not reach it; tied weights stay one tensor."""
+    model, optimizer = trained()
+    want = {key: value.clone() for key, value in model.state_dict().items()}
+    writer, gate = Writer(), threading.Event()
+    writer.submit(gate.wait)
+    lm_checkpoint(CONFIG, "w", model, optimizer, 0, 1, save_dir=tmp_path, writer=writer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    for state in optimizer.state.values():
+        state["exp_avg"].add_(1.0)
+    gate.set()
+    writer.wait()
+    saved = lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
+    assert same(saved["model"], want)
+    assert saved["optimizer"]["state"][0]["exp_avg"].abs().max() < 1
+    assert (
+        saved["model"]["lm_head.weight"].data_ptr() == saved["model"]["model.embed_tokens.weight"].data_ptr()
+    )

@@ -1,0 +1,91 @@
+"""What a machine lacks becomes one line: shared memory or descriptors for the loader's processes."""
+
+import errno
+import gc
+import multiprocessing
+import os
+import resource
+import time
+
+import pytest
+import torch
+
+from common.errors import UserError
+from trainer.data.order import Loader, epoch_loader
+from trainer.run.errors import translated_failures
+
+
+def test_without_shared_memory_no_loader_process_is_started(monkeypatch):
+    def no_room():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing, "Lock", no_room)
+    assert len(epoch_loader(range(4), 2, seed=1, epoch=0)) == 2
+    with pytest.raises(UserError, match=r"No space left on device\); use --num_workers 0, .*/dev/shm"):
+        epoch_loader(range(4), 2, seed=1, epoch=0, num_workers=2)
+
+
+def test_without_descriptors_no_loader_process_is_started():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
+        with pytest.raises(UserError, match="Too many open files"):
+            epoch_loader(range(4), 2, seed=1, epoch=0, num_workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def soon_ended(monkeypatch):
+    """Loader processes that are left behind are ended here, and not after torch's five seconds."""
+    for module in (torch.utils.data._utils, torch.utils.data._utils.worker):
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()
+
+
+class SmallMemory(torch.utils.data.Dataset):
+    """Fails in a loader process as torch does when /dev/shm is full."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int):
+        raise RuntimeError(self.text)
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_is_one_line(soon_ended):
+    text = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+    with pytest.raises(UserError, match="--num_workers 0"), translated_failures():
+        list(torch.utils.data.DataLoader(SmallMemory(text), num_workers=1, multiprocessing_context="fork"))
+    with pytest.raises(RuntimeError, match="a bug"), translated_failures():
+        list(torch.utils.data.DataLoader(SmallMemory("a bug"), num_workers=1, multiprocessing_context="fork"))
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
+def test_a_loader_process_that_died_while_it_handed_over_is_one_line(error):
+    class Dying(list):
+        def __iter__(self):
+            yield [0]
+            raise error
+
+    with pytest.raises(UserError, match=f"{error.__name__}.*--num_workers 0"):
+        list(Loader([torch.zeros(1)], batch_sampler=Dying()))
+
+
+def test_a_loader_process_that_died_is_reported_with_the_next_micro_batch():
+    """Not at once: the training process may be in the middle of a save."""
+    others = multiprocessing.active_children()
+    batches = iter(Loader(range(10), num_workers=1, multiprocessing_context="fork"))
+    next(batches)
+    (process,) = set(multiprocessing.active_children()) - set(others)
+    process.kill()
+    process.join()
+    time.sleep(0.1)  # time for a signal handler to raise
+    with pytest.raises(UserError, match="--num_workers 0"), translated_failures():
+        list(batches)

@@ -1,0 +1,780 @@
+"""Which checkpoint a run goes on from: another number of ranks, more epochs, other settings, a second run at
+once."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UserError
+from common.settings import StageArgs
+from tests.conftest import ROOT, write_jsonl
+from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
+from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
+from trainer.report.metrics import read_metrics
+from trainer.rollouts.settings import add_rollouts
+from trainer.run.checkpoint import FORMAT
+from trainer.run.paths import start_path
+from trainer.run.resume import (
+    batch_flags,
+    check_resume,
+    check_same_run,
+    computing,
+    held_out_fingerprint,
+    run_fingerprint,
+    total_updates,
+    warn_of_changes,
+    weights_fingerprint,
+)
+from trainer.run.state import TrainState
+from trainer.trainer_utils import init_model, load_tokenizer, model_config, start_weights
+from trainer.weights.files import save_weights
+
+
+def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
+    """Samples of each micro-batch of all ranks together, in the order of global micro-batches."""
+    ranks = [file.read_text().splitlines() for file in files]
+    return [[int(i) for line in lines for i in line.split()] for lines in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(("use_moe", "plan"), [(0, (1, 2, 1)), (1, (2, 4))])
+def test_another_number_of_ranks(corpus, tmp_path, use_moe, plan):
+    """The same updates of the same samples, each exactly once; losses to 1e-5 (the sums are taken in another
+    order)."""
+    settings = {"batch_size": 2, "accumulation_steps": 4 // plan[0], "epochs": 2, "use_moe": use_moe}
+    settings |= {"save_interval": 1000, "eval_interval": 1000, "num_hidden_layers": 1}
+    name = "pretrain_32_moe" if use_moe else "pretrain_32"
+    whole = flags(corpus, tmp_path / "whole", "pretrain", **settings)
+    run("pretrain", whole, Faults(record=str(tmp_path / "whole_ids")), ranks=1) if plan[0] == 1 else None
+    if plan[0] != 1:
+        start = start_ranks(
+            2, "pretrain", whole, {r: Faults(record=str(tmp_path / f"whole_ids{r}")) for r in (0, 1)}
+        )
+        assert [rank.wait() for rank in start] == [0, 0]
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    updates_each, seen = 5, []
+    for part, ranks in enumerate(plan):
+        last = part == len(plan) - 1
+        files = [tmp_path / f"ids{part}{rank}" for rank in range(ranks)]
+        per_update = 8 // (2 * ranks)
+        stop = {} if last else {per_update * (updates_each - 1) + 1: signal.SIGTERM}
+        processes = start_ranks(ranks, "pretrain", argv, {
+            rank: Faults(record=str(file), signals=stop if rank == 0 else {}) for rank, file in enumerate(files)
+        })  # fmt: skip
+        assert {process.wait() for process in processes} == {0 if last else 143}, processes[0].err
+        if part and ranks != plan[0]:  # back at the first number, the flags as typed are right
+            assert (
+                f"{ranks} ranks instead of {plan[part - 1]}: --accumulation_steps is now" in processes[0].out
+            )
+        seen += [i for step in sample_ids(files, 2) for i in step]
+    files = [tmp_path / "whole_ids"] if plan[0] == 1 else [tmp_path / f"whole_ids{rank}" for rank in (0, 1)]
+    wanted = [i for step in sample_ids(files, 2) for i in step]
+    assert seen == wanted and sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
+    one, other = (
+        read_metrics(folder / f"out/{name}_metrics.jsonl") for folder in (tmp_path / "whole", tmp_path)
+    )
+    by_update = {record["update"]: record for record in other}
+    compared = 0
+    for record in one:
+        assert abs(record["loss"] - by_update[record["update"]]["loss"]) <= 1e-5
+        assert record["learning_rate"] == by_update[record["update"]]["learning_rate"]
+        compared += 1
+    assert compared == len(one) == len(other) == one[-1]["update"] > 12
+
+
+def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
+    """Two ranks would hide another order of summation: a + b is b + a. Unequal layers make DDP change its
+    buckets."""
+    settings = {"batch_size": 2, "epochs": 1, "hidden_size": 64, "save_interval": 2, "eval_interval": 0}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=3)
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    start = start_ranks(3, "pretrain", argv, {0: Faults(signals={4: signal.SIGTERM})})
+    assert {rank.wait() for rank in start} == {143}, start[0].err
+    run("pretrain", argv, ranks=3)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "pretrain_64")
+
+
+# What checkpoints hold of a run with all defaults. Any other entry or value would refuse them all.
+FINGERPRINT = {
+    "epochs": 2,
+    "learning_rate": 1e-5,
+    "warmup_updates": 0,
+    "optimizer": "adamw",
+    "weight_decay": 0.01,
+}
+FINGERPRINT |= {"grad_clip": 1.0, "max_seq_len": 768, "packing": False, "seed": 42, "hidden_size": 512}
+FINGERPRINT |= {"num_hidden_layers": 8, "use_moe": False, "num_experts": 4, "num_experts_per_tok": 1}
+FINGERPRINT |= {"vocab_size": 6400, "dropout": 0.0, "global_batch": 16, "samples": 9, "from_weight": "none"}
+
+
+def test_the_fingerprint_of_a_run_with_defaults_stays_that_of_older_checkpoints(tmp_path):
+    args = train_full_sft.Args(from_weight="none", save_dir=str(tmp_path))
+    model = model_config(load_tokenizer(ROOT / "model"), args).own_fields()
+    assert run_fingerprint(args, model, {}, 9) == model | FINGERPRINT | {"from_weight_sha256": None}
+    assert model.items() >= {key: value for key, value in FINGERPRINT.items() if key in model}.items()
+
+
+def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):
+    settings = {"batch_size": 4, "accumulation_steps": 3, "epochs": 1}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
+    before = (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes()
+    argv = flags(corpus, tmp_path, "pretrain", **(settings | {"batch_size": 5}), from_resume=1)
+    processes = start_ranks(2, "pretrain", argv)
+    assert [process.wait() for process in processes] == [2, 2]
+    line = processes[0].error_lines[-1]
+    assert (
+        "global_batch: 12 -> 30" in line and "batch_size x accumulation_steps x processes must be 12" in line
+    )
+    assert line.endswith("must be 12: --batch_size 3 --accumulation_steps 2")
+    same_ranks = flags(corpus, tmp_path, "pretrain", **(settings | {"accumulation_steps": 2}), from_resume=1)
+    # asked for another update, not for other ranks
+    line = run("pretrain", same_ranks, status=2).error_lines[-1]
+    assert "global_batch: 12 -> 8" in line and "must be 12: --batch_size 4 --accumulation_steps 3" in line
+    assert (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes() == before
+
+
+def test_the_flags_of_a_batch_on_other_ranks(monkeypatch):
+    monkeypatch.setattr("trainer.run.resume.world_size", lambda: 2)
+    assert batch_flags(8, 12) == "--batch_size 6 --accumulation_steps 1"
+    assert batch_flags(4, 14) == "--batch_size 1 --accumulation_steps 7"
+    assert batch_flags(4, 7) == "2 processes do not divide it, start as many as do"
+
+
+def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
+    longer = flags(corpus, tmp_path, "pretrain", epochs=3, from_resume=1)
+    line = run("pretrain", longer, status=2).error_lines[-1]
+    assert "epochs: 1 -> 3" in line and "--extend_epochs 1 would go on" in line
+    done = run("pretrain", [*longer, "--extend_epochs", "1"])
+    assert "--extend_epochs 1: 3 epochs instead of 1" in done.out
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
+    assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
+    run("pretrain", [*longer, "--extend_epochs", "1"])  # again: nothing left to train
+    run("pretrain", longer)  # and the run is now one of three epochs
+    shorter = flags(corpus, tmp_path, "pretrain", epochs=2, from_resume=1, extend_epochs=1)
+    assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
+
+
+def test_another_run_is_refused_field_by_field(corpus, tmp_path):
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
+    other = {
+        "learning_rate": 0.02,
+        "seed": 7,
+        "max_seq_len": 32,
+        "epochs": 2,
+        "dropout": 0.5,
+        "batch_size": 4,
+    }
+    other |= {
+        "num_hidden_layers": 1,
+        "packing": 1,
+        "grad_clip": 0.5,
+        "weight_decay": 0.3,
+        "warmup_updates": 3,
+    }
+    other |= {"optimizer": "muon"}
+    other |= {"data_path": corpus["pretrain_eval"]}
+    line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[
+        -1
+    ]
+    assert line.startswith("error: --from_resume 1: the checkpoint belongs to another run (")
+    for field in (*other, "samples", "global_batch"):
+        name = {"data_path": "data", "batch_size": "global_batch"}.get(field, field)
+        assert f"{name}: " in line, name
+    may_differ = {
+        "num_workers": 2,
+        "log_interval": 3,
+        "save_interval": 5,
+        "eval_interval": 0,
+        "use_compile": 0,
+    }
+    stopped = flags(corpus, tmp_path / "stopped", "pretrain", epochs=1)
+    run("pretrain", stopped, Faults(signals={3: signal.SIGTERM}), status=143)
+    done = run(
+        "pretrain", flags(corpus, tmp_path / "stopped", "pretrain", epochs=1, **may_differ, from_resume=1)
+    )
+    assert "done: 8 updates" in done.out
+
+
+def test_another_tokenizer_is_named(corpus, tmp_path):
+    from transformers import AutoTokenizer
+
+    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "model")
+    tokenizer.chat_template += " "
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, tokenizer_path=tmp_path / "tokenizer", from_resume=1)
+    line = run("pretrain", argv, status=2).error_lines[-1]
+    assert "(tokenizer: " in line and "data: " not in line
+
+
+@pytest.mark.parametrize("start", ["pretrain", "pretrain_best"])
+def test_a_run_that_overwrites_its_start_weights_is_resumed(corpus, tmp_path, start):
+    """A second round over the same name: at its first save, the weights that it began with are gone."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
+    first = tmp_path / "whole"
+    run("pretrain", flags(corpus, first, "pretrain", **settings))
+    shutil.copytree(first, tmp_path / "broken")
+    run("pretrain", flags(corpus, first, "pretrain", **settings, from_weight=start))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_weight=start)
+    stopped = run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    assert "--from_resume 1 goes on" in stopped.err
+    run("pretrain", [*argv, "--from_resume", "1"])
+    assert_same_run(first, tmp_path / "broken")
+
+
+def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
+    """The old run's files are set aside together, and a new run that is killed early never continues the old
+    one."""
+    whole = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
+    argv = flags(corpus, tmp_path, "pretrain", **whole)
+    run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    old = {path.name: path.read_bytes() for path in tmp_path.rglob("pretrain*")}
+    assert set(old) > {
+        "pretrain_32.pth",
+        "pretrain_best_32.pth",
+        "pretrain_32_resume.pth",
+        "pretrain_32_metrics.jsonl",
+    }
+    begun = run("pretrain", argv, Faults(signals={2: signal.SIGKILL}), status=-9)
+    assert "a run named pretrain_32 was here; its files are kept in" in begun.out
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*/earlier_1/*")}
+    assert kept == old
+    resumed = run("pretrain", [*argv, "--from_resume", "1"])
+    assert "new run: " in resumed.out
+    assert [record["update"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")] == [
+        *range(1, 9)
+    ]
+    # what was killed before its first checkpoint is nothing to keep
+    assert not list(tmp_path.glob("*/earlier_2"))
+    for path in tmp_path.glob("*/earlier_1/*"):  # put back, the old run goes on
+        os.replace(path, path.parents[1] / path.name)
+    assert "resuming pretrain at epoch 1, update 5" in run("pretrain", [*argv, "--from_resume", "1"]).out
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **whole))
+    assert_same_run(tmp_path / "whole", tmp_path)
+
+
+def test_start_weights_that_were_replaced(tmp_path):
+    """Refused, with what to do; without the file the run goes on."""
+    start = tmp_path / "start_512.pth"
+    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="start", from_resume=True)
+    start.write_bytes(b"at the start")
+    saved = run_fingerprint(args, {}, {}, 9)
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    start.write_bytes(b"replaced")
+    with pytest.raises(UserError) as error:
+        check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint)
+    assert "another run (from_weight_sha256: " in str(error.value)
+    told = f". {start} is not the file that the run started from: put that one back, or move this away"
+    assert str(error.value).endswith(told)
+    start.unlink()
+    assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
+
+
+STARTS = {  # how a run of the name w names its start: name, path, through links, its checkpoints
+    "name": "w",
+    "best": "w_best",
+    "path": "out/w_512.pth",
+    "roundabout": "out/../out/w_512.pth",
+    "link": "link.pth",
+    "link to a link": "again.pth",
+    "linked folder": "elsewhere/w_512.pth",
+    "state": "checkpoints/w_512_resume.pth",
+    "previous": "checkpoints/w_512_resume_previous.pth",
+    "sharded": "checkpoints/w_512_resume",
+    "numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth",
+    "best state": "checkpoints/w_512_best_resume.pth",
+    "other": "other",
+    "hard link": "hard.pth",
+}
+IS_STATE = {"state", "previous", "sharded", "numbered", "best state"}
+
+
+@pytest.fixture
+def own_files(tmp_path, monkeypatch):
+    """Files of a run of the name w, and links to its weights; the current folder is where they are."""
+    for name in ("out", "checkpoints/w_512_resume"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("w_512", "w_best_512", "other_512"):
+        (tmp_path / f"out/{name}.pth").write_text(name)
+    for name in ("resume", "resume_previous", "update_00000002", "best_resume"):
+        (tmp_path / f"checkpoints/w_512_{name}.pth").write_text(name)
+    (tmp_path / "checkpoints/w_512_resume/state.pth").write_text("shards")
+    (tmp_path / "link.pth").symlink_to("out/w_512.pth")
+    (tmp_path / "again.pth").symlink_to(tmp_path / "link.pth")
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "out", target_is_directory=True)
+    os.link(tmp_path / "out/w_512.pth", tmp_path / "hard.pth")
+    monkeypatch.chdir(tmp_path)
+    return {
+        "save_weight": "w",
+        "save_dir": str(tmp_path / "out"),
+        "checkpoint_dir": str(tmp_path / "checkpoints"),
+    }
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("needs", ["nothing", "reference", "kl", "no kl", "teacher"])
+def test_weights_that_a_run_needs_again_are_not_written_over(own_files, start, needs):
+    """It is refused at its start, not at the resume, when it is too late."""
+    flag = "from_teacher_weight" if needs == "teacher" else "from_weight"
+    stage = {"reference": train_dpo, "kl": train_grpo, "no kl": train_grpo, "teacher": train_distillation}
+    more = {"kl": {"beta": 0.1}}.get(needs, {})
+    args = stage.get(needs, train_full_sft).Args(**own_files, **{flag: STARTS[start]}, **more)
+    needed = needs not in ("nothing", "no kl")
+    if (start in IS_STATE and flag == "from_weight") or (needed and start not in ("other", "hard link")):
+        with pytest.raises(UserError, match=rf"--{flag} .*give another --save_weight") as error:
+            check_resume(args, {}, None)
+        assert ("which a new run of this name sets aside" in str(error.value)) == (start in IS_STATE)
+    else:
+        assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
+
+
+@pytest.mark.parametrize("start", [name for name in STARTS if name not in ("other", "hard link", "sharded")])
+def test_a_run_goes_on_whose_start_weights_it_has_written_over(own_files, tmp_path, start):
+    """Whatever way it names them; and if it names them in another way, too."""
+    args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight=STARTS[start], from_resume=True)
+    saved = run_fingerprint(args, {}, {}, 9)
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    path = start_path(args.save_dir, args.from_weight, args)
+    path.resolve().write_text("after update 1")
+    assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
+    absolute = replace(args, from_weight=str(path.absolute()))
+    again = check_resume(absolute, run_fingerprint(absolute, {}, {}, 9), checkpoint)
+    assert again["from_weight_sha256"] == saved["from_weight_sha256"]
+    with pytest.raises(UserError, match=r"another run \(from_weight: .* -> other"):
+        other = replace(args, from_weight="other")
+        check_resume(other, run_fingerprint(other, {}, {}, 9), checkpoint)
+
+
+def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
+    """They are the same if their content is; so is a teacher, whose shape was told by its name."""
+    args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
+    saved = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 0}
+    os.rename("out/other_512.pth", "moved.pth")
+    args = replace(args, from_weight="moved.pth")
+    run = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 768}
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    assert check_resume(args, run, checkpoint) == saved
+    with pytest.raises(UserError, match=r"\(teacher_sha256: a -> b; teacher_hidden_size: 0 -> 768\)"):
+        check_resume(args, run | {"teacher_sha256": "b"}, checkpoint)
+
+
+def test_a_run_of_before_a_flag_was_removed_goes_on_if_it_had_what_is_left(own_files, tmp_path):
+    args = train_dpo.Args(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
+    run = run_fingerprint(args, {}, {}, 9)
+    checkpoint = {"run": run | {"loss_type": "sigmoid"}, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    assert check_resume(args, run, checkpoint) == run
+    with pytest.raises(UserError, match=r"another run \(loss_type: ipo -> None\)"):
+        check_resume(args, run, checkpoint | {"run": run | {"loss_type": "ipo"}})
+
+
+def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
+    """Whatever else is put there, such as the run's own files."""
+    folder, index = (
+        tmp_path / "model",
+        {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}},
+    )
+    (folder / "out").mkdir(parents=True)
+
+    def digest() -> str:
+        return weights_fingerprint("teacher", folder, str(tmp_path / "cache"))["teacher_sha256"]
+
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"it holds no weights \(model.safetensors\)"):
+        digest()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").write_text("1")
+    with pytest.raises(UserError, match=r"model-2\.safetensors is missing"):
+        digest()
+    (folder / "model-2.safetensors").write_text("2")
+    before = digest()
+    for name in ("out/w_512.pth", "w_512_metrics.jsonl", "adapter_model.safetensors", "README.md"):
+        (folder / name).write_text(name)
+    assert digest() == before
+    for name in ("model-1.safetensors", "config.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text("other")
+        assert digest() != before
+        (folder / name).write_text(text)
+    assert digest() == before
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="not a readable index"):
+        digest()
+
+
+def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
+    """And not what became of these weights: such a run of an early version is refused."""
+    settings = own_files | {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "cache_dir": str(tmp_path),
+        "beta": 0.1,
+    }
+    args = train_grpo.Args(**settings, from_weight="w")
+    config, cpu = model_config(load_tokenizer(ROOT / "model"), args), torch.device("cpu")
+    save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
+    run = run_fingerprint(args, {}, {}, 9)
+    assert [start_weights(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
+    without = replace(args, beta=0.0)
+    assert [start_weights(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
+    model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
+    run_of: dict[str, Any] = {"device": cpu, "hooks": [], "autocast": nullcontext()}
+    state: Any = SimpleNamespace(args=args, lm_config=config, model=model, **run_of)
+    add_rollouts(state, load_tokenizer(ROOT / "model"))
+    reference = state.hooks[0].reference
+    assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
+    assert reference is not model and not any(p.requires_grad for p in reference.parameters())
+    save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
+    with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
+        start_weights(args, run, {})
+
+
+def test_other_data_are_named():
+    args = StageArgs(from_weight="none", from_resume=True)
+    run = run_fingerprint(args, {"num_experts": 4}, {"data": "b", "tokenizer": "c"}, 9)
+    old = {"run": run | {"data": "a", "tokenizer": "a"}, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    with pytest.raises(UserError, match=r"another run \(data: a -> b; tokenizer: a -> c\)"):
+        check_resume(args, run, old)
+
+
+def test_a_field_that_is_added_to_the_model_does_not_end_its_runs(monkeypatch):
+    """What a fingerprint lacks was the default."""
+    args = StageArgs(from_weight="none", from_resume=True)
+    config = model_config(load_tokenizer(ROOT / "model"), args)
+    run = run_fingerprint(args, config.own_fields(), {}, 9)
+    checkpoint = {"epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    before = {key: value for key, value in run.items() if key != "norm_topk_prob"}
+    assert check_resume(args, run, checkpoint | {"run": before}) == run
+    with pytest.raises(UserError, match=r"another run \(norm_topk_prob: True -> False\)"):
+        check_resume(args, run | {"norm_topk_prob": False}, checkpoint | {"run": before})
+
+
+@pytest.mark.parametrize("cache", [{"a": 1}, np.zeros(2), None])
+def test_held_out_data_of_a_users_own_kind_have_no_fingerprint(cache):
+    dataset = SimpleNamespace(cache=cache, fingerprint=lambda: "x")
+    assert held_out_fingerprint(SimpleNamespace(dataset=dataset)) is None
+    assert held_out_fingerprint(SimpleNamespace(dataset=SimpleNamespace(fingerprint={"data": "x"}))) == "x"
+
+
+def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
+    """The run then equals one that was not stopped to rounding only; with other ranks it does so anyway."""
+    cpu = torch.device("cpu")
+    before = computing(cpu, nullcontext())
+    assert before["threads"] == torch.get_num_threads() and before["dtype"] == "torch.float32"
+    assert torch.backends.cpu.get_cpu_capability() in before["instructions"]
+    assert not {"threads", "instructions"} & computing(torch.device("cuda"), nullcontext()).keys()
+    checkpoint = {"world_size": 1, "computing": before, "code": {"a.py": "1", "b.py": "2"}}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
+    now = computing(cpu, torch.autocast("cpu", torch.bfloat16))
+    warn_of_changes(checkpoint, {}, now)
+    line = capsys.readouterr().err
+    assert (
+        f"threads was {before['threads']} and is 99" in line
+        and "and is Z80" in line
+        and "torch.bfloat16" in line
+    )
+    assert line.startswith("warning: ") and "up to rounding, not bit for bit" in line and "--det" not in line
+    warn_of_changes(checkpoint, {}, before)
+    warn_of_changes(checkpoint | {"world_size": 2}, {}, now)
+    warn_of_changes(checkpoint, {"a.py": "1"}, before | {"--deterministic": 1})
+    assert not capsys.readouterr().err
+    warn_of_changes(
+        checkpoint | {"computing": before | {"--deterministic": 0}}, {}, before | {"--deterministic": 1}
+    )
+    assert "--deterministic was 0 and is 1" in capsys.readouterr().err
+    warn_of_changes(checkpoint, {"a.py": "1", "b.py": "3"}, before)
+    assert capsys.readouterr().err.startswith("warning: b.py changed since the checkpoint was written")
+
+
+def test_evaluations_of_other_held_out_data_do_not_count(corpus, tmp_path):
+    """Neither for the best weights nor for early stopping, which would end the run; of the same data they
+    count."""
+    settings = {"num_hidden_layers": 1, "epochs": 1, "eval_interval": 2, "patience": 2, "keep_every": 2}
+    run(
+        "pretrain",
+        flags(corpus, tmp_path, "pretrain", **settings),
+        Faults(signals={5: signal.SIGTERM}),
+        status=143,
+    )
+    path, state = tmp_path / "checkpoints/pretrain_32_resume.pth", saved_state(tmp_path)
+    state["hooks"]["early_stopping"]["best"] = 0.1  # what no evaluation reaches
+    torch.save({key: value for key, value in state.items() if key != FORMAT} | {"best_eval": 0.1}, path)
+    shutil.copytree(tmp_path, tmp_path / "same")
+    same = run("pretrain", flags(corpus, tmp_path / "same", "pretrain", **settings, from_resume=1))
+    assert "stopping: EarlyStopping: eval_loss got no better than 0.1" in same.out
+    other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the river walks"}])
+    resumed = [*flags(corpus, tmp_path, "pretrain", **settings, from_resume=1), "--eval_data_path", other]
+    process = run("pretrain", resumed)
+    assert "warning: the held-out data or --monitor are not those of before" in process.err
+    assert "done: 8 updates" in process.out and "stopping" not in process.out
+    last = saved_state(tmp_path)
+    assert last["eval_data"] != state["eval_data"] and 1 < last["best_eval"] < 20
+    assert last["hooks"]["early_stopping"]["best"] > 1
+
+
+def test_the_best_state_is_that_of_the_weights_which_were_evaluated(corpus, tmp_path):
+    """The newest file is damaged, the run goes back to the one before and evaluates there: that one is the
+    best, not what lies at the newest place."""
+    settings = {"num_hidden_layers": 1, "epochs": 1, "eval_interval": 2, "save_interval": 100}
+    run(
+        "pretrain",
+        flags(corpus, tmp_path, "pretrain", **settings),
+        Faults(eval_signal=signal.SIGTERM),
+        status=143,
+    )
+    folder = tmp_path / "checkpoints"
+    first = (folder / "pretrain_32_resume.pth").read_bytes()  # of update 2, which is still to be evaluated
+    (folder / "pretrain_32_resume_previous.pth").write_bytes(first)
+    (folder / "pretrain_32_resume.pth").write_bytes(first[:-100])
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={1: signal.SIGKILL}), status=-9)
+    assert (folder / "pretrain_32_best_resume.pth").read_bytes() == first
+
+
+def test_the_checkpoint_of_another_stage_is_one_line():
+    """One of the same data and settings, as of SFT for LoRA."""
+    state = SimpleNamespace(model=torch.nn.Linear(2, 2), code={}, args=StageArgs())
+    with pytest.raises(UserError, match=r"of another stage or model .*; give another --save_weight"):
+        TrainState.restore(state, {"model": {"weight": torch.zeros(2, 2), "lora": torch.zeros(2)}})
+
+
+def test_a_flag_that_is_added_to_a_stage_does_not_end_its_runs():
+    """With its default the run goes on; with another value it is another run."""
+
+    @dataclass(kw_only=True)
+    class Before(StageArgs):
+        mine: int = 1
+
+    @dataclass(kw_only=True)
+    class After(Before):
+        added: float = 0.5
+
+    def fingerprint(args):
+        return run_fingerprint(args, {}, {}, 9)
+
+    start = {"from_weight": "none", "from_resume": True}
+    position = {"epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    checkpoint = position | {"run": fingerprint(Before(**start))}
+    current = fingerprint(After(**start))
+    assert check_resume(After(**start), current, checkpoint) == current and current["added"] == 0.5
+    for other, told in (({"added": 0.7}, "added: 0.5 -> 0.7"), ({"mine": 2}, "mine: 1 -> 2")):
+        args = After(**start, **other)
+        with pytest.raises(UserError, match=re.escape(f"another run ({told})")):
+            check_resume(args, fingerprint(args), checkpoint)
+
+
+def test_batch_size_and_accumulation_may_be_regrouped(corpus, tmp_path):
+    """As long as an update stays as large: each sample once, the same losses."""
+    settings = {"epochs": 2, "num_hidden_layers": 1, "eval_interval": 0}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    seen, shapes = [], [(8, 1, 4), (4, 2, 11), (2, 4, None)]  # stopped in the first epoch, then in the second
+    for batch_size, accumulation, update in shapes:
+        regrouped = settings | {
+            "batch_size": batch_size,
+            "accumulation_steps": accumulation,
+            "from_resume": 1,
+        }
+        begin = 1 if batch_size == 8 else 5
+        stop = {} if update is None else {(update - begin) * accumulation + 1: signal.SIGTERM}
+        ids = tmp_path / f"ids{batch_size}"
+        argv = flags(corpus, tmp_path, "pretrain", **regrouped)
+        run("pretrain", argv, Faults(signals=stop, record=str(ids)), status=143 if stop else 0)
+        seen += [i for step in sample_ids([ids], batch_size) for i in step]
+    assert sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
+    one, other = records(tmp_path / "whole"), records(tmp_path)
+    assert len(one) == len(other) == 16
+    assert all(a[0] == b[0] and abs(a[2] - b[2]) <= 1e-5 for a, b in zip(one, other, strict=True))
+
+
+def test_weights_named_none_are_not_start_weights(tmp_path):
+    """A file that some run wrote under this name does not change what a run from random weights is."""
+    (tmp_path / "none_512.pth").write_bytes(b"weights")
+    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="none")
+    assert run_fingerprint(args, {}, {}, 9)["from_weight_sha256"] is None
+
+
+def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
+    """As long as the first lives; killed with -9, it holds nothing any more."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    first = StageProcess("pretrain", [*argv, "--num_workers", "1"], Faults(sleep=30.0))
+    deadline = time.time() + 60
+    while "Epoch" not in first.out and "model:" not in first.out and time.time() < deadline:
+        time.sleep(0.02)
+    second = run("pretrain", argv, IMPATIENT, status=2)
+    assert len(second.error_lines) == 1
+    assert f"error: process {first.process.pid} on " in second.err and "another --save_weight" in second.err
+    run("pretrain", [*argv, "--save_weight", "other"])
+    first.send(signal.SIGKILL)
+    assert first.wait() == -9
+    assert "done: 8 updates" in run("pretrain", argv).out
+
+
+SLOW_DISK = """
+import time
+import trainer.run.checkpoint as checkpoint
+write = checkpoint.atomic_write
+def slow(path, content, **options):
+    write(path, lambda file: (content(file), time.sleep(1)), **options)
+checkpoint.atomic_write = slow
+"""
+
+
+def test_a_restart_while_the_old_run_still_saves(corpus, tmp_path):
+    """As by a supervisor that restarts what it has just ended: it waits, and goes on."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 1000, "eval_interval": 0}
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    old = StageProcess("pretrain", argv, Faults(script=SLOW_DISK, signals={4: signal.SIGTERM}))
+    deadline = time.time() + 60
+    while "finishing this update" not in old.err and time.time() < deadline:
+        time.sleep(0.01)
+    new = run("pretrain", argv)
+    assert old.wait() == 143
+    told = (
+        f"process {old.process.pid} on {socket.gethostname()} is training a run of this name and writes to "
+    )
+    assert new.out.startswith(
+        f"{told}{tmp_path}/out; waiting up to 60 s, in case it is saving and about to end\n"
+    )
+    assert "resuming pretrain at epoch 1, update 4 of 8" in new.out
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    assert_same_run(tmp_path / "whole", tmp_path)
+
+
+def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
+    """As on two machines without a shared file system."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, batch_size=4, from_resume=1)
+    run("pretrain", argv, ranks=2)
+    elsewhere = f"sys.argv[sys.argv.index('--checkpoint_dir') + 1] = {str(tmp_path / 'elsewhere')!r}"
+    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=elsewhere)})
+    assert [process.wait() for process in processes] == [2, 2]
+    assert (
+        "the ranks do not see the same data, settings or checkpoint (checkpoint's epoch: 0 on rank 0, None on rank 1; "
+        in processes[0].err
+    )
+    other_data = f"sys.argv[sys.argv.index('--data_path') + 1] = {str(corpus['pretrain_eval'])!r}"
+    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=other_data)})
+    assert [process.wait() for process in processes] == [2, 2]
+    assert "the ranks do not see the same data, settings or checkpoint (samples: " in processes[0].err
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path, stage):
+    """Killed with -9 in the middle of an accumulation window of the second epoch; loader workers change
+    nothing."""
+    settings = {"packing": 1, "accumulation_steps": 2, "batch_size": 2, "epochs": 2, "dropout": 0.1}
+    settings |= {"from_weight": "none", "save_interval": 7, "eval_interval": 0, "num_hidden_layers": 1}
+    run(stage, flags(corpus, tmp_path / "whole", stage, **settings))
+    argv = flags(corpus, tmp_path / "broken", stage, **settings, num_workers=2, from_resume=1)
+    name = f"{'full_sft' if stage == 'sft' else stage}_32"
+    per_epoch = max(r["step"] for r in read_metrics(tmp_path / f"whole/out/{name}_metrics.jsonl"))
+    run(stage, argv, Faults(signals={per_epoch + 4: signal.SIGKILL}), status=-9)
+    run(stage, argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", name)
+
+
+def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
+    """On a device without float16 arithmetic it is refused; here the emulation serves to see the scaler come
+    back."""
+    settings = {"dtype": "float16", "epochs": 2, "num_hidden_layers": 1, "batch_size": 16, "max_seq_len": 16}
+    allow = "import trainer.devices.device as a; a.native_float16 = lambda device: True"
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), Faults(script=allow))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    count = len(records(tmp_path / "whole"))
+    run("pretrain", argv, Faults(script=allow, signals={count - 2: signal.SIGKILL}), status=-9)
+    run("pretrain", argv, Faults(script=allow))
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    scales = [saved_state(tmp_path / folder)["scaler"] for folder in ("whole", "broken")]
+    assert scales[0] == scales[1] and scales[0]["scale"] >= 1 and scales[0]["_growth_tracker"] > 0
+
+
+def test_bfloat16_resumes_exactly_and_float32_may_follow(corpus, tmp_path):
+    settings = {"dtype": "bfloat16_emulated", "epochs": 2}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={11: signal.SIGKILL}), status=-9)
+    run("pretrain", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    argv = flags(corpus, tmp_path / "other", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={11: signal.SIGTERM}), status=143)
+    run("pretrain", [*argv, "--dtype", "float32"])
+    one, other = (
+        read_metrics(tmp_path / folder / "out/pretrain_32_metrics.jsonl") for folder in ("whole", "other")
+    )
+    assert all(abs(a["loss"] - b["loss"]) < 0.05 for a, b in zip(one, other, strict=True))
+
+
+def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    torch.save({"weights": torch.ones(3)}, folder / "pretrain_32_resume.pth")
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
+    assert "no readable checkpoint" in run("pretrain", argv, status=2).error_lines[-1]
+    keys = ("model", "optimizer", "epoch", "step", "world_size")
+    torch.save(dict.fromkeys(keys, 0), folder / "pretrain_32_resume.pth")
+    assert "is not one of a stage script" in run("pretrain", argv, status=2).error_lines[-1]
+    assert not (tmp_path / "out/pretrain_32.pth").exists()
+
+
+def test_contracts():
+    check_same_run({"a": 1, "b": 2}, {"a": 1, "b": 2})
+    with pytest.raises(UserError) as error:
+        check_same_run({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "d": 4})
+    assert (
+        "b: 2 -> 5" in str(error.value)
+        and "c: 3 -> None" in str(error.value)
+        and "d: None -> 4" in str(error.value)
+    )
+    assert "a:" not in str(error.value)
+    assert total_updates({"samples": 65, "global_batch": 8, "epochs": 3}) == 27
+
+
+@pytest.mark.slow
+def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
+    """With loader processes, too, which must not outlive the run."""
+    settings = {
+        "epochs": 2,
+        "num_hidden_layers": 1,
+        "dropout": 0.1,
+        "accumulation_steps": 2,
+        "num_workers": 2,
+    }
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings, use_compile=1), timeout=600)
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    run(
+        "pretrain",
+        [*argv, "--use_compile", "1"],
+        Faults(signals={13: signal.SIGKILL}),
+        status=-9,
+        timeout=600,
+    )
+    run("pretrain", [*argv, "--use_compile", "1"], timeout=600)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    settings["dropout"] = 0.0  # compiled, its masks are others
+    run("pretrain", flags(corpus, tmp_path / "plain", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "toggled", "pretrain", **settings, from_resume=1)
+    run(
+        "pretrain",
+        [*argv, "--use_compile", "1"],
+        Faults(signals={13: signal.SIGKILL}),
+        status=-9,
+        timeout=600,
+    )
+    run("pretrain", argv)
+    plain, toggled = (
+        read_metrics(tmp_path / n / "out/pretrain_32_metrics.jsonl") for n in ("plain", "toggled")
+    )
+    assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(plain, toggled, strict=True))

@@ -1,0 +1,322 @@
+"""Signals, lost ranks, memory: real ones, sent to real processes."""
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common.errors import Interrupted
+from tests.conftest import ROOT
+from tests.stage_process import Faults, StageProcess, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
+from trainer.report.metrics import read_metrics
+from trainer.run.signals import StopRequest
+
+
+def wait_for_records(path, count: int, alive) -> None:
+    """Until the metrics file holds that many records."""
+    deadline = time.time() + 120
+    while len(read_metrics(path)) < count:
+        assert alive() and time.time() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(
+        "pretrain",
+        flags(corpus, folder, "pretrain", epochs=3, accumulation_steps=2, batch_size=4, dropout=0.1),
+    )
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole, number):
+    argv = flags(
+        corpus, tmp_path, "pretrain", epochs=3, accumulation_steps=2, batch_size=4, dropout=0.1, from_resume=1
+    )
+    # the first half of update 4
+    stopped = run("pretrain", argv, Faults(signals={7: number}), status=128 + number)
+    name = signal.Signals(number).name
+    assert stopped.error_lines == [
+        f"{name}: finishing this update, then saving",
+        f"stopped: by {name} after update 4 of 24, which is saved; --from_resume 1 goes on from there",
+    ]
+    assert saved_state(tmp_path)["update"] == 4
+    # again, this time while it evaluates
+    run("pretrain", argv, Faults(eval_signal=number), status=128 + number)
+    assert saved_state(tmp_path)["record"]["evaluating"]
+    run("pretrain", argv)
+    assert_same_run(whole, tmp_path)
+
+
+DEAD_PIPE = """
+reader, writer = os.pipe()
+os.close(reader)
+[os.dup2(writer, number) for number in (1, 2)]
+"""
+FULL_DISK = "[os.dup2(os.open('/dev/full', os.O_WRONLY), number) for number in (1, 2)]"
+NONE = "os.closerange(1, 3); sys.stdout = sys.stderr = None"  # as Python begins under `>&- 2>&-`
+CLOSED_TERMINAL = """
+import threading
+master, terminal = os.openpty()
+[os.dup2(terminal, number) for number in (1, 2)]
+os.close(terminal)
+
+def watch():
+    seen = b""
+    while b"(6/" not in seen:
+        seen += os.read(master, 1000)
+    os.close(master)
+
+threading.Thread(target=watch, daemon=True).start()
+assert sys.stdout.isatty()
+"""
+
+
+@pytest.mark.parametrize("console", [DEAD_PIPE, FULL_DISK, NONE, CLOSED_TERMINAL])
+def test_a_console_that_fails_ends_nothing(corpus, tmp_path, whole, console):
+    """`| tee` that Ctrl-C ended, a full disk behind a log, a closed terminal: the run goes on, and saves when
+    asked."""
+    argv = flags(
+        corpus, tmp_path, "pretrain", epochs=3, accumulation_steps=2, batch_size=4, dropout=0.1, from_resume=1
+    )
+    number = signal.SIGINT if console == DEAD_PIPE else signal.SIGHUP
+    run("pretrain", argv, Faults(script=console, signals={17: number}), status=128 + number)
+    assert saved_state(tmp_path)["update"] == 9
+    run("pretrain", argv, Faults(script=console))
+    assert_same_run(whole, tmp_path)
+
+
+def test_a_loader_process_that_is_killed_ends_in_one_line(corpus, tmp_path):
+    kill = "import threading, time, multiprocessing\n"
+    kill += "def wait():\n    while not (found := multiprocessing.active_children()): time.sleep(0.01)\n"
+    kill += "    found[0].kill()\n"
+    kill += "threading.Thread(target=wait, daemon=True).start()"
+    argv = flags(corpus, tmp_path, "pretrain", epochs=3, num_workers=1)
+    (line,) = run("pretrain", argv, Faults(script=kill, sleep=0.3), status=2).error_lines
+    assert (
+        line.startswith("error: the data loader processes failed (DataLoader worker")
+        and "--num_workers 0" in line
+    )
+
+
+def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
+    """As under nohup."""
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    done = run("pretrain", argv, Faults(script=ignore, signals={3: signal.SIGHUP}))
+    assert "done: 8 updates" in done.out and done.error_lines == []
+
+
+def test_a_signal_that_comes_again_does_not_disturb_the_end():
+    """As when the threads of a torchrun that was killed end one after the other."""
+    with StopRequest() as stop:
+        stop.defer = True
+        signal.raise_signal(signal.SIGTERM)
+        stop.defer = False  # the last files are being written
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+    with StopRequest(), pytest.raises(Interrupted):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_two_ranks_stop_at_the_same_update(corpus, tmp_path):
+    """One of them is told; both save and leave, at the update that both had finished."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=3, batch_size=4, from_resume=1, save_interval=1000)
+    ranks = start_ranks(2, "pretrain", argv, {1: Faults(signals={5: signal.SIGTERM})})
+    assert [rank.wait(60) for rank in ranks] == [143, 143]
+    assert "stopped: by SIGTERM after update 5 of 24, which is saved" in ranks[0].error_lines[-1]
+    assert saved_state(tmp_path)["update"] == 5 and len(records(tmp_path)) == 5
+    ranks = start_ranks(2, "pretrain", argv, {0: Faults(eval_signal=signal.SIGTERM)})  # rank 1 has no signal
+    assert [rank.wait(60) for rank in ranks] == [143, 143]
+    run("pretrain", argv, ranks=2)
+    run(
+        "pretrain",
+        flags(corpus, tmp_path / "whole", "pretrain", epochs=3, batch_size=4, save_interval=1000),
+        ranks=2,
+    )
+    assert_same_run(tmp_path / "whole", tmp_path)
+
+
+def test_before_training_a_signal_ends_at_once(corpus, tmp_path):
+    """While the token cache is built there is nothing to save; nothing half is left behind."""
+    text = corpus["pretrain"].read_text(encoding="utf-8")
+    data = tmp_path / "long.jsonl"
+    data.write_text(text * 400, encoding="utf-8")
+    argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", data_path=data)
+    process = StageProcess("pretrain", argv)
+    deadline = time.time() + 60
+    while not list(tmp_path.glob("cache/*.tmp-*")) and time.time() < deadline:
+        time.sleep(0.002)
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert len(process.error_lines) == 1 and process.error_lines[0].startswith("stopped: by SIGTERM; ")
+    assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.glob("cache/*.tmp-*"))
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["torchrun", "torchrun, which cannot pass it on", pytest.param("a rank", marks=pytest.mark.slow)],
+)
+def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path, target):
+    import psutil
+
+    argv = flags(
+        corpus, tmp_path, "pretrain", epochs=200, batch_size=2, save_interval=100_000, eval_interval=100_000
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "trainer/train_pretrain.py"), *argv]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_records(tmp_path / "out/pretrain_32_metrics.jsonl", 3, lambda: process.poll() is None)
+    ranks = psutil.Process(process.pid).children()
+    begin = time.time()
+    number = signal.SIGKILL if "cannot" in target else signal.SIGTERM
+    os.kill(ranks[1].pid if target == "a rank" else process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.time() - begin < 60
+    _, left = psutil.wait_procs(ranks, timeout=5)  # a process closes its output a moment before it has ended
+    assert not [rank for rank in left if rank.is_running() and rank.status() != "zombie"]
+    said = [line for line in err.splitlines() if line.startswith("stopped: by SIGTERM after update")]
+    assert len(said) == 1, err
+    if target == "a rank":  # torchrun's closing report, the last thing printed, quotes it
+        assert f"traceback : {said[0]}" in err[err.rindex("Root Cause") :]
+    done = int(said[0].split("after update ")[1].split()[0])
+    assert saved_state(tmp_path)["update"] == done >= 3
+
+
+def test_one_rank_is_killed(corpus, tmp_path):
+    """The other ends soon and says why; the checkpoint is whole."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=3, batch_size=4)
+    ranks = start_ranks(2, "pretrain", argv, {1: Faults(signals={8: signal.SIGKILL})})
+    assert [rank.wait(60) for rank in ranks] == [2, -9]
+    assert ranks[0].error_lines[-1].startswith(f"error: rank 0: rank 1 ({socket.gethostname()}) ended while")
+    assert "Traceback" not in ranks[0].err
+    assert saved_state(tmp_path)["update"] == 6
+
+
+def test_out_of_memory_says_what_to_lower(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain")
+    process = run("pretrain", argv, Faults(hog=5), status=2)
+    assert len(process.error_lines) == 1 and process.error_lines[0].startswith("error: out of memory (")
+    assert "--batch_size" in process.error_lines[0] and "--max_seq_len" in process.error_lines[0]
+    assert saved_state(tmp_path)["update"] in (3, 4)
+
+
+def test_a_port_that_is_taken(corpus, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        env = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **env)
+        assert process.wait(60) == 2
+    assert process.error_lines[-1].startswith(f"error: the ranks cannot meet at 127.0.0.1:{port}")
+    assert "--master_port" in process.error_lines[-1]
+
+
+def test_waiting_for_the_other_ranks_ends_at_a_signal(corpus, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    env = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+    }
+    process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **env)
+    with socket.socket() as there:
+        while there.connect_ex(address):  # until it listens for the others
+            time.sleep(0.1)
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert "stopped: by SIGTERM" in process.err
+
+
+def test_a_rank_whose_peer_has_ended_ends_at_a_signal_while_it_connects(corpus, tmp_path):
+    """Both have met; one ends before it connects, as when a torchrun that is killed leaves them at that
+    moment."""
+    connecting = tmp_path / "connecting"
+    script = "import torch.distributed as dist\ninit = dist.init_process_group\n"
+    waits = (
+        script + f"dist.init_process_group = lambda *a, **k: (open({str(connecting)!r}, 'w'), init(*a, **k))"
+    )
+    ends = "import torch.distributed as dist\ndist.init_process_group = lambda *_, **__: os._exit(9)"
+    argv = flags(corpus, tmp_path, "pretrain")
+    waiting, ended = start_ranks(2, "pretrain", argv, {0: Faults(script=waits), 1: Faults(script=ends)})
+    assert ended.wait(60) == 9
+    while not connecting.exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    waiting.send(signal.SIGTERM)
+    assert waiting.wait(20) == 143
+    assert "stopped: by SIGTERM" in waiting.err
+
+
+# --- updates that are not finite
+# -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinite_gradient"])
+def test_a_bad_update_is_left_out_on_all_ranks(corpus, tmp_path, kind):
+    """Only rank 1 meets it. Weights and optimizer stay those of the update before; training goes on."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, batch_size=4, save_interval=1, eval_interval=0)
+    stop = {4: signal.SIGTERM}
+    start_all = [start_ranks(2, "pretrain", flags(corpus, tmp_path / "before", "pretrain", epochs=1, batch_size=4), {
+        0: Faults(signals={3: signal.SIGTERM})})]  # fmt: skip
+    bad = {
+        1: Faults(**{kind: (4,)}, record=str(tmp_path / "ids1")),
+        0: Faults(record=str(tmp_path / "ids0"), signals=stop),
+    }
+    start_all.append(start_ranks(2, "pretrain", argv, bad))
+    for ranks in start_all:
+        assert [rank.wait(60) for rank in ranks] == [143, 143]
+    warning = next(
+        line for line in start_all[1][0].error_lines if line.startswith("warning: update 4 is skipped")
+    )
+    assert f"({corpus['pretrain']}:" in warning
+    after, before = saved_state(tmp_path), saved_state(tmp_path / "before")
+    assert (after["update"], before["update"]) == (4, 3)
+    assert all(torch.equal(value, after["model"][key]) for key, value in before["model"].items())
+    for index, state in before["optimizer"]["state"].items():
+        assert all(
+            torch.equal(value, after["optimizer"]["state"][index][key]) for key, value in state.items()
+        )
+    record = read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")[3]
+    assert record["loss" if kind == "nan" else "grad_norm"] is None
+    ids = [int(i) for rank in (0, 1) for i in (tmp_path / f"ids{rank}").read_text().splitlines()[3].split()]
+    assert record["skipped"] == [{"update": 4, "sample_ids": ids}]
+    run("pretrain", [*argv, "--from_resume", "1"], ranks=2)
+    last = read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")[-1]
+    assert last["update"] == 8 and math.isfinite(last["loss"])
+
+
+def test_too_many_bad_updates_in_a_row_end_the_run(corpus, tmp_path, whole):
+    """The checkpoint before them is intact, and the run can go on from it as if nothing had happened."""
+    settings = {"epochs": 3, "accumulation_steps": 2, "batch_size": 4, "dropout": 0.1, "max_bad_updates": 3}
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    process = run("pretrain", argv, Faults(nan=(9, 12, 20, 22, 24)), status=2)
+    assert process.error_lines[-1].startswith("error: --max_bad_updates 3: ")
+    assert "update 12." in process.error_lines[-1]
+    assert saved_state(tmp_path)["update"] == 8  # due at 10 as well, but that was the first of them
+    assert saved_state(tmp_path)["bad_updates"]["in_a_row"] == 0
+    for path in (tmp_path / "checkpoints").glob("*"):
+        path.unlink()  # bad updates 5 to 7 are part of that run; a clean one starts again
+    run("pretrain", argv)
+    assert_same_run(whole, tmp_path)

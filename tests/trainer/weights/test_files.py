@@ -1,0 +1,192 @@
+"""A weights file describes itself: its config is read from there, whatever its name, and never another's in
+silence."""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from common.errors import UserError
+from common.settings import StageArgs
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
+from tests.stage_process import run
+from tests.trainer.stage_flags import flags
+from trainer.objectives.next_token import vocabulary_hash
+from trainer.run.checkpoint import lm_checkpoint
+from trainer.trainer_utils import init_model, start_model_config, start_shape
+from trainer.weights import files as model_files
+from trainer.weights.files import read_model, save_weights
+from trainer.weights.for_tools import load_path
+
+ODD = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "head_dim": 16,
+    "norm_topk_prob": False,
+}
+ODD |= {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 1e4}}
+IDS = torch.arange(40, 70)[None]
+
+
+def model_of(**fields) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    return MiniMindForCausalLM(MiniMindConfig(**fields)).eval()
+
+
+@pytest.fixture
+def other_tokenizer(tmp_path) -> Path:
+    """The tokenizer of the repository with two of its tokens exchanged: as many tokens, and other texts."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(ROOT / "model", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    one, other = (token for token, index in vocabulary.items() if index in (3000, 3001))
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["w_32_moe_3x2.pth", "renamed.pth", "w_512.pth"])
+def test_the_config_is_in_the_file_whatever_its_name(name, tmp_path):
+    """Fields that no tensor shows, too: with the defaults these weights would be another model."""
+    model = model_of(**ODD)
+    path = save_weights(model, tmp_path / "w_32_moe_3x2.pth", description={"stage": "s", "update": 3})
+    path.with_suffix(".json").unlink()
+    path = path.rename(tmp_path / name)
+    weights, config = read_model(path)
+    assert config.own_fields() == model.config.own_fields()
+    loaded, _ = load_path(path)
+    model.load_state_dict({key: value.half() for key, value in model.state_dict().items()})
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert torch.equal(torch.load(path, weights_only=True)["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_the_copy_for_people(tmp_path):
+    path = save_weights(model_of(**ODD), tmp_path / "w.pth", description={"stage": "s", "update": 3})
+    described = json.loads(path.with_suffix(".json").read_text())
+    assert described["model"]["rms_norm_eps"] == 1e-5 and described["model"]["num_experts_per_tok"] == 2
+    assert described["stage"] == "s" and described["update"] == 3
+    assert described["versions"]["torch"] == torch.__version__
+    assert described["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_killed_between_the_two_files_nothing_is_wrong(tmp_path, monkeypatch):
+    """The weights say what they are; the JSON of those before is not read."""
+    save_weights(model_of(hidden_size=32, num_hidden_layers=2), tmp_path / "w_32.pth")
+    monkeypatch.setattr(model_files, "write_description", lambda *args: os.abort)
+    save_weights(model_of(hidden_size=32, num_hidden_layers=2, rms_norm_eps=1e-3), tmp_path / "w_32.pth")
+    assert json.loads((tmp_path / "w_32.json").read_text())["model"]["rms_norm_eps"] == 1e-6
+    assert load_path(tmp_path / "w_32.pth")[0].config.rms_norm_eps == 1e-3
+
+
+def test_weights_from_elsewhere_beside_the_description_of_others_are_refused(tmp_path):
+    model = model_of(hidden_size=32, num_hidden_layers=1)
+    path = save_weights(model, tmp_path / "w_32.pth")
+    torch.save(model.half().state_dict(), path)
+    with pytest.raises(UserError, match=r"w_32.json describes other weights than .*w_32.pth.*; delete it"):
+        load_path(path)
+    path.with_suffix(".json").unlink()
+    assert load_path(path)[0].config.num_hidden_layers == 1
+
+
+def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
+    model = model_of(hidden_size=32, num_hidden_layers=1)
+    fields = model.config.own_fields()
+    for more, refused in (({"window": 7}, True), ({"window": 0}, False)):
+        model_files.write_described(tmp_path / "w.pth", model.state_dict(), {"model": fields | more})
+        if refused:
+            with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
+                read_model(tmp_path / "w.pth")
+    assert read_model(tmp_path / "w.pth")[1].own_fields() == fields
+
+
+def test_a_checkpoint_says_its_config(tmp_path):
+    model = model_of(**ODD)
+    optimizer = torch.optim.AdamW(model.parameters())
+    lm_checkpoint(model.config, "w", model, optimizer, save_dir=tmp_path)
+    assert read_model(tmp_path / "w_32_moe_3x2_resume.pth")[1].own_fields() == model.config.own_fields()
+
+
+@dataclass(kw_only=True)
+class Args(StageArgs):
+    from_weight: str = "w"
+
+
+def test_a_stage_takes_the_config_of_its_start_weights(tmp_path):
+    """By name or by path, without a flag for it; a contradicting flag is refused; the dropout is the run's
+    own."""
+    save_weights(model_of(**ODD | {"num_hidden_layers": 3}), tmp_path / "w_32_moe_3x2.pth")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
+    experts = {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2}
+    by_name = Args(save_dir=str(tmp_path), hidden_size=32, dropout=0.1, **experts)
+    by_path = Args(from_weight=str(tmp_path / "w_32_moe_3x2.pth"), dropout=0.1)
+    for args in (by_name, by_path):
+        args = start_shape(args)
+        assert (args.num_hidden_layers, args.num_experts_per_tok) == (3, 2)
+        config = start_model_config(tokenizer, args)
+        assert (config.rms_norm_eps, config.norm_topk_prob, config.head_dim) == (1e-5, False, 16)
+        assert config.dropout == 0.1 and config.tokenizer_sha256 == vocabulary_hash(tokenizer)
+        init_model(config, args.from_weight, save_dir=tmp_path)
+    with pytest.raises(
+        UserError, match=r"--num_hidden_layers 4: --from_weight .* is of 3; leave the flag out"
+    ):
+        start_shape(Args(save_dir=str(tmp_path), hidden_size=32, num_hidden_layers=4, **experts))
+
+
+def test_weights_do_not_become_a_model_of_other_arithmetic(tmp_path):
+    """A config of one's own that leaves out a field would give a model that runs, and is wrong."""
+    path = save_weights(model_of(hidden_size=32, num_hidden_layers=1, rms_norm_eps=1e-5), tmp_path / "w.pth")
+    shape = {"hidden_size": 32, "num_hidden_layers": 1}
+    with pytest.raises(UserError, match="they are of rms_norm_eps 1e-05, not 1e-06"):
+        init_model(MiniMindConfig(**shape), str(path))
+    longer = MiniMindConfig(**shape, rms_norm_eps=1e-5, inference_rope_scaling=True)
+    assert init_model(longer, str(path))[0].config.rope_parameters["rope_type"] == "yarn"  # for longer texts
+
+
+def test_another_tokenizer_of_equal_size_is_refused(other_tokenizer, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
+    assert len(AutoTokenizer.from_pretrained(other_tokenizer)) == len(tokenizer)
+    sha256 = vocabulary_hash(tokenizer)
+    path = save_weights(
+        model_of(hidden_size=32, num_hidden_layers=1, tokenizer_sha256=sha256), tmp_path / "w_32.pth"
+    )
+    load_path(path)
+    with pytest.raises(UserError, match="has other tokens than that of the weights"):
+        load_path(path, other_tokenizer)
+    with pytest.raises(UserError, match="has other tokens than that of the weights"):
+        init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1), "w", other_tokenizer, tmp_path)
+
+
+def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):
+    """MiniMind's weights have as many tokens as ours, and nothing says which: the first loss shows it."""
+    (tmp_path / "out").mkdir()
+    model = model_of(hidden_size=32, num_hidden_layers=1)
+    for parameter in model.parameters():
+        parameter.data *= 8  # sure of the wrong tokens
+    torch.save(model.half().state_dict(), tmp_path / "out/pretrain_32.pth")
+    argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1)
+    assert "that of guessing: --from_weight pretrain does not fit the text" in run("full_sft", argv).err
+    described = json.loads((tmp_path / "out/full_sft_32.json").read_text())
+    assert (
+        described["stage"] == "trainer/train_full_sft.py" and described["from_weight"]["name"] == "pretrain"
+    )
+    start = hashlib.sha256((tmp_path / "out/pretrain_32.pth").read_bytes()).hexdigest()
+    assert (
+        described["from_weight"]["sha256"] == start and described["update"] > 1 and described["data"]["data"]
+    )
+    torch.save(
+        model_of(hidden_size=32, num_hidden_layers=1).half().state_dict(), tmp_path / "out/random_32.pth"
+    )
+    argv = flags(
+        corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1, save_weight="second", from_weight="random"
+    )
+    assert "of guessing" not in run("full_sft", argv).err

@@ -1,0 +1,229 @@
+"""Which weights a tool takes and what their model is: from their tensors and names, or one line that asks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.command_line import Parser
+from common.errors import UserError
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT
+from trainer.run.checkpoint import lm_checkpoint
+from trainer.run.paths import resume_path, run_name, shape_in_name, weight_path
+from trainer.weights.files import find_weights, load_weights, save_weights
+from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
+from trainer.weights.import_hf import shape_of_tensors
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
+SHAPES = {
+    "w_32": SMALL,
+    "w_64": {"hidden_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": False},
+    "w_48": {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2}
+    | {"head_dim": 16, "intermediate_size": 80, "vocab_size": 70},
+    "w_32_moe": SMALL | {"use_moe": True},
+    "w_32_moe_8x2": SMALL
+    | {"use_moe": True, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "w_32_moe_4x4": SMALL | {"use_moe": True, "num_experts_per_tok": 4},
+}
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Saves small random weights under the names given, or without a description as the file `name`; returns
+    the folder."""
+
+    def write(*shapes: str, name: str = "") -> Path:
+        for shape in shapes:
+            config = MiniMindConfig(**SHAPES[shape])
+            if name:  # from elsewhere
+                torch.save(MiniMindForCausalLM(config).half().state_dict(), tmp_path / name)
+            else:
+                save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "w", config))
+        return tmp_path
+
+    return write
+
+
+def refused(call, *args, **asked) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **asked)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def load(folder: Path, weight: str = "w", **asked) -> MiniMindForCausalLM:
+    return load_path(find_weights(folder, weight, **asked), **asked)[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_state_dict_and_its_name_tell_the_whole_shape(name):
+    config = MiniMindConfig(**SHAPES[name])
+    state = MiniMindForCausalLM(config).state_dict()
+    assert run_name("w", config) == name  # MiniMind's, but for other experts than MiniMind's
+    shown = shape_of_tensors(state)
+    known = {"num_experts_per_tok": config.num_experts_per_tok, "intermediate_size": config.intermediate_size}
+    assert MiniMindConfig(**known | shown).to_dict() == config.to_dict()
+    # two equal tensors instead of one, as MiniMind writes them, or only one of them
+    if config.tie_word_embeddings:
+        copies = {key: value.clone() for key, value in state.items()}
+        assert shape_of_tensors(copies)["tie_word_embeddings"]
+        assert shape_of_tensors({k: v for k, v in copies.items() if k != "lm_head.weight"})[
+            "tie_word_embeddings"
+        ]
+    named = shape_in_name(Path(f"some/w_2_{name.removeprefix('w_')}.pth"))
+    experts = (config.num_experts, config.num_experts_per_tok) if config.use_moe else (None, None)
+    assert tuple(named.values()) == (config.hidden_size, config.use_moe, *experts)
+    assert resume_path("c", "w", config) == Path(f"c/{name}_resume.pth")
+
+
+def test_other_names_tell_nothing():
+    for name in ("w.pth", "w_moe.pth", "w_32_8x2.pth", "w_32_resume.pth", "w_32.pt"):
+        assert shape_in_name(Path(name)) is None
+
+
+@pytest.mark.parametrize("name", ["w_32", "w_32_moe", "w_32_moe_8x2", "w_32_moe_4x4"])
+def test_the_only_weights_need_no_flags(save, name, capsys):
+    model = load(save(name))
+    config = MiniMindConfig(**SHAPES[name])
+    assert model.config.num_experts_per_tok == config.num_experts_per_tok and not model.training
+    reference = MiniMindForCausalLM(config).eval()
+    load_weights(reference, save() / f"{name}.pth")
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+    assert f"weights: {name}.pth" in capsys.readouterr().out
+    shape = {key: getattr(config, key) for key in ("hidden_size", "num_hidden_layers", "use_moe")}
+    assert load(save(), **shape).config.hidden_size == 32  # the flags that say the same are fine
+
+
+def test_of_several_weights_a_flag_chooses(save):
+    folder = save("w_32", "w_64", "w_32_moe", "w_32_moe_8x2")
+    save("w_32", name="w_best_32.pth"), save("w_32", name="w_32_resume.pth")
+    assert refused(find_weights, folder, "w") == (
+        f"{folder} holds several weights w: w_32.pth, w_32_moe.pth, w_32_moe_8x2.pth, w_64.pth; "
+        "choose one with --hidden_size or --use_moe"
+    )
+    assert find_weights(folder, "w", hidden_size=64).name == "w_64.pth"
+    assert find_weights(folder, "w", hidden_size=32, use_moe=False).name == "w_32.pth"
+    assert refused(find_weights, folder, "w", use_moe=True).endswith(
+        "w_32_moe.pth, w_32_moe_8x2.pth; choose one with --num_experts or --num_experts_per_tok"
+    )
+    assert find_weights(folder, "w", num_experts=4).name == "w_32_moe.pth"
+    assert find_weights(folder, "w", num_experts_per_tok=2).name == "w_32_moe_8x2.pth"
+    assert find_weights(folder, "w_best").name == "w_best_32.pth"
+
+
+def test_flags_that_contradict_the_weights_are_refused(save):
+    folder = save("w_32")
+    for asked in ({"hidden_size": 64}, {"use_moe": True}, {"num_experts": 4}, {"num_experts_per_tok": 1}):
+        ((name, value),) = asked.items()
+        line = (
+            f"--{name} {int(value)}: {folder} holds no such weights, only w_32.pth; leave out what is wrong"
+        )
+        assert refused(load, folder, **asked) == line
+    line = refused(load, folder, num_hidden_layers=2)
+    assert (
+        line.startswith("--num_hidden_layers 2 contradicts the weights") and "--num_hidden_layers 1;" in line
+    )
+    assert "nothing_*.pth do not exist (found there: w_32.pth)" in refused(find_weights, folder, "nothing")
+    assert "holds no weights" in refused(find_weights, folder / "none", "w")
+
+
+def test_what_cannot_be_known_is_asked_for(save):
+    """A file named as if it had MiniMind's four experts, but it has eight: how many a token uses, nobody has
+    said."""
+    folder = save("w_32_moe_8x2", name="w_32_moe.pth")
+    assert "w_32_moe.pth have 8 experts per layer, and nothing tells how many" in refused(load, folder)
+    assert "give --num_experts_per_tok" in refused(load, folder)
+    assert load(folder, num_experts_per_tok=2).config.num_experts_per_tok == 2
+    assert load(folder, num_experts=8, num_experts_per_tok=3).config.num_experts_per_tok == 3
+    assert "num_experts_per_tok 9 must be num_experts 8 or less" in refused(
+        load, folder, num_experts_per_tok=9
+    )
+    line = refused(load, folder, num_experts=4, num_experts_per_tok=2)
+    assert line.startswith("--num_experts 4 contradicts the weights") and "--num_experts 8;" in line
+
+
+def test_names_that_are_wrong_are_refused(save):
+    assert "have 4 experts per layer, but their name says others" in refused(
+        load, save("w_32_moe", name="w_32_moe_8x2.pth")
+    )
+
+
+def test_what_is_no_model_or_of_another_vocabulary_is_refused(save, tmp_path):
+    assert "has 6400 tokens, the model's vocabulary 70" in refused(load, save("w_48"))
+    for content in ({"model": {}, "epoch": 1}, {"a": torch.ones(2)}, {}):
+        torch.save(content, tmp_path / "other_32.pth")
+        line = refused(load, tmp_path, "other")
+        assert line.startswith(f"weights {tmp_path}/other_32.pth: ")
+
+
+def test_weights_of_other_experts_do_not_become_a_stages_start(save):
+    path = save("w_32_moe_8x2") / "w_32_moe_8x2.pth"
+    line = refused(load_weights, MiniMindForCausalLM(MiniMindConfig(**SHAPES["w_32_moe"])), path)
+    assert "do not fit the model: they are of num_experts 8, not 4, num_experts_per_tok 2, not 1" in line
+
+
+def test_a_larger_tokenizer_is_refused(save, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.objectives.next_token.len", lambda _: 7000, raising=False)
+    line = refused(load, save("w_32"), tokenizer_path=ROOT / "model")
+    assert "the tokenizer has 7000 tokens, the model's vocabulary 6400" in line
+
+
+# --- --model PATH
+
+
+def load_named(*flags: object) -> MiniMindForCausalLM:
+    parser = Parser()
+    add_trained_model_flags(parser)
+    return load_model(parser.parse_args([str(flag) for flag in flags]), "cpu")[0]
+
+
+def test_a_model_by_its_path(save, tmp_path):
+    folder = save("w_32", "w_32_moe_8x2")
+    (folder / "w.gguf").write_bytes(b"GGUF")
+    assert load_named("--model", folder / "w_32.pth").config.num_hidden_layers == 1
+    assert load_named("--model", folder / "w_32_moe_8x2.pth").config.num_experts_per_tok == 2
+    assert load_named("--weight", "w", "--save_dir", folder, "--use_moe", 0).config.hidden_size == 32
+    for flags, line in (
+        (["--model", "none.pth"], "--model none.pth: no such file or folder"),
+        (["--model", folder / "w_32.pth", "--weight", "w"], "both name a model; leave one of them out"),
+        (["--model", folder / "w_32.pth", "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
+        (["--model", folder], "neither a Hugging Face folder (config.json) nor a checkpoint (state.pth)"),
+        (["--model", folder / "w.gguf"], "w.gguf is for llama.cpp; give the .pth or the Hugging Face folder"),
+        (["--model", ROOT / "README.md"], "README.md: not a readable weights file ("),
+        ([], "/out/full_sft_*.pth do not exist"),
+    ):
+        assert line in refused(load_named, *flags)
+
+
+@pytest.mark.parametrize("previous", [False, True])
+def test_a_checkpoint_is_a_model_in_float32(tmp_path, previous):
+    """It tells the experts per token itself, under any name."""
+    config = MiniMindConfig(**SHAPES["w_32_moe_8x2"])
+    model = MiniMindForCausalLM(config).eval()
+    run = {"num_experts_per_tok": 2}
+    lm_checkpoint(config, "w", model, torch.optim.SGD(model.parameters(), 0.1), save_dir=tmp_path, run=run)
+    path = tmp_path / "w_32_moe_8x2_resume.pth"
+    path = path.rename(tmp_path / "other.pth") if previous else path
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(load_named("--model", path)(ids).logits, model(ids).logits)
+    assert "--num_experts_per_tok 3 contradicts" in refused(
+        load_named, "--model", path, "--num_experts_per_tok", 3
+    )
+
+
+def test_the_tokenizer_beside_the_weights_is_taken(save, tmp_path):
+    folder = save("w_32")
+    content = (ROOT / "model/tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        content.replace("<|reserved_15|>", "<|another|>"), encoding="utf-8"
+    )
+    parser = Parser()
+    add_trained_model_flags(parser)
+    tokenizer = load_model(parser.parse_args(["--model", str(folder / "w_32.pth")]), "cpu")[1]
+    assert tokenizer.convert_tokens_to_ids("<|another|>") == 24
+    given = parser.parse_args(["--model", str(folder / "w_32.pth"), "--tokenizer_path", str(ROOT / "model")])
+    assert load_model(given, "cpu")[1].convert_tokens_to_ids("<|reserved_15|>") == 24

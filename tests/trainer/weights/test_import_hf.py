@@ -1,0 +1,158 @@
+"""Hugging Face folders as models: transformers' own classes are the reference; what cannot be read is one
+line."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from common.errors import UserError
+from tests.conftest import ROOT
+from trainer.weights.for_tools import load_path
+
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+SHAPE |= {"vocab_size": 6400, "intermediate_size": 48, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}
+IDS = torch.arange(60, 160).view(2, 50)
+FOLDERS = {
+    "dense": Qwen3Config(**SHAPE),
+    "other rotary base": Qwen3Config(
+        **SHAPE | {"tie_word_embeddings": False}, rope_theta=1e4, rms_norm_eps=1e-5
+    ),
+    "yarn": Qwen3Config(**SHAPE, rope_parameters=YARN),
+    "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+}
+
+
+def write(folder: Path, config, **options):
+    """A folder that transformers writes, with our tokenizer; returns the model."""
+    torch.manual_seed(0)
+    model = (Qwen3MoeForCausalLM if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM)(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder, **options)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((ROOT / "model" / name).read_bytes())
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write(tmp_path / "folder", FOLDERS["dense"])
+    return tmp_path / "folder"
+
+
+def refused(folder: Path, **asked) -> str:
+    with pytest.raises(UserError) as error:
+        load_path(folder, **asked)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@torch.no_grad()
+def test_a_stock_folder_gives_its_own_logits(kind, tmp_path):
+    stock = write(tmp_path, FOLDERS[kind])
+    model, tokenizer = load_path(tmp_path)
+    assert (model(IDS).logits - stock(IDS).logits).abs().max() < 1e-5
+    assert tokenizer.name_or_path == str(tmp_path) and model.config.eos_token_id == 2
+
+
+@torch.no_grad()
+def test_a_folder_of_several_files(tmp_path):
+    stock = write(tmp_path, FOLDERS["dense"], max_shard_size="50kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert (load_path(tmp_path)[0](IDS).logits - stock(IDS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {"model_type": "llama"},
+            "model_type llama is not supported; it must be one of qwen3, qwen3_moe, minimind",
+        ),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layers of sliding_attention are not supported",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
+        (
+            {"rope_parameters": YARN | {"rope_type": "dynamic"}},
+            "rope_scaling of type dynamic is not supported",
+        ),
+        ({"hidden_size": 64}, "lm_head.weight is (6400, 32), the model wants (6400, 64)"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight is missing"),
+        (
+            {"num_hidden_layers": 3},
+            "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)",
+        ),
+        ({"hidden_size": "wide"}, "got str (value: 'wide')"),
+    ],
+)
+def test_what_the_model_cannot_represent_is_named(folder, changed, line):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    assert line in refused(folder)
+
+
+def test_damaged_folders(folder):
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "its weights are not readable (" in refused(folder)
+    tensors = load_file(save(weights, whole))
+    save_file({name: value for name, value in tensors.items() if "layers.1.mlp.up" not in name}, weights)
+    assert "model.layers.1.mlp.up_proj.weight is missing" in refused(folder)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, weights)
+    assert "q_proj.bias is (64,), the model wants none" in refused(folder)
+    save_file({name: value for name, value in tensors.items() if "q_norm" not in name}, weights)
+    assert "q_norm.weight" in refused(folder)
+    weights.unlink()
+    assert "it holds no weights (model.safetensors)" in refused(folder)
+    config.write_text("{")
+    assert "config.json: not a readable config" in refused(folder)
+
+
+def save(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+class Harm:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("protocol", ["torch", "pickle"])
+def test_code_in_a_file_is_not_executed(folder, tmp_path, protocol):
+    harm = {"model.embed_tokens.weight": Harm(tmp_path / "ran")}
+    (folder / "model.safetensors").unlink()
+    for path in (folder / "pytorch_model.bin", tmp_path / "w_32.pth"):
+        torch.save(harm, path) if protocol == "torch" else path.write_bytes(pickle.dumps(harm))
+    assert "not readable" in refused(folder)
+    assert "not a readable" in refused(tmp_path / "w_32.pth")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_flags_that_contradict_a_folder(folder):
+    assert "--hidden_size 64 contradicts the weights" in refused(folder, hidden_size=64)
+    assert "--use_moe 1 contradicts" in refused(folder, use_moe=True)

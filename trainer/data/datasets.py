@@ -1,0 +1,147 @@
+"""The datasets of a stage, opened before the process group exists, and the micro-batches made of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from common.errors import UserError, say
+from common.launcher import launch
+from common.settings import ROOT, StageArgs
+from dataset.data_files import expand_paths, split_weights
+from dataset.held_out import ALL, Split
+from dataset.lm_dataset import StageDataset
+from dataset.mixing import MixedDataset
+from dataset.rollout_prompts import PromptDataset
+from trainer.data.order import epoch_loader, epoch_order, eval_loader
+from trainer.devices.process_group import world_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+StageData = StageDataset | PromptDataset
+D = TypeVar("D", bound=StageData)
+
+
+def check_data_paths(args: StageArgs) -> None:
+    """Raise UserError where the data are missing: called before anything that takes time."""
+    if not args.data_path:
+        raise UserError("--data_path is missing: give a file, a folder or a pattern")
+    if args.data_path == type(args).data_path and not Path(args.data_path).exists():
+        demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
+        raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
+    if args.sample_prompts not in ("auto", "none") and not Path(args.sample_prompts).is_file():
+        raise UserError(
+            f"--sample_prompts {args.sample_prompts}: no such file; give auto, none, or a text file"
+        )
+    for data_path in filter(None, (*split_weights(args.data_path)[0], args.eval_data_path)):
+        expand_paths(data_path)
+
+
+def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split], D]) -> D | None:
+    """The held-out data, if the settings name some. `open_split` opens a split of the records of a data
+    path."""
+    if not args.eval_share:
+        return open_split(args.eval_data_path, ALL) if args.eval_data_path else None
+    held_out = open_split(
+        ",".join(split_weights(cast(str, args.data_path))[0]), Split(args.eval_share, held_out=True)
+    )
+    if launch().rank == 0:
+        records = f"{held_out.records:,} of {held_out.records + train.records:,} records"
+        tokens = f"{held_out.num_tokens:,} of {held_out.num_tokens + train.num_tokens:,} tokens"
+        say(f"held out by --eval_share {args.eval_share:g}: {records}, {tokens}")
+    return held_out
+
+
+def open_datasets(
+    dataset_class: type[StageDataset], args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[StageDataset, StageDataset | None]:
+    """The training and held-out (or None) data of a stage, tokenised first where no cache is there.
+
+    No process group may exist yet: tokenising a large corpus takes longer than a collective waits. Raises
+    UserError if data are missing or bad, or there are fewer samples than ranks."""
+    check_data_paths(args)
+    options = {
+        name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")
+    }
+
+    def open_split(data_path: str, split: Split, packing: bool = False) -> StageDataset:
+        return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
+
+    paths, weights = split_weights(cast(str, args.data_path))
+    sources = [open_split(path, Split(args.eval_share), args.packing) for path in paths]
+    train = MixedDataset(list(zip(paths, sources, strict=True)), weights) if weights else sources[0]
+    ranks = launch().world_size
+    if ranks > len(train):
+        raise UserError(
+            f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes"
+        )
+    if launch().rank == 0:
+        for source in sources if args.packing else ():
+            say(source.describe())
+        if isinstance(train, MixedDataset):
+            train.report(args.epochs)
+    return train, open_held_out(args, train, open_split)
+
+
+def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
+    --num_iterations times, update by update. For another order of the samples change `order`; a second source
+    of them is another `epoch_loader` (loaders.py)."""
+    order = epoch_order(len(train_set), args.seed, epoch)
+    if isinstance(train_set, MixedDataset):
+        order = train_set.items_of_epoch(args.seed, epoch)[order]
+    elif not isinstance(train_set, StageDataset):
+        per_update = prompts_per_update(args)
+        updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
+        order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+    numbers = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
+    return epoch_loader(train_set, *numbers, train_set.collate, order, args.accumulation_steps)
+
+
+def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
+    """This rank's share of the held-out data, if there are any."""
+    return eval_loader(eval_set, args.batch_size, eval_set.collate) if eval_set is not None else None
+
+
+def prompts_per_update(args: Any) -> int:
+    """Prompts that an update takes, over all ranks."""
+    return args.batch_size * args.accumulation_steps * world_size()
+
+
+def epoch_samples(train_set: StageData, args: Any) -> int:
+    """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made,
+    --num_iterations times; the prompts left over are others in the next epoch. Raises UserError if there are
+    fewer than an update takes."""
+    if isinstance(train_set, StageDataset):
+        return len(train_set)
+    per_update = prompts_per_update(args)
+    if len(train_set) < per_update:
+        raise UserError(
+            f"--data_path holds {len(train_set)} prompts, and an update takes {per_update} (batch_size x "
+            "accumulation_steps x processes); lower --batch_size"
+        )
+    return len(train_set) // per_update * per_update * args.num_iterations
+
+
+def open_prompts(
+    args: Any, tokenizer: "PreTrainedTokenizerBase", tools: list[dict] | None = None
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """The training and held-out (or None) prompts. Raises UserError."""
+    check_data_paths(args)
+    if split_weights(args.data_path)[1]:
+        raise UserError(
+            f"--data_path {args.data_path}: prompts are not mixed by weight; leave the weights out"
+        )
+    options: dict[str, Any] = {
+        name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")
+    }
+    options |= {"tools": tools, "enable_thinking": args.open_thinking}
+
+    def open_split(data_path: str, split: Split) -> PromptDataset:
+        return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
+
+    train = open_split(args.data_path, Split(args.eval_share))
+    return train, open_held_out(args, train, open_split)

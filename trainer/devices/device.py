@@ -1,0 +1,222 @@
+"""The device of a rank, the precision it computes in, and its memory."""
+
+import ctypes
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError, warn
+from common.launcher import launch
+from common.settings import StageArgs
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+# its values with reproducible products
+CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+
+
+def select_device(device: str) -> torch.device:
+    """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only),
+    then the CPU.
+
+    A rank takes the GPU of its local number, or the only one that it sees: srun --gpus-per-task=1 shows each
+    task its own. torchrun shows all of them to every rank, so there the only one is that of the first.
+    `init_distributed_mode` compares the GPUs of the ranks. Raises UserError if there is no such device,
+    several ranks would share one, or no rank is known."""
+    place = launch()
+    if place.problem:
+        raise UserError(place.problem)
+    alone, local_rank = place.world_size == 1, place.local_rank
+    cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"
+    if cuda_devices == 1 and not dist.is_torchelastic_launched():
+        local_rank = 0
+    try:
+        chosen = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
+    except RuntimeError:
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
+    if chosen.type == "cuda" and (chosen.index or 0) >= cuda_devices:
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"torch sees {cuda_devices} CUDA devices" + (
+            "" if limit is None else f", CUDA_VISIBLE_DEVICES={limit!r}"
+        )
+        raise UserError(
+            f"--device {device} cannot be used ({why}); start fewer processes, or use another device"
+        )
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(
+            f"--device {device} cannot be used (this torch or machine has no MPS); use another device"
+        )
+    if not alone and (chosen.type == "mps" or ":" in device):
+        raise UserError(
+            f"--device {device} cannot be shared by several processes; with auto each takes its own"
+        )
+    return chosen
+
+
+def use_deterministic_kernels(enabled: bool) -> None:
+    """For `--deterministic`: have torch and cuBLAS take kernels that give the same bits in every run; where
+    torch knows of none it raises an error. Called before CUDA starts: cuBLAS reads its setting once."""
+    if enabled != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(enabled)
+    # filling fresh memory finds bugs, and costs a pass over it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if enabled and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
+        os.environ[CUBLAS] = CUBLAS_VALUES[0]
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator grow its segments, unless the user has set it up: batches of ever new sizes
+    fragment fixed ones. Called before CUDA starts: it reads this once."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def prepare_device(device: torch.device) -> None:
+    """Make it the current CUDA device; on a CPU, have the allocator keep freed memory."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif device.type == "cpu":
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory: each update on a CPU allocates as much again, and page faults on fresh
+    pages can take longer than the arithmetic. The limits are the largest that mallopt(3) takes; without glibc
+    a no-op."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu" and _onednn_takes_bfloat16():  # which it emulates on AVX512
+        is_arm = platform.machine().lower() in ("aarch64", "arm64")
+        return is_arm or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() or has_matrix_unit()
+    return False
+
+
+def _onednn_takes_bfloat16() -> bool:
+    """Whether this torch has oneDNN, as builds for a Mac have not, and it takes bfloat16
+    (ONEDNN_MAX_CPU_ISA)."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def has_matrix_unit() -> bool:
+    """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same
+    memory."""
+    return _onednn_takes_bfloat16() and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+
+
+def native_float16(device: torch.device) -> bool:
+    """Whether the device has float16 arithmetic; emulated it is hundreds of times slower than float32."""
+    return device.type != "cpu" or getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
+
+
+def check_dtype(dtype: str, device: torch.device) -> None:
+    """Refuse float16 on a CPU without arithmetic for it, with a UserError; does not touch the device."""
+    if dtype == "float16" and not native_float16(device):
+        raise UserError(
+            f"--dtype float16: this {device.type} has no arithmetic for it; use bfloat16 or float32 (or auto)"
+        )
+
+
+def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
+    """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
+
+    `auto` is bfloat16 where the device is good at it, else float32. On a CPU that has to emulate it,
+    `bfloat16` is float32, with a warning, unless it is spelt `bfloat16_emulated`. Only float16 needs loss
+    scaling. Raises UserError for float16 on a CPU without arithmetic for it."""
+    if dtype == "auto":
+        dtype = "bfloat16" if native_bfloat16(device) else "float32"
+    if dtype == "bfloat16" and device.type == "cpu" and not native_bfloat16(device):
+        dtype = "float32"
+        warn(
+            "--dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as long as in "
+            "float32: training in float32 (--dtype bfloat16_emulated insists)"
+        )
+    dtype = dtype.removesuffix("_emulated")
+    check_dtype(dtype, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    if dtype == "float32":
+        return nullcontext(), scaler
+    # autocast asks the current GPU for bfloat16, an old one by allocating on it: that must be this rank's own
+    with torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext():
+        return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
+
+
+def device_and_precision(
+    args: StageArgs,
+) -> tuple[torch.device, AbstractContextManager, torch.amp.GradScaler]:
+    """The device of this rank, the autocast context in --dtype, and the gradient scaler, which float16
+    needs."""
+    use_deterministic_kernels(args.deterministic)
+    grow_segments()
+    device = select_device(args.device)
+    return device, *mixed_precision(args.dtype, device)
+
+
+def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products under this context."""
+    with autocast:
+        return (
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
+        )
+
+
+def describe_device(device: torch.device, autocast: AbstractContextManager) -> str:
+    """What this rank computes on, and in which dtype."""
+    threads = torch.get_num_threads()
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{threads} thread{'s' * (threads > 1)}"
+    )
+    return f"{device} ({kind}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """Floating-point operations per second that the device reaches in a square matrix product.
+
+    The best of four products of each size: 128, 256 ... 8,192, until those of the next size would take longer
+    than `seconds`. The numbers are random: a GPU multiplies ones faster, with less power. They come from a
+    stream of their own.
+    """
+    best, numbers = 0.0, torch.Generator(device).manual_seed(0)
+    for n in (2**k for k in range(7, 14)):
+        a = torch.randn(n, n, device=device, dtype=dtype, generator=numbers)
+        fastest = math.inf
+        for _ in range(4):
+            begin = time.perf_counter()
+            (a @ a)[0, 0].item()  # sync point
+            fastest = min(fastest, time.perf_counter() - begin)
+        best = max(best, 2.0 * n**3 / fastest)
+        if 4 * 8 * fastest > seconds:  # a product of twice the size takes eight times as long
+            break
+    return best
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory so far in MB: allocated on the GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def reserved_memory_mb(device: torch.device) -> float:
+    """Most that the allocator of a GPU held so far, in MB: with what it keeps of freed memory."""
+    return torch.cuda.max_memory_reserved(device) / 2**20

@@ -1,0 +1,283 @@
+"""One model on several devices: replicated (DistributedDataParallel), sharded (`fully_shard`, FSDP2), or
+sharded within each machine and replicated across machines (hsdp).
+
+All average the gradients over the ranks, once per update. Their other differences are hidden here from the
+loop and the checkpoints.
+"""
+
+import copy
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from common.errors import UserError
+from common.launcher import launch
+from common.settings import StageArgs, Switch
+from trainer.devices.device import autocast_dtype
+from trainer.devices.process_group import gather, this_rank, world_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def wrap_model(
+    model: nn.Module,
+    device: torch.device,
+    parallel: str = "ddp",
+    use_compile: Switch = False,
+    activation_checkpointing: bool = False,
+    autocast: AbstractContextManager | None = None,
+) -> nn.Module:
+    """Move a model to the device of this rank, compile it in place, and replicate or shard it where there are
+    ranks.
+
+    Parameter names do not change. Sharded ones become DTensors, so the optimizer must be built afterwards.
+
+    Args:
+        model: on the CPU, of which sharding moves only this rank's part to the device; on ranks other than 0
+            it may be on the meta device if it is to be sharded (`build_device`).
+        use_compile: `auto` counts as 0 here; `compiles` in compiling.py decides it.
+        autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in
+            its dtype.
+
+    Raises:
+        UserError: activation checkpointing of a model without transformer layers; hsdp on unequal machines.
+    """
+    if activation_checkpointing:  # keep only each layer's input, and recompute the rest in the backward pass
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise UserError(
+                "--activation_checkpointing 1: this task's model has no layers that can be recomputed"
+            )
+        cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
+    if use_compile is True:
+        compile_layers(model)
+    if parallel != "ddp" and dist.is_initialized():
+        dtype = autocast_dtype(autocast or nullcontext(), device)
+        return _shard(model, device, _mesh(device.type, parallel), dtype)
+    model = model.to(device)
+    if not dist.is_initialized():
+        return model
+    ids = [device.index] if device.type == "cuda" else None
+    names = inspect.signature(DistributedDataParallel).parameters
+    # renamed in 2.13
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    options: dict[str, Any] = {"device_ids": ids, "gradient_as_bucket_view": True, sync_buffers: False}
+    # no buffer is broadcast: the rotary frequencies are constant, and each rank counts its own tokens per
+    # expert
+    return DistributedDataParallel(model, **options)
+
+
+def _mesh(device_type: str, parallel: str) -> DeviceMesh:
+    """The ranks in a row, [ranks]; with hsdp a row per machine, [machines, ranks of each]: parameters are
+    sharded over a row and replicated over a column, so that only the sums of gradients, in shards, go from
+    machine to machine."""
+    if parallel == "fsdp":
+        return init_device_mesh(device_type, (world_size(),))
+    place = launch()
+    shards = place.local_world_size
+    if set(gather((shards, place.rank % shards == place.local_rank))) != {(shards, True)}:
+        raise UserError(
+            "--parallel hsdp: each machine must have the same number of ranks, in a row; start as many on each "
+            "(torchrun --nproc_per_node N), or use --parallel fsdp"
+        )
+    mesh = init_device_mesh(
+        device_type, (world_size() // shards, shards), mesh_dim_names=("machines", "ranks")
+    )
+    timeout = cast(Any, dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout  # --rank_timeout
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
+
+
+def _shard(model: nn.Module, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+    """Each layer's matrices are gathered while it computes; embedding, head and norms stay gathered in
+    between.
+
+    Autocast would cast each gathered matrix and keep the copy until the backward pass. So the layers'
+    matrices are gathered in `dtype`, which also halves what is sent; gradients are summed in float32. The
+    shards, and everything that autocast leaves in float32 (the layers' norms), stay float32: the arithmetic
+    is that of DDP.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    whole = {name: value.detach() for name, value in model.named_parameters()}
+    is_partly_empty = any(gather(any(value.is_meta for value in whole.values())))
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else half
+    layers = transformer_layers(model)
+    matrices = {p for layer in layers for p in layer.parameters() if p.ndim > 1}
+    fully_shard(model, mesh=mesh, ignored_params=matrices)  # in place
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=set(layer.parameters()) - matrices)
+    if is_partly_empty:
+        _fill_from_first_rank(model, whole, device)
+    return model
+
+
+@torch.no_grad()
+def _fill_from_first_rank(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
+    """Give all ranks their shards of rank 0's parameters, and its buffers. whole: parameters before they were
+    sharded; only those of rank 0 are looked at."""
+    from torch.distributed.tensor import distribute_tensor
+
+    filled = {}  # tied parameters stay one
+    for name, value in cast(Any, model.named_parameters()):
+        is_source = this_rank() == 0
+        full = (
+            whole[name].to(device)
+            if is_source
+            else torch.empty(value.shape, dtype=value.dtype, device=device)
+        )
+        filled[value] = nn.Parameter(distribute_tensor(full, value.device_mesh, value.placements))
+    names = model.named_parameters(remove_duplicate=False)
+    model.load_state_dict({name: filled[value] for name, value in names}, strict=False, assign=True)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer)
+            dist.broadcast(getattr(module, name), 0)
+
+
+def build_device(args: StageArgs) -> torch.device:
+    """Where to build a model that is to be sharded: on the host of rank 0, nowhere on the other ranks, which
+    get their shards from there. Copies are built on the host of each rank."""
+    return torch.device("cpu" if args.parallel == "ddp" or this_rank() == 0 else "meta")
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer in place, also one that is sharded afterwards; all share what is compiled for the
+    first.
+
+    An empty micro-batch runs as it is, since it would be compiled for itself: epochs begin with one under
+    DDP."""
+    from torch._dynamo import config
+    from torch.fx.experimental import _config as shapes
+
+    config.optimize_ddp = False  # or DDP's buckets would cut the graph of a layer
+    shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
+    for layer in (layers := transformer_layers(model)) or [model]:
+        layer.compile(dynamic=True)
+        if layers:
+            layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
+
+
+def _call(compiled: Any, plain: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
+    """A layer's call with hidden states x."""
+    return (compiled if x.numel() else plain)(x, *rest, **options)
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformer; none in other models."""
+    from transformers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+    """Exclude the parameters whose names begin with one of the prefixes from training, e.g.
+    `model.layers.0.`.
+
+    Raises:
+        UserError: a prefix fits no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in names):
+            raise UserError(
+                f"frozen: no parameter of the model begins with {prefix!r}; its names are like {names[0]}"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without DistributedDataParallel or torch.compile around it; a sharded one is itself."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    return getattr(model, "_orig_mod", model)
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether each rank holds only a part: then all ranks must take part in its forward pass and its state
+    dict."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether DDP exchanges the gradients of this model."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
+    """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an
+    update. With hsdp those of a machine always do, so that none holds the gradients whole; the machines after
+    the last one."""
+    if is_sharded(model):
+        sharded = cast(Any, model)
+        sharded.reshard()  # whole after a forward pass without a backward one, as old log-probabilities take
+        is_one_row = next(sharded.parameters()).device_mesh.ndim == 1
+        (sharded.set_requires_gradient_sync if is_one_row else sharded.set_requires_all_reduce)(enabled)
+    return nullcontext() if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
+
+def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model for decoding: a copy with whole weights where it is sharded (a collective), with matrices in
+    `dtype` where that is not float32, vectors as they are; else itself. The copy shares its buffers. Raises
+    UserError if the model is sharded and has other layers than a new model of its config."""
+    if dtype == torch.float32 and not is_sharded(model):
+        return model
+    # id in the model -> in the copy
+    tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for value in model.parameters():  # tied ones are there once
+        full = full_tensor(value.detach())
+        tensors[id(value)] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
+    if not is_sharded(model):
+        return copy.deepcopy(model, tensors).eval()
+    classes = [class_before_sharding(module) for module in model.modules()]
+    with torch.device("meta"):
+        whole = classes[0](cast(Any, model).config).eval()
+    if classes != [type(module) for module in whole.modules()]:
+        raise UserError(
+            f"--parallel: the rollouts of a sharded model are written by a new {classes[0].__name__} of its config, "
+            "which has not the layers that were put into it; use --parallel ddp"
+        )
+    for copied, module in zip(whole.modules(), model.modules(), strict=True):
+        copied._buffers = module._buffers
+        for name, value in module.named_parameters(recurse=False):
+            setattr(copied, name, tensors[id(value)])
+    return whole
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, which `fully_shard` replaces by a subclass of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """A tensor with the shards of all ranks; a collective if it is sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def host_copy(value: Tensor, keep: bool = True) -> Tensor | None:
+    """A whole copy on the host; a collective if the tensor is sharded, in which a rank that does not `keep`
+    the copy only takes part."""
+    whole = full_tensor(value)
+    return whole.to("cpu", copy=True) if keep else None
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """What this rank has of a tensor: its shard, or all of it."""
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,126 @@
+"""Distillation: which model the teacher is, and how far the student's predictions are from its.
+
+Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import UserError
+from common.settings import StageArgs, setting
+from dataset.token_cache import load_tokenizer
+from trainer.devices.process_group import Logger
+from trainer.objectives.next_token import Batch, describe_size, frozen_model, target_logits, vocabulary_hash
+from trainer.run.paths import TOKENIZER_FILE, is_path
+from trainer.run.resume import weights_fingerprint
+from trainer.weights.files import fill, find_weights, read_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindForCausalLM
+
+PIECE = 1024  # targets whose predictions are compared at once
+
+
+@dataclass(kw_only=True)
+class TeacherArgs(StageArgs):
+    """The flags that name the teacher."""
+
+    aliases: ClassVar[dict[str, str]] = {  # MiniMind's names
+        "student_hidden_size": "hidden_size",
+        "student_num_layers": "num_hidden_layers",
+        "student_use_moe": "use_moe",
+        "from_student_weight": "from_weight",
+    }
+
+    from_teacher_weight: str = setting("full_sft", "the teacher: name of weights in --save_dir, or a path")
+    teacher_hidden_size: int = setting(0, "width of the teacher; 0: that of its weights", ge=0)
+    teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
+    teacher_use_moe: Literal["auto", "0", "1"] = setting(
+        "auto", "whether the teacher has experts; auto: as it is"
+    )
+
+    def teacher_shape(self) -> dict[str, Any]:
+        """What the flags say of the teacher's shape."""
+        sizes = {"hidden_size": self.teacher_hidden_size, "num_hidden_layers": self.teacher_num_layers}
+        shape: dict[str, Any] = {name: value for name, value in sizes.items() if value}
+        return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
+
+    def teacher(self) -> Path:
+        """The file or folder of the teacher. Raises UserError if there is none, or there are several of its
+        name."""
+        weight = self.from_teacher_weight
+        if is_path(weight):
+            if not Path(weight).exists():
+                raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
+            return Path(weight)
+        try:
+            return find_weights(self.save_dir, weight, **self.teacher_shape())
+        except UserError as error:
+            flags = {f"--{name}": f"--teacher_{name}" for name in ("hidden_size", "use_moe")}
+            message = re.sub("|".join(flags), lambda flag: flags[flag[0]], str(error))
+            raise UserError(f"teacher: {message}") from error
+
+    def frozen_weights(self) -> dict[str, Path]:
+        return {"from_teacher_weight": self.teacher()}
+
+    def frozen_hashes(self) -> dict[str, str]:
+        return weights_fingerprint("teacher", self.teacher(), self.cache_dir)
+
+
+def load_teacher(
+    args: TeacherArgs, tokenizer: "PreTrainedTokenizerBase", device: torch.device
+) -> "MiniMindForCausalLM":
+    """The teacher that the flags name, frozen. tokenizer: the student's. Raises UserError if it is no model,
+    of another shape than the flags say, or has other tokens than the student."""
+    from model.model_minimind import MiniMindForCausalLM
+
+    path = args.teacher()
+    weights, config = read_model(path, **args.teacher_shape())
+    folder = path if path.is_dir() else path.parent
+    beside = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
+    hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(beside)} - {None}
+    if len(hashes) > 1 or config.vocab_size != len(tokenizer):
+        raise UserError(
+            f"the teacher {path} has another tokenizer than the student, so their predictions are of different tokens; "
+            "take a teacher with the student's tokenizer"
+        )
+    teacher = MiniMindForCausalLM(config)
+    fill(teacher, weights, path, config)
+    Logger(f"teacher: {describe_size(teacher)}, weights: {path}")
+    return frozen_model(teacher, device)
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Sum over the rows of logits [m, V] of KL(teacher, student), the predictions at this temperature, in
+    nats."""
+    q, p = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
+    return F.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def distillation_sums(
+    model: nn.Module, teacher: "MiniMindForCausalLM", batch: Batch, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over the targets of the student's cross entropy and of its divergence from the teacher, and its
+    load-balancing loss. The predictions are compared piece by piece and not kept for the backward pass:
+    beside the logits of both, memory holds [PIECE, V] at a time."""
+
+    def compared(logits: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
+        cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
+        return torch.stack((cross_entropy, divergence(logits, wanted, temperature)))
+
+    logits, aux_loss = target_logits(model, batch)
+    with torch.no_grad():
+        wanted, _ = target_logits(teacher, batch)
+    pieces = zip(*(part.split(PIECE) for part in (logits, batch["targets"], wanted)), strict=True)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    sums = torch.stack([checkpoint(compared, *piece, **options) for piece in pieces]).sum(0)
+    return sums[0], sums[1], aux_loss

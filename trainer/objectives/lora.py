@@ -1,0 +1,184 @@
+"""LoRA adapters: added to a model for training, written and read in PEFT's file format, merged into the
+weights.
+
+An adapter is a folder with `adapter_model.safetensors`, in float32, and `adapter_config.json`; PEFT loads it
+onto the exported model. (Only that of a mixture of experts it cannot load where the targets are in the
+experts: stock Qwen3-MoE keeps those in one tensor. Merged, such an adapter works everywhere.)
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from common.durable_files import atomic_write
+from common.errors import UserError, reason
+from model.linear import LoRALinear, is_plain
+from trainer.devices.process_group import Logger, is_main_process
+from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
+from trainer.run.checkpoint import UNREADABLE, Writer
+from trainer.weights.files import Description, description_of, write_description
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindForCausalLM
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of the names in the file
+PLAIN: dict[str, tuple] = {  # fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "fan_in_fan_out": (False, None),
+}
+
+
+def unknown_targets(targets: str) -> str:
+    """The names in a comma-separated list that no layer with an adapter has, as text; empty if there are
+    none."""
+    return " or ".join(repr(name) for name in targets.split(",") if name not in TARGETS)
+
+
+def add_adapters(
+    model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str]
+) -> None:
+    """Freeze a model and give its layers of these names adapters, in place; those of experts included. From
+    now on the model's state dict holds only what is trained. Raises UserError for a layer that no adapter
+    fits."""
+    model.requires_grad_(False)
+    for module, name in [
+        (module, name) for module in model.modules() for name in targets if hasattr(module, name)
+    ]:
+        setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
+    config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
+    cast(Any, model).adapter = config
+    cast(nn.Module, model).register_state_dict_post_hook(_leave_out_frozen)
+    cast(nn.Module, model).register_load_state_dict_post_hook(_expect_no_frozen)
+    Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")
+
+
+def _leave_out_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict) -> None:
+    trained = trained_parameters(module)
+    for name in [name for name in state if name.removeprefix(prefix) not in trained]:
+        del state[name]
+
+
+def _expect_no_frozen(module: nn.Module, keys: Any) -> None:
+    trained = trained_parameters(module)
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
+
+
+def trained_parameters(model: nn.Module) -> set[str]:
+    """The names of the parameters that are trained."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def check_that_adapters_alone_are_trained(model: nn.Module) -> None:
+    """Raise UserError if a parameter is trained that is none of an adapter: `save_adapter` would not write
+    it."""
+    others = sorted(name for name in trained_parameters(unwrap(model)) if ".lora_" not in name)
+    if others:
+        raise UserError(f"{others[0]} is trained besides the adapters, whose file cannot hold it; freeze it")
+
+
+def save_adapter(
+    model: nn.Module, path: Path, writer: Writer, description: Description | None = None
+) -> Path:
+    """Write the adapters of a model as the folder `path` without its suffix, on rank 0, in the background and
+    from a copy, and its description beside it; a collective for a sharded model. Returns the folder."""
+    folder, inner = path.with_suffix(""), unwrap(model)
+    if not (is_main_process() or is_sharded(model)):
+        return folder
+    state = inner.state_dict(keep_vars=True)
+    tensors = {
+        PREFIX + name: full_tensor(value.detach()).float().cpu().clone() for name, value in state.items()
+    }
+    described = description_of(model, description)
+    fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+    config = fixed | {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
+
+    def job() -> None:
+        atomic_write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
+        atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
+        write_description(path.with_suffix(".json"), described)
+
+    if is_main_process():
+        writer.submit(job)
+    return folder
+
+
+@torch.no_grad()
+def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCausalLM":
+    """Add scale B A of each layer to the weights of a model in float32, in place: it then is a model without
+    adapters. Raises UserError as `read_adapter` does."""
+    config, tensors = read_adapter(model, folder)
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
+        weight = model.get_parameter(f"{name}.weight")
+        a, b = (tensors[f"{name}.lora_{part}.weight"].to(weight) for part in "AB")
+        weight += scale * (b @ a)
+    Logger(f"merged the adapter {folder}")
+    return model
+
+
+def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config of an adapter, and its tensors under the model's names. MiniMind's file of an adapter is
+    read, too. Raises UserError if the folder is missing or damaged, the adapter is of another kind or of
+    another model."""
+    if not folder.exists():
+        raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {CONFIG}")
+    try:
+        config, tensors = _read_folder(folder) if folder.is_dir() else _read_minimind(folder)
+        config["lora_alpha"] / config["r"], list(config["target_modules"])
+    except (SafetensorError, ZeroDivisionError, *UNREADABLE) as error:
+        raise UserError(f"adapter {folder}: it is not readable ({reason(error)})") from error
+    for name, values in PLAIN.items():
+        if name in config and config[name] not in values:
+            raise UserError(f"adapter {folder}: {name} {config[name]!r} is not supported, only {values[0]!r}")
+    if not set(config["target_modules"]) <= set(TARGETS):
+        raise UserError(f"adapter {folder}: its targets must be of {', '.join(TARGETS)}")
+    wanted = {}
+    for name, layer in model.named_modules():
+        if name.rsplit(".", 1)[-1] not in config["target_modules"]:
+            continue
+        if not (is_plain(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter)):
+            raise UserError(
+                f"adapter {folder}: it cannot be merged into {name}, which is no plain nn.Linear (it is a "
+                f"{type(layer).__name__}, or has hooks)"
+            )
+        out, into = layer.weight.shape
+        wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
+    given = {name: tuple(value.shape) for name, value in tensors.items()}
+    if given != wanted:
+        name = min(name for name in {**given, **wanted} if given.get(name) != wanted.get(name))
+        shapes = f"{name} is {given.get(name, 'missing')}, the model wants {wanted.get(name, 'none')}"
+        raise UserError(f"adapter {folder} is of another model: {shapes}")
+    return config, tensors
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return config, {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
+
+
+def _read_minimind(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What MiniMind's `save_lora` writes: `<layer>.lora.A.weight` and `.lora.B.weight`, whose product is not
+    scaled."""
+    file = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = {
+        name.removeprefix("module.").replace(".lora.", ".lora_"): value for name, value in file.items()
+    }
+    if others := [name for name in tensors if not re.search(r"\.lora_[AB]\.weight$", name)]:
+        raise UserError(f"adapter {path}: it holds {others[0]}, which is not a tensor of an adapter")
+    rank = next((len(value) for name, value in tensors.items() if ".lora_A." in name), 0)
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    return {"r": rank, "lora_alpha": rank, "target_modules": targets}, tensors

@@ -1,0 +1,146 @@
+"""What makes a run the training of a language model: its config, its loss on flat batches, and their size."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.settings import ModelConfig, settings_of
+from model.flat_batch import cross_entropy
+from trainer.report.flops import training_flops
+from trainer.report.speed import Size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+SHAPE = tuple(name for name in settings_of(ModelConfig) if name not in ("dropout", "tokenizer_path"))
+Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
+
+
+def model_config(tokenizer: "PreTrainedTokenizerBase", shape: ModelConfig, **fields: Any) -> "MiniMindConfig":
+    """The config of a model of this shape (a stage's settings, or the engine's `config.model`), with this
+    tokenizer's vocabulary and special tokens; `fields`: those of the config that are no settings, such as
+    `head_dim`."""
+    from model.model_minimind import MiniMindConfig
+
+    values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields | tokenizer_fields(tokenizer)
+    values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
+    return MiniMindConfig(**values)
+
+
+def tokenizer_fields(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """The fields of a config that come from the tokenizer: its special tokens and its hash."""
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    return special | {"tokenizer_sha256": vocabulary_hash(tokenizer)}
+
+
+def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of a tokenizer's tokens and their ids; its template and its version do not count."""
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def check_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", path: str | Path, lm_config: "MiniMindConfig", exactly: bool = False
+) -> None:
+    """Refuse a tokenizer (in the folder `path`) that is not the one of the model, as far as its config says
+    which that is, or that does not fit the vocabulary; `exactly`: nor may it be smaller."""
+    tokens, vocabulary = len(tokenizer), lm_config.vocab_size
+    advice = "take the tokenizer that the weights were trained with"
+    if tokens > vocabulary or (exactly and tokens != vocabulary):
+        raise UserError(
+            f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary {vocabulary}; {advice}"
+        )
+    known = lm_config.tokenizer_sha256
+    if known is not None and known != vocabulary_hash(tokenizer):
+        raise UserError(
+            f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which every text "
+            f"would be gibberish; {advice}"
+        )
+
+
+def describe_size(model: "MiniMindForCausalLM") -> str:
+    """The number of parameters, as text for people."""
+    params, config = sum(p.numel() for p in model.parameters()), model.config
+    if not config.use_moe:
+        return f"model: {params / 1e6:.2f} M parameters"
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    idle = experts * (1 - config.num_experts_per_tok / config.num_experts)
+    return f"model: {params / 1e6:.2f} M parameters (active per token: {(params - idle) / 1e6:.2f} M)"
+
+
+def next_token_loss(
+    model: nn.Module, batch: Batch, args: Any = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The sum of the cross entropies of the batch's targets, the MoE load-balancing loss summed over its
+    tokens (zero for a dense model), and the first one again as the metric `cross_entropy`, for a loss to
+    which something is added. `args`, the settings, are not used."""
+    out = model(**_inputs(batch), targets=batch["targets"])
+    return out.loss, out.aux_loss, {"cross_entropy": out.loss.detach()}
+
+
+def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The log-probability of each target [M] under softmax(logits / temperature), and the load-balancing
+    loss."""
+    if temperature != 1.0:
+        logits, aux_loss = target_logits(model, batch)
+        return -cross_entropy(logits / temperature, batch["targets"], "none"), aux_loss
+    out = model(**_inputs(batch), targets=batch["targets"], reduction="none")
+    return -out.loss, out.aux_loss
+
+
+def target_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """For a loss of your own: the logits [M, V] that predict `batch["targets"]` [M], and the load-balancing
+    loss."""
+    out = model(**_inputs(batch))
+    return out.logits, out.aux_loss
+
+
+def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
+    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
+    model.config.tie_word_embeddings = False
+    model.lm_head = nn.Linear(model.config.hidden_size, 1)
+    for parameter in model.lm_head.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMindForCausalLM":
+    """A model that takes part in training but is not trained (a teacher, a reference): no gradients, no
+    dropout."""
+    cast(nn.Module, model).to(device)  # in place
+    return model.requires_grad_(False).eval()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device, without waiting; what is no tensor stays on the host."""
+    return batch | {key: v.to(device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)}
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    inputs = {
+        key: batch[key] for key in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")
+    }
+    if "key_index" in batch:  # samples that begin alike: see `collate_shared` in dataset/lm_dataset.py
+        names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
+        inputs["seen_keys"] = tuple(batch.get(name) for name in names)
+    return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
+
+
+def held_out_loss(model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
+    """What is evaluated on held-out data: the cross entropy, summed over the targets, whatever the training
+    loss is."""
+    return {"loss": next_token_loss(model, batch)[0]}
+
+
+def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
+    """The size of a flat batch for a language model of this shape."""
+    targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
+    flops = training_flops(lm_config, tokens, targets, batch["cu_seqlens"], batch.get("cu_seqlens_k"))
+    return Size(targets, tokens, batch["target_bytes"], flops, samples)

@@ -1,0 +1,89 @@
+"""Losses of reinforcement learning on sampled completions, and the advantages that they use.
+
+Every loss is a SUM over the tokens of a flat batch. What it is divided by, over the whole update, is one of
+two counts: the tokens that were sampled (dapo, cispo) or the completions (grpo), see `TOKEN_LEVEL`.
+
+    grpo   arXiv:2402.03300: clipped ratio, mean over the tokens of a completion, then over completions
+    dapo   arXiv:2503.14476: the same, mean over all tokens of the update
+    cispo  arXiv:2506.13585: log-probability times the clipped ratio, which is a constant; mean over all
+    tokens
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.objectives.next_token import Batch, target_log_probs
+
+TOKEN_LEVEL = ("dapo", "cispo")
+METRICS = ("kl", "clip_ratio")  # names of the sums beside the loss
+
+
+def group_advantages(rewards: Tensor, scale: bool = True) -> Tensor:
+    """Advantages [P, G] of the completions of P prompts: reward [P, G] minus its mean over the group; with
+    `scale` also divided by its standard deviation (plus 1e-4, as in TRL). Groups whose rewards are all equal
+    get zeros."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    centred[(rewards == rewards[:, :1]).all(dim=1)] = 0.0
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-4) if scale else centred
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    loss_type: str,
+    epsilon: float = 0.2,
+    epsilon_high: float = 0.2,
+    ref_logp: Tensor | None = None,
+    beta: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums over M sampled tokens, each []: of the loss, and by name of METRICS of the KL divergence from the
+    reference and of those whose ratio was clipped, with the loss's denominator: per token for dapo and cispo,
+    per completion for grpo.
+
+    Args:
+        logp: log-probabilities [M] under the present weights.
+        old_logp: the same under the weights that sampled them; `logp.detach()` right after the rollout.
+        advantages: [M], of the completion that each token belongs to.
+        lengths: [M], tokens of that completion.
+        loss_type: grpo, dapo or cispo.
+        epsilon, epsilon_high: the ratio is clipped to 1 - epsilon .. 1 + epsilon_high; cispo only from above.
+        ref_logp: log-probabilities [M] under the reference, if `beta` is not 0.
+        beta: weight of the KL divergence from the reference, by the k3 estimator
+            (http://joschu.net/blog/kl-approx.html) times the ratio, which makes its gradient unbiased
+            (arXiv:2512.02556).
+    """
+    ratio = (logp - old_logp).exp()
+    if loss_type == "cispo":
+        bounded = ratio.detach().clamp(max=1 + epsilon_high)
+        per_token = -bounded * advantages * logp
+        clipped = (ratio > 1 + epsilon_high) & (advantages > 0)
+    else:
+        bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+        per_token = -torch.minimum(ratio * advantages, bounded * advantages)
+        clipped = ((ratio < 1 - epsilon) & (advantages < 0)) | ((ratio > 1 + epsilon_high) & (advantages > 0))
+    kl = torch.zeros_like(logp)
+    if beta and ref_logp is not None:
+        difference = ref_logp - logp
+        kl = ratio * (difference.exp() - difference - 1)
+        per_token = per_token + beta * kl
+    weight = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
+    loss, kl, is_clipped = ((weight * value).sum() for value in (per_token, kl, clipped.to(logp.dtype)))
+    return loss, {"kl": kl.detach(), "clip_ratio": is_clipped}
+
+
+def sampled_tokens_loss(
+    model: nn.Module, batch: Batch, args: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of a stage, from the batches of rollouts/batches.py: the sum of the policy loss over the
+    sampled tokens, that of the auxiliary losses over all tokens, and METRICS, each []. args: the settings of
+    the stage."""
+    log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
+    old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
+    options = {name: getattr(args, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta")}
+    of_token = (batch["advantages"], batch["lengths"])
+    loss, figures = policy_loss(log_probs, old, *of_token, ref_logp=batch.get("ref_log_probs"), **options)
+    return loss, aux_loss, figures

@@ -1,0 +1,193 @@
+"""PPO: a critic estimates the value before each token, so each token has its own advantage
+(arXiv:1707.06347).
+
+The critic is a second transformer, of the policy's shape and start weights, with one value per position as
+its head. Of one trunk with two heads the value loss would move the policy, and two learning rates would mean
+nothing.
+"""
+
+from copy import deepcopy
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainer.devices.process_group import reduce_sum
+from trainer.devices.wrapping import unwrap
+from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, target_logits, to_device
+from trainer.objectives.policy import policy_loss
+from trainer.report.flops import training_flops
+from trainer.report.speed import Size
+from trainer.rollouts.batches import Rollouts
+from trainer.rollouts.writer import Trajectory
+from trainer.run.checkpoint import Writer
+from trainer.run.state import TrainState
+from trainer.weights.files import Description, save_weights
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindForCausalLM
+
+METRICS = ("value_loss", "kl", "approx_kl", "clip_ratio")  # names of the sums beside the loss
+
+
+class ActorCritic(nn.Module):
+    """The policy that writes, and the critic that estimates the reward to come; the critic's first values are
+    0."""
+
+    supports_gradient_checkpointing = True
+
+    def __init__(self, actor: "MiniMindForCausalLM"):
+        super().__init__()
+        self.actor, self.critic = actor, scalar_head(deepcopy(actor))
+
+    def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a flat batch: the log-probability of each target and the value before it, both [M], and the sum
+        of the auxiliary losses []."""
+        log_probs, aux_loss = target_log_probs(self.actor, batch, temperature)
+        values, critics = self.values(batch)
+        return log_probs, values, aux_loss + critics
+
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The value before each target [M], and the critic's auxiliary loss []."""
+        values, aux_loss = target_logits(self.critic, batch)
+        return values.float().squeeze(-1), aux_loss
+
+    def activation_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        """Recompute the activations of both."""
+        for model in (self.actor, self.critic):
+            model.activation_checkpointing_enable(options)
+
+
+def save_actor(
+    model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
+) -> Path:
+    """Write the weights for use: those of the policy alone, under the names of any other stage."""
+    return save_weights(unwrapped(model).actor, path, writer, description)
+
+
+def unwrapped(model: nn.Module) -> ActorCritic:
+    """The two models, without what is around them."""
+    return cast(ActorCritic, unwrap(model))
+
+
+def token_advantages(values: list[float], reward: float, gamma: float, lam: float) -> list[float]:
+    """Generalised advantage estimates (arXiv:1506.02438) of a completion's tokens: `values` before each of
+    them, and the reward for the last one, which ends the completion."""
+    advantages: list[float] = []
+    next_value = advantage = 0.0
+    for value in reversed(values):
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        advantages.append(advantage)
+        next_value, reward = value, 0.0
+    return advantages[::-1]
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Half the squared error of the values [M], summed; where a value has moved by more than `clip` since the
+    rollout, of the bound if that is worse."""
+    bounded = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square()).sum()
+
+
+def policy_divergence(log_probs: Tensor, old: Tensor) -> Tensor:
+    """KL divergence of the present policy from the one that sampled, summed over its tokens, by the k3
+    estimator."""
+    difference = log_probs - old
+    return (difference.exp() - difference - 1).sum()
+
+
+def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, that of
+    the auxiliary losses over all tokens, and METRICS, each []. model: an ActorCritic. args: the settings of
+    the stage."""
+    log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
+    old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
+    old_values = batch.get("old_values", values.detach())
+    options = {"ref_logp": batch.get("ref_log_probs"), "beta": args.beta}
+    of_token = (batch["advantages"], batch["lengths"])
+    loss, figures = policy_loss(log_probs, old, *of_token, "dapo", args.epsilon, args.epsilon, **options)
+    critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
+    metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
+    return loss + args.vf_coef * critic, aux_loss, metrics | figures
+
+
+class ValuedRollouts(Rollouts):
+    """Rollouts of one completion per prompt, whose tokens are judged with the critic's values."""
+
+    counts: tuple[str, ...] = (*Rollouts.counts, "passes", "stopped")
+    of_target: tuple[str, ...] = ("advantages", "returns")
+
+    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+        """The micro-batches of a rollout; empty ones when the policy has moved too far for another pass over
+        it."""
+        batches = super().prepare(state, window)
+        is_first = state.update % self.args.num_iterations == 0
+        if is_first or not any(batch["prompts"] for batch in window):
+            return batches
+        is_over = 0 < self.args.early_stop_kl < self._moved(state, batches)
+        self.fresh["passes"] += 1
+        self.fresh["stopped"] += is_over
+        return self._nothing(window) if is_over else batches
+
+    @torch.no_grad()
+    def _moved(self, state: TrainState, batches: list[Batch]) -> float:
+        """Mean KL divergence per token from the policy that sampled, over all ranks."""
+        model = unwrapped(state.model)
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            with state.autocast:
+                log_probs, _ = target_log_probs(model.actor, batch, self.args.temperature)
+            sums += torch.tensor(
+                [float(policy_divergence(log_probs, batch["old_log_probs"])), len(log_probs)]
+            )
+        model.train()
+        total, count = reduce_sum(sums).tolist()
+        return total / max(count, 1)
+
+    def policy(self, model: nn.Module) -> nn.Module:
+        """The part of the model that writes."""
+        return unwrapped(model).actor
+
+    def _learnable(
+        self, model: nn.Module, written: list[Trajectory], rewards: Tensor, device: torch.device
+    ) -> Batch:
+        """The flat batch of trajectories with these rewards [P, 1]: advantages, not yet on one scale, and
+        returns."""
+        sampled = [each.sampled for each in written]
+        batch = to_device(self._flat(written, sum(sampled)), device)
+        values, _ = unwrapped(model).values(batch)
+        advantages: list[float] = []
+        for own, reward in zip(values.double().cpu().split(sampled), rewards.flatten().tolist(), strict=True):
+            advantages += token_advantages(own.tolist(), reward, self.args.gamma, self.args.lam)
+        batch["advantages"] = torch.tensor(advantages, device=device)
+        batch["returns"] = batch["advantages"] + values
+        if self.args.num_iterations > 1:
+            batch["old_values"] = values
+        return batch | self._log_probs(self.policy(model), batch)
+
+    def _complete(self, batches: list[Batch]) -> list[Batch]:
+        """With advantages that have mean 0 and deviation 1 over the tokens of the update, on all ranks."""
+        own = torch.cat([batch["advantages"] for batch in batches]).cpu().double()
+        count, total, squares = reduce_sum(
+            torch.stack((torch.ones_like(own), own, own.square())).sum(dim=1)
+        ).tolist()
+        mean = total / count
+        scale = 1 / sqrt(max(0.0, squares - count * mean**2) / max(count - 1, 1) + 1e-8)  # as in TRL
+        return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
+
+    def _means(self, total: dict[str, float]) -> dict[str, float | None]:
+        figures = super()._means(total)
+        del figures["frac_reward_zero_std"]  # one completion is no group
+        # share of the later updates, not made
+        return figures | {"stopped": total["stopped"] / max(total["passes"], 1)}
+
+    def size(self, batch: Batch, lm_config: Any = None) -> Size:
+        """The size of a flat batch for both models, or of held-out prompts."""
+        size = super().size(batch)
+        if "prompts" in batch:
+            return size
+        ends = batch["cu_seqlens"], batch.get("cu_seqlens_k")
+        return size._replace(flops=size.flops + training_flops(self.lm_config, size.tokens, 0, *ends))

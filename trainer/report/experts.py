@@ -1,0 +1,67 @@
+"""How a mixture of experts distributes its tokens over the experts; counted on the device, read at log
+points.
+
+Each MoE layer has a buffer `tokens_per_expert`, int64 [E]: tokens routed to each expert in training (with K
+experts per token each token counts K times; padding rows do not count). Recomputed activations count twice:
+use them as shares.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.devices.process_group import reduce_sum
+
+
+def token_counters(model: nn.Module) -> list[Tensor]:
+    """The layers' counters; none in a dense model."""
+    return [
+        buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "tokens_per_expert"
+    ]
+
+
+class ExpertLoad:
+    """Tokens of each layer and expert since the last record, over all ranks."""
+
+    def __init__(self):
+        # [layers][E], read but not reported: a save came between two log points
+        self.kept: list[list[int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts to save."""
+        return {"kept": self.kept}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from saved counts."""
+        self.kept = saved["kept"]
+
+    def read(self, model: nn.Module) -> None:
+        """Move the model's counts here, summed over all ranks, and zero its counters. Sync point."""
+        layers = token_counters(model)
+        if not layers:
+            return
+        counts = reduce_sum(torch.stack(layers).cpu())
+        self.kept = (counts + torch.tensor(self.kept) if self.kept else counts).tolist()
+        for layer in layers:
+            layer.zero_()
+
+    def take(self, model: nn.Module) -> dict[str, Any]:
+        """The fields of a log record, and a new start; nothing for a dense model."""
+        self.read(model)
+        kept, self.kept = self.kept, []
+        return balance_figures(torch.tensor(kept)) if kept else {}
+
+
+def balance_figures(counts: Tensor) -> dict[str, Any]:
+    """Figures of token counts [layers, E].
+
+    Returns:
+        expert_load: share of each expert, all layers together; expert_max_min: largest over smallest share in
+        the least balanced layer, None if an expert got nothing; dead_experts: number of (layer, expert)
+        without a token.
+    """
+    total, dead = int(counts.sum()), int((counts == 0).sum())
+    shares = (counts.sum(0).double() / max(1, total)).tolist()
+    worst = None if dead else float((counts.amax(1).double() / counts.amin(1)).max())
+    return {"expert_load": shares, "expert_max_min": worst, "dead_experts": dead}

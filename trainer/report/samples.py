@@ -1,0 +1,159 @@
+"""What the model writes: at each evaluation a few prompts are answered, always with the likeliest token, so
+that a run can be read as well as measured. Nothing of the training notices: no random number is drawn, and
+nothing is kept."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from common.errors import UserError, reason
+from dataset.lm_dataset import StageDataset
+from dataset.rollout_prompts import PromptDataset
+from dataset.token_cache import load_tokenizer
+from model.prompts import document_tokens, prompt_tokens
+from trainer.data.datasets import StageData
+from trainer.devices.process_group import Logger, gather, is_main_process
+from trainer.devices.wrapping import is_sharded, unwrap
+from trainer.run.state import Hooks, TrainState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = tuple[str, list[int]]  # as it is shown, and its tokens
+# samples of the held-out data; tokens of an answer; of a document's beginning
+COUNT, NEW_TOKENS, OPENING = 3, 48, 16
+MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
+
+
+def sample_hooks(state: TrainState) -> list[Hooks]:
+    """What --sample_prompts asks for. Raises UserError for a file of prompts, but no held-out data or a model
+    that writes no text; the file holds no prompt."""
+    args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
+    is_file = args.sample_prompts not in ("auto", "none")
+    if is_file and not isinstance(held_out, StageData):
+        why = (
+            "needs held-out data: they are answered at each evaluation"
+            if held_out is None
+            else "is for the stages"
+        )
+        raise UserError(
+            f"--sample_prompts {args.sample_prompts} {why}; give --eval_share 0.02, or leave it out"
+        )
+    if args.sample_prompts == "none" or not isinstance(held_out, StageData):
+        return []
+    if is_sharded(state.model):
+        Logger(
+            f"--sample_prompts: none are answered with --parallel {args.parallel}, which has no whole weights"
+        )
+        return []
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    prompts = file_prompts(args, tokenizer, held_out) if is_file else held_out_prompts(tokenizer, held_out)
+    return [Samples(prompts, tokenizer)]
+
+
+def file_prompts(args: Any, tokenizer: "PreTrainedTokenizerBase", held_out: StageData) -> list[Prompt]:
+    """The prompts of a text file, one per line: messages of a user, or in pretraining beginnings of
+    documents."""
+    thinking = {"enable_thinking": bool(getattr(args, "open_thinking", False))}
+    tools = held_out.tools if isinstance(held_out, PromptDataset) else None
+
+    def tokens(line: str) -> list[int]:
+        if isinstance(held_out, StageDataset) and held_out.kind == "pretrain":
+            return document_tokens(tokenizer, line)
+        return prompt_tokens(tokenizer, [{"role": "user", "content": line}], tools, **thinking)
+
+    try:
+        lines = Path(args.sample_prompts).read_text("utf-8-sig").splitlines()
+        prompts = [(line, tokens(line)) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or the chat template refuses it
+        raise UserError(f"--sample_prompts {args.sample_prompts}: {reason(error)}") from error
+    if not prompts:
+        raise UserError(
+            f"--sample_prompts {args.sample_prompts}: the file holds no prompt; write one per line"
+        )
+    return prompts
+
+
+def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) -> list[Prompt]:
+    """The beginnings of some held-out samples: a conversation's up to its first answer, a document's first
+    words."""
+    chosen = sorted({i * len(held_out) // COUNT for i in range(COUNT)})
+    if isinstance(held_out, PromptDataset):
+        return [(str(held_out[i].messages[-1]["content"]), held_out[i].input_ids) for i in chosen]
+    parts = []
+    for sample in (held_out[i][0] for i in chosen):
+        tokens, first_answered = sample["input_ids"].tolist(), int(sample["loss_mask"].argmax())
+        opening = min(OPENING, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
+        parts.append(tokens[: max(1, opening)])
+    return [(shown(tokenizer, part), part) for part in parts]
+
+
+def shown(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    """The text of a prompt; of a conversation its last message, which stands before the last end of a
+    turn."""
+    special = set(tokenizer.all_special_ids)
+    ends = [i for i, token in enumerate(tokens) if token in special]
+    if len(ends) >= 2 and tokens[ends[-2]] == tokenizer.eos_token_id:  # the last one opens the answer
+        before = ends[-3] if len(ends) >= 3 else -1
+        return str(tokenizer.decode(tokens[before + 1 : ends[-2]])).partition("\n")[2]  # without the role
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class Samples(Hooks):
+    """Answers prompts at each evaluation, on rank 0, with the weights that are evaluated."""
+
+    def __init__(self, prompts: list[Prompt], tokenizer: "PreTrainedTokenizerBase"):
+        self.prompts, self.tokenizer = prompts, tokenizer
+        self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
+
+    def validate(self, state: TrainState, evaluate: Any) -> dict[str, Any] | None:
+        metrics = evaluate()
+        if metrics is not None and is_main_process():
+            self.answers = self.write_answers(state)
+        return metrics
+
+    def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
+        """After an evaluation the samples, on rank 0, behind those of the rollouts if there are any; and on
+        all ranks how many of the answers' trigrams are distinct."""
+        if "eval_loss" not in record:
+            return {}
+        answers, self.answers = self.answers, []
+        share, *_ = gather(distinct_trigrams(answers))  # of rank 0
+        more = {} if share is None else {"distinct_trigrams": share}
+        if not answers:
+            return more
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        prompts = [text for text, _ in self.prompts]
+        samples = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
+        return more | {"samples": [*record.get("samples", ()), *samples]}
+
+    def write_answers(self, state: TrainState) -> list[list[int]]:
+        """The tokens that the model writes to each prompt."""
+        from model.generation import generate
+        from model.sampling import Sampling
+
+        model: Any = unwrap(state.model)
+        model = getattr(model, "actor", model)  # of PPO
+        room = model.config.max_position_embeddings - NEW_TOKENS
+        prompts = [tokens[-room:] for _, tokens in self.prompts]
+        was_training = model.training
+        model.eval()
+        # for training alone
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        # the cache holds the weights' own dtype
+        with torch.autocast(state.device.type, enabled=False), eager:
+            greedy = [[Sampling(temperature=0.0)]] * len(prompts)
+            written = generate(model, prompts, greedy, NEW_TOKENS, [cast(int, self.tokenizer.eos_token_id)])
+        model.train(was_training)
+        return [answer.tokens for (answer,) in written]
+
+
+def distinct_trigrams(answers: list[list[int]]) -> float | None:
+    """The share of distinct ones, 0 to 1, among the trigrams of tokens within the answers; None if there are
+    only a few of them."""
+    trigrams = [list(zip(tokens, tokens[1:], tokens[2:], strict=False)) for tokens in answers]
+    total = sum(len(each) for each in trigrams)
+    return sum(len(set(each)) for each in trigrams) / total if total >= MIN_TRIGRAMS else None

@@ -1,0 +1,221 @@
+"""Environments of agents: the tools that a model may call, and the replies to its calls.
+
+`--environment module:Class` names one; `calculator` is shipped. An environment is made anew for each
+trajectory, from its record; replies are a pure function of the record and the calls, so a resumed run repeats
+them.
+"""
+
+import ast
+import json
+import math
+import operator
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, Protocol
+
+from common.errors import UserError
+from common.plugins import import_named
+from dataset.json_records import BadRecord, check_value, kind_of
+from dataset.messages import parse_message
+from dataset.rollout_prompts import RolloutPrompt
+
+Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
+
+
+class Environment(Protocol):
+    """What an agent acts in."""
+
+    tools: list[dict]  # JSON schemas of the tools, as chat templates take them
+
+    def __init__(self, record: dict) -> None: ...
+
+    def reply(self, calls: list[Call]) -> list[dict]:
+        """One message of role `tool` for each call. A call that cannot be answered gets a reply that says
+        so."""
+        ...
+
+
+def tool_schema(tool: str, description: str, /, **parameters: str) -> dict:
+    """The JSON schema of a tool whose parameters are all texts; `parameters`: their descriptions."""
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": tool, "description": description, "parameters": schema}}
+
+
+def tool_message(content: Any) -> dict:
+    """The message with a tool's reply."""
+    return {
+        "role": "tool",
+        "content": content if isinstance(content, str) else json.dumps(content, ensure_ascii=False),
+    }
+
+
+def checked_replies(replies: Any) -> list[dict]:
+    """Copies of the messages that an environment's `reply` gave, in the form that chat templates take. Raises
+    ValueError if they are no messages of others than the assistant, or no text that can be written."""
+    if not isinstance(replies, (list, tuple)):
+        raise ValueError(f"reply(calls) gave {kind_of(replies)} instead of a list of messages")
+    messages = []
+    for number, reply in enumerate(replies, 1):
+        try:
+            check_value(reply)
+            messages.append(parse_message(reply, f"message {number} of its reply").message)
+        except (BadRecord, TypeError) as error:
+            raise ValueError(str(error)) from None
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"message {number} of its reply has the role assistant, which is the model's; use tool"
+            )
+    return messages
+
+
+# --- calculator
+# ------------------------------------------------------------------------------------------------------
+
+MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
+ROOT_BITS = 256  # behind the point of a root that is no fraction
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """base ** exponent, without computing what is too large."""
+    if exponent == Fraction(1, 2):
+        return _root(base)
+    if exponent.denominator != 1:
+        raise ValueError("only whole exponents and 0.5 are allowed")
+    if (_bits(base) - 1) * abs(exponent) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return Fraction(base**exponent.numerator)
+
+
+def _root(value: Fraction) -> Fraction:
+    """The square root, exact if it is a fraction."""
+    if value < 0:
+        raise ValueError("the root of a negative number")
+    product = value.numerator * value.denominator  # sqrt(n / d) = sqrt(n * d) / d
+    root = Fraction(math.isqrt(product), value.denominator)
+    if root**2 == value:
+        return root
+    return Fraction(math.isqrt(product << 2 * ROOT_BITS), value.denominator << ROOT_BITS)
+
+
+OPERATIONS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+SIGNS = {"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "^": "**", "²": "**2", "³": "**3"}
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression: numbers, + - * / // % ** ^, parentheses and sqrt(), exact but
+    for roots. Raises ValueError for anything else, a division by zero, or a number that is too large."""
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"more than {MOST_CHARACTERS} characters")
+    try:
+        value = _value(ast.parse(expression.strip().translate(str.maketrans(SIGNS)), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("not an arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    try:
+        text = str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    except OverflowError:
+        raise ValueError("the number is too large") from None
+    if value and text == "0":
+        raise ValueError("the number is too small")
+    return text
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value = Fraction(str(node.value))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    elif isinstance(node, ast.BinOp) and (operation := OPERATIONS.get(type(node.op))):
+        value = Fraction(operation(_value(node.left), _value(node.right)))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sqrt", "math.sqrt"):
+        if len(node.args) != 1 or node.keywords:
+            raise ValueError("sqrt() takes one number")
+        value = _root(_value(node.args[0]))
+    else:
+        raise ValueError("only numbers, + - * / // % **, parentheses and sqrt() are allowed")
+    if _bits(value) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+class Calculator:
+    """A calculator: `calculate(expression)`. It also answers `calculate_math`, its name in MiniMind's
+    data."""
+
+    answers = ("calculate", "calculate_math")
+    tools = [tool_schema("calculate", "Compute an arithmetic expression.", expression="such as 12 * (3 + 4)")]  # noqa: RUF012
+
+    def __init__(self, record: dict):
+        pass
+
+    def reply(self, calls: list[Call]) -> list[dict]:
+        """The value of each expression, or what is wrong with it."""
+        return [tool_message(self._answer(call)) for call in calls]
+
+    @staticmethod
+    def _answer(call: Call) -> str:
+        if call["name"] not in Calculator.answers:
+            return f"error: no tool named {call['name']}"
+        expression = call["arguments"].get("expression")
+        if not isinstance(expression, str):
+            return f"error: {call['name']} needs an expression"
+        try:
+            return calculate(expression)
+        except ValueError as error:
+            return f"error: {error}"
+
+
+class MiniMindCalculator(Calculator):
+    """The calculator, offered under the name that models trained on MiniMind's data know."""
+
+    tools = [tool_schema("calculate_math", "计算数学表达式的结果", expression="如 123+456、2**10、sqrt(144)")]  # noqa: RUF012
+
+
+SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator, "calculate_math": MiniMindCalculator}
+
+
+def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]) -> None:
+    """Raise UserError where a record names a tool that the environment does not answer, if this says what it
+    answers: the model would learn from error messages."""
+    answers = getattr(environment, "answers", None)
+    if answers is None:
+        return
+    for prompt in prompts:
+        for name in (tool.get("function", tool).get("name") for tool in prompt.tools or ()):
+            if name not in answers:
+                raise UserError(
+                    f"{prompt.source}: the record names the tool {name}, but {environment.__name__} answers only "
+                    f"{' and '.join(answers)}; give --environment module:Class of your own"
+                )
+
+
+def load_environment(name: str) -> type[Environment]:
+    """The environment that `--environment` names. Raises UserError for an unknown name, or a module that
+    cannot be imported."""
+    if name in SHIPPED:
+        return SHIPPED[name]
+    if ":" not in name:
+        raise UserError(f"--environment {name}: give module:Class, or one of {', '.join(SHIPPED)}")
+    environment = import_named("--environment", name)
+    if not (
+        callable(getattr(environment, "reply", None))
+        and isinstance(getattr(environment, "tools", None), list)
+    ):
+        raise UserError(
+            f"--environment {name} needs `tools`, a list of JSON schemas, and a method `reply(calls)`"
+        )
+    return environment

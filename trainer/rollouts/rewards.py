@@ -1,0 +1,211 @@
+"""Rewards of reinforcement learning: pure Python functions `(prompt, completion, record) -> float`.
+
+`--reward module:function` names one; a plain name is one of those below; several are separated by commas,
+each with an optional weight: `--reward exact_answer,my_rewards:politeness=0.5`. A completion's reward is the
+weighted sum.
+
+prompt: the messages before the completion. completion: the text, without special tokens. record: what the
+data file says about the prompt; `record["answer"]` is its reference answer, if it has one. Both are copies.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from decimal import Decimal
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+
+from common.errors import UserError, reason
+from common.plugins import import_named, user_code
+
+LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
+OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
+RewardFn = Callable[[list[dict], str, dict], float]
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*)", re.DOTALL)
+
+
+class Reward(NamedTuple):
+    """One of the rewards of a run."""
+
+    name: str  # unique
+    function: RewardFn
+    weight: float
+
+
+# --- shipped rewards
+# -------------------------------------------------------------------------------------------------
+
+
+def exact_answer(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if the completion, without its thoughts, is the reference answer."""
+    return float(spoken(completion) == str(reference(record)).strip())
+
+
+def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if the last number of the completion, without its thoughts, equals the last number of the reference
+    answer."""
+    answer = reference(record)
+    given, wanted = last_number(spoken(completion)), last_number(str(answer))
+    if wanted is None or isinstance(answer, list):
+        raise ValueError(f"the reference answer {answer!r} is not one number; use contains_answer")
+    return float(given is not None and given == wanted)
+
+
+def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
+    """The share of the texts in the reference answer (a text, or a list of them, such as MiniMind's `gt`)
+    that occur in the completion, without its thoughts; a number occurs where a number equals it."""
+    wanted, text = reference(record), spoken(completion).lower()
+    wanted = [str(part).strip().lower() for part in (wanted if isinstance(wanted, list) else [wanted])]
+    given = {number_of(found) for found in NUMBER.findall(text)}
+    hits = [number_of(part) in given if NUMBER.fullmatch(part) else part in text for part in wanted]
+    return sum(hits) / len(hits)
+
+
+def think_format(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if the completion is <think> thoughts </think> and then an answer, each tag exactly once."""
+    once = completion.count("<think>") == completion.count("</think>") == 1
+    return float(once and THINKING.fullmatch(completion.strip()) is not None)
+
+
+def length(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 for an answer of 20 to 800 characters, else 0 (MiniMind's bounds)."""
+    return float(20 <= len(spoken(completion)) <= 800)
+
+
+def repetition(prompt: list[dict], completion: str, record: dict) -> float:
+    """Minus the share, 0 to 1, of the word triples (character triples of Chinese) that occurred before."""
+    words = re.findall(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+", completion.lower())
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return len(set(triples)) / len(triples) - 1.0 if triples else 0.0
+
+
+def tool_used(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if a tool has replied since the user's last message."""
+    since = takewhile(lambda message: message["role"] != "user", reversed(prompt))
+    return float(any(message["role"] == "tool" for message in since))
+
+
+FUNCTIONS = (exact_answer, numeric_answer, contains_answer, think_format, length, repetition, tool_used)
+SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNCTIONS}
+
+
+def spoken(completion: str) -> str:
+    """The completion without its thoughts."""
+    return completion.rsplit("</think>", 1)[-1].strip()
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text; commas between digits separate thousands."""
+    numbers = NUMBER.findall(text)
+    return number_of(numbers[-1]) if numbers else None
+
+
+def number_of(text: str) -> Decimal:
+    """The number that NUMBER found."""
+    return Decimal(text.replace(",", ""))
+
+
+def reference(record: dict) -> Any:
+    """The reference answer of a record. Raises ValueError with what to do."""
+    if record.get("answer") in (None, []):
+        raise ValueError("the record has no reference answer: add one, or give --reward length,repetition")
+    return record["answer"]
+
+
+# --- choosing and computing
+# ------------------------------------------------------------------------------------------
+
+
+def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
+    """The rewards that `--reward` names, and the score of a reward model. Raises UserError for an unknown
+    name, one given twice, a module that cannot be imported, a weight that is no number."""
+    rewards = [_reward_named(part) for part in reward_parts(spec)]
+    rewards += [Reward("model", score, 1.0)] if score is not None else []
+    if not rewards:
+        raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
+    taken = Counter([*(each.name for each in rewards), *OTHER_FIGURES])
+    if twice := [name for name, count in taken.items() if count > 1]:
+        raise UserError(
+            f"--reward: {twice[0]} is named twice, or the name of another figure; name it once, or rename the function"
+        )
+    return rewards
+
+
+def reward_parts(spec: str) -> list[str]:
+    """The parts `NAME` or `NAME=WEIGHT` of `--reward`."""
+    return [part.strip() for part in spec.split(",") if part.strip()]
+
+
+def _reward_named(part: str) -> Reward:
+    name, _, weight = part.partition("=")
+    try:
+        factor = float(weight) if weight else 1.0
+    except ValueError:
+        factor = math.nan
+    if not math.isfinite(factor):
+        raise UserError(f"--reward {part}: the weight {weight!r} must be a finite number")
+    if name in SHIPPED:
+        return Reward(name, SHIPPED[name], factor)
+    if ":" not in name:
+        raise UserError(f"--reward {name}: give module:function, or one of {', '.join(SHIPPED)}")
+    function = import_named("--reward", name)
+    if not callable(function):
+        raise UserError(f"--reward {name} is not a function")
+    return Reward(name.rpartition(":")[2], function, factor)
+
+
+def compute(
+    rewards: list[Reward], prompt: list[dict], completion: str, record: dict, where: str, limit: float
+) -> dict[str, float]:
+    """Each reward of a completion by name, not weighted.
+
+    where: FILE:LINE of the record, for the error. limit: seconds that each function may take. Raises
+    UserError if a reward raises, takes too long or is not a finite number; the line names the record."""
+    values = {}
+    for name, function, weight in rewards:
+        with user_code(f"reward {name}", where, limit):
+            value = float(function(deepcopy(prompt), completion, deepcopy(record)))
+        if not abs(value) * max(1.0, abs(weight)) <= LARGEST:  # NaN is not either
+            raise UserError(
+                f"{where}: reward {name} is {value:g} (its weight: {weight:g}), not a finite number of at most "
+                f"{LARGEST:g}; make it one"
+            )
+        values[name] = value
+    return values
+
+
+# --- reward models
+# ---------------------------------------------------------------------------------------------------
+
+
+def reward_model(folder: str, device: torch.device) -> RewardFn:
+    """The score that the sequence classifier of one output in a Hugging Face folder gives to a conversation;
+    code in the folder is not run. Raises UserError if there is no such model."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        options = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+        options |= {"num_labels": 1, "output_loading_info": True}
+        model, loading = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    except Exception as error:  # transformers raises errors of any type for untrusted files
+        raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"--reward_model {folder} holds no sequence classifier: its weights lack {', '.join(missing[:3])}, which "
+            "would be random numbers; give a model that was trained to score answers"
+        )
+    model = model.eval().to(device)
+
+    def score(prompt: list[dict], completion: str, record: dict) -> float:
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True).to(device)
+        with torch.inference_mode():
+            return float(model(**inputs).logits)
+
+    return score

@@ -1,0 +1,125 @@
+"""What the stages of reinforcement learning share: their flags, and how a run gets its rollouts."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from common.plugins import source_files
+from common.settings import StageArgs, setting
+from model.sampling import COLDEST
+from trainer.devices.wrapping import is_sharded, unwrap, whole_model, wrap_model
+from trainer.objectives.next_token import frozen_model
+from trainer.rollouts.batches import Rollouts
+from trainer.rollouts.environments import Environment
+from trainer.rollouts.rewards import load_rewards, reward_model, reward_parts
+from trainer.rollouts.writer import TrajectoryWriter
+from trainer.run.resume import files_fingerprint
+from trainer.run.state import TrainState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+
+@dataclass(kw_only=True)
+class RolloutArgs(StageArgs):
+    """The flags of all stages that learn from rollouts."""
+
+    monitor: str = "eval_reward"
+    mode: Literal["min", "max"] = "max"
+    max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
+    temperature: float = setting(1.0, "sampling temperature; also applied in the loss", ge=COLDEST)
+    reward: str = setting(
+        "exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT"
+    )
+    reward_model: str | None = setting(None, "adds the score of a sequence classifier: a Hugging Face folder")
+    reward_timeout: float = setting(
+        10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0
+    )
+    beta: float = setting(0.0, "weight of the KL divergence from the start weights", ge=0)
+    num_iterations: int = setting(1, "updates per rollout", ge=1)
+    epsilon: float = setting(
+        0.2, "lower clip: the ratio is at least 1 - epsilon; needs --num_iterations 2", gt=0, lt=1
+    )
+    open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
+
+    aliases = {"reward_model_path": "reward_model"}  # noqa: RUF012 (a constant: MiniMind's name)
+    clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
+
+    def compares_with_start_weights(self) -> bool:
+        return self.beta > 0  # they are the reference
+
+    def builds_on_start_weights(self) -> bool:
+        return self.beta > 0
+
+    def code_files(self) -> list[Path]:
+        """The modules of the rewards and of the environment that the settings name."""
+        names = [part.partition("=")[0] for part in reward_parts(self.reward)] + [
+            getattr(self, "environment", "")
+        ]
+        return [path for name in names if ":" in name for path in source_files(name)]
+
+    def frozen_hashes(self) -> dict[str, str]:
+        if self.reward_model is None:
+            return {}
+        # also its template
+        files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())
+        return files_fingerprint("reward_model", files, self.cache_dir)
+
+    def contradictions(self) -> list[str]:
+        """Flags that have no effect, or do not go together."""
+        wrong = super().contradictions()
+        given = [name for name in self.clips if getattr(self, name) != getattr(type(self), name)]
+        if given and self.num_iterations == 1:
+            wrong.append(
+                f"--{given[0]} has no effect with one update per rollout; add --num_iterations 2, or leave it out"
+            )
+        for name in ("packing", "use_compile"):
+            if getattr(self, name) is True:
+                wrong.append(f"--{name} 1 has no effect on completions, which are sampled; leave it out")
+        if self.parallel != "ddp" and getattr(self, "num_generations", 0) == 1:  # PPO
+            wrong.append(
+                f"--parallel {self.parallel}: policy and critic compute alone in rollouts; leave it out"
+            )
+        return wrong
+
+
+@dataclass(kw_only=True)
+class ReinforcementArgs(RolloutArgs):
+    """The flags of the stages that compare the completions of a prompt with each other."""
+
+    num_generations: int = setting(8, "completions per prompt: the group that they are compared in", ge=2)
+    scale_rewards: bool = setting(True, "1: divide an advantage by the group's standard deviation")
+    loss_type: Literal["grpo", "dapo", "cispo"] = setting("dapo", "loss and its normalisation")
+    epsilon_high: float = setting(0.2, "upper clip: the ratio is at most 1 + epsilon_high", gt=0)
+
+    clips: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
+
+
+def add_rollouts(
+    state: TrainState,
+    tokenizer: "PreTrainedTokenizerBase",
+    environment: type[Environment] | None = None,
+    kind: type[Rollouts] = Rollouts,
+) -> None:
+    """Have the loop train what the model writes to the prompts: in an environment, over several turns. With
+    --beta the policy as it is now, which are the start weights, is kept as the reference. Raises UserError if
+    a reward, the reward model or an environment cannot be used."""
+    args, lm_config = cast(Any, state.args), cast("MiniMindConfig", state.lm_config)
+    score = reward_model(args.reward_model, state.device) if args.reward_model else None
+    rewards = load_rewards(args.reward, score)
+    sampling = {"group": args.num_generations, "temperature": args.temperature, "seed": args.seed}
+    limits = {"max_gen_len": args.max_gen_len, "reply_timeout": args.reward_timeout}
+    if environment is not None:
+        limits |= {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
+    writer = TrajectoryWriter(tokenizer, environment=environment, **sampling, **limits)
+    rollouts = kind(args, lm_config, writer, rewards)
+    if args.beta:
+        policy = rollouts.policy(unwrap(state.model))
+        sharded = (whole_model(policy), state.device, args.parallel, False, False, state.autocast)
+        reference = wrap_model(*sharded) if is_sharded(policy) else copy.deepcopy(policy)
+        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
+    state.hooks.append(rollouts)
+    state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out

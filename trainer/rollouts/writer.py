@@ -1,0 +1,165 @@
+"""Trajectories: what a model writes to a prompt, in one turn or, with tools, in several.
+
+After each turn of an agent its calls are answered by the environment, and the reply's tokens are put behind
+the turn's: they are in the context and never targets. The tokens of a turn stay as they were sampled.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from common.errors import UserError
+from common.plugins import user_code
+from dataset.rollout_prompts import RolloutPrompt
+from model.answers import answer_message
+from model.generation import generate
+from model.prompts import Piece, encode_pieces, prompt_pieces
+from model.sampling import Sampling
+from trainer.rollouts.environments import Call, Environment, checked_replies
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Trajectory:
+    """One member of a prompt's group."""
+
+    prompt: RolloutPrompt
+    number: int  # in the group
+    tokens: list[int]  # the prompt's, and those of all turns and replies
+    is_target: list[bool]  # which of them were sampled
+    messages: list[dict] = field(default_factory=list)  # turns and replies after the prompt's
+    environment: Environment | None = None
+    text: str = ""  # of the last turn
+    log_prob: float = 0.0  # sum over the sampled tokens
+    is_cut: bool = False  # ended by a limit of tokens or turns
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled."""
+        return sum(self.is_target)
+
+
+def seed_of(seed: int, update: int, sample_id: int, number: int, turn: int = 0) -> int:
+    """The 64 bits that key the draws of one turn."""
+    key = f"{seed} {update} {sample_id} {number} {turn}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
+@dataclass
+class TrajectoryWriter:
+    """Lets a model write trajectories: one turn each, or with an environment several.
+
+    Args:
+        tokenizer: with the chat template of the prompts.
+        group: trajectories per prompt.
+        temperature: of the sampling; 0 takes the likeliest token, always.
+        max_gen_len: tokens of one turn at most.
+        seed: of the run.
+        environment: made anew for each trajectory; replies to its calls.
+        max_turns, max_total_len: turns and tokens of a trajectory at most, with prompt and replies.
+        reply_timeout: seconds that a reply may take.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    group: int
+    temperature: float
+    max_gen_len: int
+    seed: int
+    environment: type[Environment] | None = None
+    max_turns: int = 1
+    max_total_len: int = 1 << 20
+    reply_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.end_id = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
+
+    def write(self, model: Any, prompts: Sequence[RolloutPrompt], update: int) -> list[Trajectory]:
+        """`group` trajectories of each prompt, prompt by prompt."""
+        trajectories = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
+        active = trajectories
+        for turn in range(self.max_turns):
+            if not active:
+                break
+            self._write_turn(model, active, update, turn)
+            active = [each for each in active if self._reply(each, is_last=turn == self.max_turns - 1)]
+        return trajectories
+
+    def _begin(self, prompt: RolloutPrompt, number: int) -> Trajectory:
+        tokens = list(prompt.input_ids)
+        trajectory = Trajectory(prompt, number, tokens, [False] * len(tokens))
+        if self.environment is not None:
+            with user_code("the environment", prompt.source, self.reply_timeout):
+                trajectory.environment = self.environment(deepcopy(prompt.record))
+        return trajectory
+
+    def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
+        """Write one turn of each; those whose tokens are still equal share one prefill."""
+        groups: dict[tuple[int, ...], list[Trajectory]] = {}
+        for each in active:
+            groups.setdefault(tuple(each.tokens), []).append(each)
+
+        def sampling(each: Trajectory) -> Sampling:
+            return Sampling(
+                self.temperature, seed=seed_of(self.seed, update, each.prompt.sample_id, each.number, turn)
+            )
+
+        samplings = [[sampling(each) for each in group] for group in groups.values()]
+        room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
+        weight = model.lm_head.weight  # its dtype is that of the cache
+        with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):
+            answers = generate(model, list(groups), samplings, room, [self.end_id], with_logprobs=True)
+        for group, written in zip(groups.values(), answers, strict=True):
+            for each, answer in zip(group, written, strict=True):
+                each.tokens += answer.tokens
+                each.is_target += [True] * len(answer.tokens)
+                each.log_prob += sum(answer.logprobs)
+                each.is_cut = answer.finish == "length"
+                each.text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)  # type: ignore[assignment]
+                each.messages.append({"role": "assistant", "content": each.text})
+
+    def _reply(self, each: Trajectory, is_last: bool) -> bool:
+        """Append the environment's replies to the calls of the last turn; returns whether another turn
+        follows."""
+        calls = calls_of(each.text) if each.environment is not None and not each.is_cut else []
+        if not calls or each.environment is None:
+            return False
+        if is_last:
+            each.is_cut = True
+            return False
+        with user_code("the environment", each.prompt.source, self.reply_timeout):
+            replies = checked_replies(each.environment.reply(calls))
+        tokens = self._between_turns(each, replies)
+        if len(each.tokens) + len(tokens) >= self.max_total_len:
+            each.is_cut = True
+            return False
+        each.messages += replies
+        each.tokens += tokens
+        each.is_target += [False] * len(tokens)
+        return True
+
+    def _between_turns(self, each: Trajectory, replies: list[dict]) -> list[int]:
+        """The tokens between two turns: what follows the end token of one, up to the beginning of the
+        next."""
+        start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        # up to the end token
+        before = str(self.tokenizer.apply_chat_template(start, tokenize=False)).rstrip()
+        try:
+            first, *others = prompt_pieces(self.tokenizer, [*start, *replies])
+        except ValueError as error:
+            raise UserError(f"{each.prompt.source}: {error}") from error
+        if not first.text.startswith(before):
+            raise UserError(
+                "the chat template rewrites earlier turns when tools reply, so an agent cannot go on"
+            )
+        return encode_pieces(self.tokenizer, [Piece(first.text[len(before) :], False), *others])
+
+
+def calls_of(text: str) -> list[Call]:
+    """The well-formed tool calls in a turn: [{"name", "arguments"}]."""
+    return [call["function"] for call in answer_message(text).get("tool_calls", ())]

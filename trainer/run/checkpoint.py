@@ -1,0 +1,441 @@
+"""The state to resume from, in `checkpoints/`: what it holds, how it is written, and how it is read back.
+
+The previous state is kept, as a fallback for a damaged newest one. The state of a sharded model is written
+whole, by rank 0, and fits any number of ranks.
+
+Every byte that is read is checked, and nothing in a file is executed. The SHA-256 of a file is its zip
+comment, which torch.load and zipfile pass over: the checksums inside a zip file cover its records, but not
+its directory.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor, nn
+
+from common.durable_files import atomic_write, remove
+from common.errors import UserError, reason, warn
+from common.settings import ROOT
+from trainer.devices.process_group import Logger, is_main_process, world_size
+from trainer.devices.wrapping import host_copy, is_sharded, unwrap
+from trainer.run.paths import is_state, resume_path
+
+STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
+
+# what zipfile and torch.load raise on a damaged or foreign file
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
+    *(MemoryError, OverflowError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
+
+DIGEST_MARK, DIGEST_SIZE = b"sha256:", 64  # the comment of a zip file: the mark and 64 hexadecimal digits
+COMMENT_LENGTH = struct.Struct("<H")  # the last field of a zip file before its comment
+FORMAT = "state_format"  # key in a resume state, from version 2 on: its file has a digest
+
+
+# --- files that are checked
+
+
+def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
+    """`torch.save` into a file open for reading and writing; returns the SHA-256 of the whole file. Its zip
+    comment is `comment`, followed by the digest of all before it.
+
+    comment: at most 65,000 bytes.
+    """
+    torch.save(value, file)
+    file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
+    length = len(comment) + len(DIGEST_MARK) + DIGEST_SIZE
+    file.write(COMMENT_LENGTH.pack(length) + comment)  # part of what is digested
+    file.seek(0)
+    digest = hashlib.file_digest(cast(Any, file), "sha256")
+    last = DIGEST_MARK + digest.hexdigest().encode()
+    file.write(last)  # reading it has ended at the end
+    digest.update(last)
+    return digest.hexdigest()
+
+
+def model_comment(config: dict[str, Any], tokenizer: str | None) -> bytes:
+    """The comment of a file with the tensors of a model. config: its fields. tokenizer: its hash."""
+    return json.dumps({"model": config, "tokenizer": tokenizer}).encode()
+
+
+def comment_of(path: Path) -> bytes:
+    """The comment that `write_file` was given; empty for files of other programs.
+
+    Raises:
+        one of UNREADABLE: it is no zip file, or damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        comment, _, digest = archive.comment.rpartition(DIGEST_MARK)
+    return comment if len(digest) == DIGEST_SIZE else b""
+
+
+def read_file(path: Path) -> Any:
+    """The content of a file of `torch.save`, checked against its digest; no code in it is executed. Its
+    tensors are
+    mapped: the ranks of a machine share the pages, and a tensor that is changed gets pages of its own.
+
+    A file of another program, or of an early version of this one, has no digest: of such a file each record
+    is checked against its checksum. Raises one of UNREADABLE if the file is damaged, of another kind, or
+    holds code, UserError if it is whole, but there is not enough memory for it."""
+    with open(path, "rb") as file:
+        length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
+        file.seek(length)
+        comment = file.read()
+    if comment.startswith(DIGEST_MARK):
+        if file_digest(path, length).encode() != comment.removeprefix(DIGEST_MARK):
+            raise zipfile.BadZipFile("its digest is wrong")
+    else:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself leaves the checksums out
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    content = _load_file(path, is_whole=comment.startswith(DIGEST_MARK))
+    if isinstance(content, dict) and FORMAT in content and not comment.startswith(DIGEST_MARK):
+        raise zipfile.BadZipFile("its digest is missing")
+    return content
+
+
+def _load_file(path: Path, is_whole: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (MemoryError, RuntimeError) as error:
+        if is_whole and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+            raise UserError(
+                f"out of memory while {path} is read ({reason(error)}); the file is whole"
+            ) from error
+        raise
+
+
+def stored_digest(path: Path) -> str | None:
+    """The SHA-256 that a file of `write_file` says it has; None for others, and where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(DIGEST_MARK) - DIGEST_SIZE, os.SEEK_END)
+            mark, digest = file.read(len(DIGEST_MARK)), file.read()
+    except OSError:  # also of a file that is shorter
+        return None
+    return digest.decode("ascii", "replace") if mark == DIGEST_MARK else None
+
+
+def file_digest(path: Path, length: int | None = None) -> str:
+    """SHA-256 of a file, or of its first `length` bytes, in hexadecimal."""
+    digest, left = hashlib.sha256(), path.stat().st_size if length is None else length
+    with open(path, "rb") as file:
+        while left and (part := file.read(min(left, 1 << 20))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
+
+
+# --- writing in the background
+
+
+class Writer:
+    """A thread that writes files one after another in the order given, so that training does not wait for a
+    disk.
+
+    What a job writes must not change any more. After a failure nothing further is written, and each call of a
+    method
+    raises it: the files on the disk stay those of the last complete save.
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._last: Future = self._thread.submit(lambda: None)
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job; raises the failure of an earlier one."""
+        self.check()
+        before = self._last
+
+        def run() -> None:
+            before.result()  # raises the failure of the job before
+            job()
+
+        self._last = self._thread.submit(run)
+
+    def check(self) -> None:
+        """Raise the failure of a job; does not wait."""
+        if self._last.done():
+            self._last.result()
+
+    def wait(self) -> None:
+        """Wait until everything is on the disk; raises the failure of a job."""
+        self._last.result()
+
+
+def snapshot(value: Any, keep: bool = True, copies: dict[int, Tensor | None] | None = None) -> Any:
+    """A copy on the host of nested dicts, lists and tensors; a tensor that occurs twice (tied weights) is
+    copied once. A sharded one becomes whole, which takes all ranks; one that does not `keep` them drops each
+    at once."""
+    copies = {} if copies is None else copies
+    if isinstance(value, Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = host_copy(value.detach(), keep)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return {key: snapshot(item, keep, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(item, keep, copies) for item in value)
+    return value
+
+
+# --- the places of a state
+
+
+def places(path: Path) -> tuple[Path, ...]:
+    """All places of a resume state: the newest, at `path`, then the previous one; each a file, or the folder
+    of an early sharded run."""
+    previous = path.with_name(f"{path.stem}_previous.pth")
+    return path, path.with_suffix(""), previous, previous.with_suffix("")
+
+
+# states that this process found to be unreadable: they never become the previous one
+_damaged: set[Path] = set()
+
+
+def rotate(path: Path) -> None:
+    """Make the state at `path`, in whichever form, the previous one, and delete what was that before."""
+    file, folder, *spares = places(path)
+    for current, spare in zip((file, folder), spares, strict=True):
+        if current.absolute() in _damaged:
+            _damaged.remove(current.absolute())
+            if current.is_dir():  # a file is replaced in one step, but not a folder
+                remove(current)
+        elif current.exists():
+            for old in spares:
+                remove(old)
+            os.replace(current, spare)
+
+
+# --- saving and loading
+
+
+def lm_checkpoint(
+    lm_config: Any,
+    weight: str = "full_sft",
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    epoch: int = 0,
+    step: int = 0,
+    wandb: Any = None,
+    save_dir: str | Path = ROOT / "checkpoints",
+    writer: Writer | None = None,
+    resume_from: str | None = None,
+    **kwargs: Any,
+) -> dict[str, Any] | None:
+    """Save the resume state when given a model, else return the saved one (None if there is none).
+
+    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, id of the
+    tracker (`wandb`: its run, or its module), and whatever `kwargs` holds (of objects with a `state_dict`
+    that); the config of the model stands in the file's comment. With a `writer` the call only copies the
+    state, which is then written in the background. Rank 0 writes; with a sharded model all ranks must call.
+    Loading falls back to the previous state, with a warning, when the newest is damaged, and never runs code
+    from a file (`weights_only=True`). A state that is returned says in `loaded_from` which file it was.
+    `resume_from`: the state with which a branch begins; the newest state is loaded if it continues that
+    branch, else this one, with `is_new_branch` set.
+    """
+    path = resume_path(save_dir, weight, lm_config)
+    if model is None:
+        return _load_newest(path) if resume_from is None else _load_branch(path, Path(resume_from))
+    if not (is_sharded(model) or is_main_process()):
+        return None
+    state = {
+        FORMAT: 2,
+        "model": unwrap(model).state_dict(keep_vars=True),  # tied weights stay recognisable
+        "optimizer": optimizer.state_dict() if optimizer is not None else None,
+        "epoch": epoch,
+        "step": step,
+        "world_size": world_size(),
+        "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
+    }
+    state |= {
+        key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()
+    }
+    copy = snapshot(state, keep=is_main_process())
+    if not is_main_process():
+        return None
+
+    comment = b""
+    if hasattr(lm_config, "own_fields"):  # a MiniMindConfig, not the settings of a user's own task
+        comment = model_comment(lm_config.own_fields(), kwargs.get("run", {}).get("tokenizer"))
+
+    def write() -> None:
+        atomic_write(path, lambda file: write_file(copy, file, comment), rotate=rotate)
+
+    writer.submit(write) if writer is not None else write()
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A resume state in either form.
+
+    Raises:
+        one of UNREADABLE: it is missing, damaged or something else.
+    """
+    state = read_state_folder(path) if path.is_dir() else read_file(path)
+    if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
+        raise ValueError("it is not a state to resume from")
+    return state
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The state in a file. Raises UserError if it is missing, damaged or something else."""
+    try:
+        state = read_state(path)
+    except UNREADABLE as error:
+        why = reason(error) if path.exists() else "there is no such file"
+        raise UserError(
+            f"--resume_from {path} is no checkpoint that can be read ({why}); give another"
+        ) from error
+    return state | {"loaded_from": str(path)}
+
+
+def _load_newest(newest: Path) -> dict[str, Any] | None:
+    """The first readable state, newest first."""
+    damaged = []
+    for path in filter(Path.exists, places(newest)):
+        try:
+            state = read_state(path)
+        except UNREADABLE as error:
+            damaged.append(f"{path} ({reason(error)})")
+            _damaged.add(path.absolute())
+            continue
+        if damaged:
+            warn(f"damaged checkpoint {damaged[0]}; going back to {path}")
+        return state | {"loaded_from": str(path)}
+    if damaged:
+        raise UserError(f"--from_resume 1: no readable checkpoint, {damaged[0]}; delete it to start afresh")
+    return None
+
+
+def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
+    """The state `start` as the beginning of a branch, or the newest state of this run if that is `start`
+    itself, or
+    belongs to a branch that began with it: then the run was only interrupted."""
+    digest = stored_digest(start)
+    if digest is not None and digest == stored_digest(newest):
+        return load_state(start)
+    with suppress(UserError):  # a run without any readable state is set aside like others
+        own = _load_newest(newest)
+        if own is not None and _began_with(own, start, digest, newest):
+            Logger(f"--resume_from {start}: going on with the branch that began there")
+            return own
+    state = load_state(start)
+    branch_of = {"path": str(start.resolve()), "sha256": digest}
+    branch_of |= {key: state.get(key) for key in ("run_name", "run_id", "update")}
+    return state | {"branch_of": branch_of, "is_new_branch": True}
+
+
+def _began_with(own: dict[str, Any], start: Path, digest: str | None, newest: Path) -> bool:
+    """Whether the branch of the state `own`, which lies at `newest`, began with the state that was at
+    `start`."""
+    branch_of = own.get("branch_of")
+    if branch_of is None:
+        return False
+    if digest is not None and digest == branch_of["sha256"]:
+        return True
+    # the branch has written over the file that it began with, such as its run's best state, or that is gone
+    is_own_file = start.parent.resolve() == newest.parent.resolve()
+    is_own_file = is_own_file and is_state(newest.stem.removesuffix("_resume"), start.name)
+    return branch_of["path"] == str(start.resolve()) and (is_own_file or not start.exists())
+
+
+# --- sharded models
+
+# whose tensors may be sharded; hooks: a moving average of the weights ...
+PARTS = ("model", "optimizer", "hooks")
+
+
+def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state as the model takes it: if that is sharded, so are its weights, the optimizer's state, and what
+    hooks keep under the names of parameters. The state is of any number of ranks, sharded or not. model:
+    unwrapped."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    own = model.state_dict()
+    sharded = next((value for value in own.values() if isinstance(value, DTensor)), None)
+    if sharded is None:
+        return saved
+    mesh, placements = sharded.device_mesh, sharded.placements  # the same for all of them
+
+    def shard(value: Any, path: tuple) -> Any:
+        if isinstance(value, dict):
+            return {key: shard(item, (*path, key)) for key, item in value.items()}
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        like = own.get(path[-1])
+        if path[0] == "optimizer" or (isinstance(like, DTensor) and like.shape == value.shape):
+            # each rank has read the file
+            return distribute_tensor(value, mesh, placements, src_data_rank=None)
+        return value
+
+    return saved | {part: shard(saved[part], (part,)) for part in PARTS}
+
+
+# --- folders: sharded runs of early versions saved their state so, with torch.distributed.checkpoint
+
+REST = "state.pth"  # everything but the tensors, with a name in place of each
+DIGESTS = "digests"  # key for the SHA-256 of each other file of the folder
+SAFE = {  # module -> what of it may be in a folder's list of tensors
+    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta ChunkStorageMetadata "
+    "TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
+    "pathlib": "Path PosixPath WindowsPath PurePosixPath PureWindowsPath",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in SAFE.get(module, "").split():
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
+        return super().find_class(module, name)
+
+
+def read_state_folder(folder: Path) -> dict[str, Any]:
+    """The state in a folder, with whole tensors; every byte is checked.
+
+    Raises:
+        one of UNREADABLE: something is damaged or missing.
+    """
+    import torch.distributed.checkpoint as dcp  # as in other functions: it takes a second to load
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's own unpickles anything
+            return metadata
+
+    rest = read_file(folder / REST)
+    for name, digest in rest.pop(DIGESTS).items():
+        if file_digest(folder / name) != digest:
+            raise ValueError(f"the digest of {name} is wrong")
+    with open(folder / ".metadata", "rb") as file:
+        metadata = _Unpickler(file).load()
+    stored = metadata.state_dict_metadata
+    tensors = {name: torch.zeros(each.size, dtype=each.properties.dtype) for name, each in stored.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that each rank reads for itself
+        dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
+
+    def put(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: put(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(put(item) for item in value)
+        return tensors.get(value, value) if isinstance(value, str) else value
+
+    return rest | {part: put(rest[part]) for part in PARTS}

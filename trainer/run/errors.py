@@ -1,0 +1,123 @@
+"""Translates errors of memory, of shared memory and of lost peers into a UserError of one line."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from common.command_line import one_line_errors
+from common.console import outlast_console
+from common.errors import LostRank, UserError, WriteError, reason
+from trainer.devices.device import peak_memory_mb, reserved_memory_mb
+from trainer.devices.process_group import LOST, leave_process_group, lost_rank_message
+
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+
+# in the messages of torch when a data loader process cannot pass on its batches, or was killed
+NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, of the machine or of a GPU, was lacking."""
+    is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_typed or any(phrase in str(error) for phrase in NO_MEMORY)
+
+
+@contextmanager
+def training_errors() -> Iterator[None]:
+    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks
+    too. The run does not end with its console."""
+    with one_line_errors(), translated_failures():
+        outlast_console()
+        yield
+        leave_process_group()  # after `main`, whose DDP is freed
+
+
+@contextmanager
+def translated_failures() -> Iterator[None]:
+    """Translate errors of memory, of files, of data loader processes and of lost peers.
+
+    Raises:
+        UserError: out of memory, or of shared memory, or a file cannot be written. LostRank: a collective
+            failed because a peer ended.
+    """
+    try:
+        yield
+    except WriteError as error:
+        raise UserError(
+            f"{error}; --from_resume 1 then goes on from the last checkpoint, if there is one"
+        ) from error
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        text = str(error)
+        if is_out_of_memory(error):
+            raise UserError(
+                f"out of memory ({reason(error)}{_gpu_memory()}); lower --batch_size (raise --accumulation_steps by as "
+                "much: the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the "
+                "last checkpoint"
+            ) from error
+        if dist.is_initialized() and any(phrase in text for phrase in LOST):
+            raise LostRank(lost_rank_message(error)) from error
+        if any(phrase in text for phrase in NO_LOADER):
+            raise UserError(_loader_message(error)) from error
+        if "OSError" in text and was_compiling(error):  # wrapped
+            raise _compiler_error(error) from error
+        raise
+    except OSError as error:
+        if was_compiling(error):
+            raise _compiler_error(error) from error
+        raise
+
+
+def was_compiling(error: BaseException) -> bool:
+    """Whether an error was raised within torch's compiler."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("_inductor" in frame.filename or "_dynamo" in frame.filename for frame in frames)
+
+
+def _compiler_error(error: Exception) -> UserError:
+    return UserError(
+        f"--use_compile: the compiler cannot write its cache ({reason(error)}); make room, or name another folder in "
+        "the environment variable TORCHINDUCTOR_CACHE_DIR, or give --use_compile 0"
+    )
+
+
+def _gpu_memory() -> str:
+    if not torch.cuda.is_initialized():
+        return ""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return f"; at most {peak_memory_mb(device):,.0f} MB in use, {reserved_memory_mb(device):,.0f} MB reserved"
+
+
+@contextmanager
+def loader_failures() -> Iterator[None]:
+    """Around taking micro-batches: raises UserError if a data loader process was killed while handing one
+    over."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise UserError(_loader_message(error)) from error
+
+
+def check_shared_memory(num_workers: int) -> None:
+    """Make as many semaphores and descriptors as a data loader needs. Raises UserError if there is no room
+    for them."""
+    descriptors: list[int] = []
+    try:
+        _ = [multiprocessing.Lock() for _ in range(8 * (num_workers + 1))]
+        descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(8 * (num_workers + 1)))
+    except OSError as error:
+        raise UserError(_loader_message(error)) from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _loader_message(error: Exception) -> str:
+    return (
+        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
+        "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
+    )

@@ -1,0 +1,132 @@
+"""The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's, and tell the shape of the
+model. And which files a run may start from: weights, a checkpoint, a Hugging Face folder."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, reason
+from common.settings import ModelConfig, StageArgs
+
+# MiniMind's, which its names do not mention
+EXPERTS = (ModelConfig.num_experts, ModelConfig.num_experts_per_tok)
+# the settings in a file's name
+NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")
+WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")
+CONFIG_FILE, WEIGHTS_FILE, PICKLED_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def run_name(weight: str, lm_config: Any) -> str:
+    """The stem of all files of a run, e.g. `full_sft_512`, `full_sft_512_moe` or, with 8 experts of which
+    each token uses 2, `full_sft_512_moe_8x2`. lm_config: a MiniMindConfig, or the settings of a run."""
+    name = f"{weight}_{lm_config.hidden_size}"
+    if not lm_config.use_moe:
+        return name
+    experts = lm_config.num_experts, lm_config.num_experts_per_tok
+    return f"{name}_moe" if experts == EXPERTS else f"{name}_moe_{experts[0]}x{experts[1]}"
+
+
+def weight_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
+    """The file of the fp16 weights for use: `<save_dir>/<run_name>.pth`."""
+    return Path(save_dir) / f"{run_name(weight, lm_config)}.pth"
+
+
+def is_path(weight: str) -> bool:
+    """Whether the value of a flag that names weights is a path, of a file or folder, and no name in
+    --save_dir."""
+    return Path(weight).name != weight or weight.endswith(".pth")
+
+
+def start_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
+    """Where the weights are that a run starts from: a path, or the file of this name."""
+    return Path(weight) if is_path(weight) else weight_path(save_dir, weight, lm_config)
+
+
+def shape_in_name(path: Path) -> dict[str, Any] | None:
+    """The settings of NAMED_SHAPE that the name of a weights file tells, those of experts None for a dense
+    model; None if it is not such a name."""
+    name = WEIGHT_NAME.fullmatch(path.name)
+    if not name:
+        return None
+    _, hidden_size, moe, experts, per_token = name.groups()
+    numbers = ((int(experts), int(per_token)) if experts else EXPERTS) if moe else (None, None)
+    return dict(zip(NAMED_SHAPE, (int(hidden_size), bool(moe), *numbers), strict=True))
+
+
+def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
+    """The files of the weights of this name, in all shapes, each with its `shape_in_name`."""
+    paths = [
+        path
+        for path in sorted(Path(save_dir).glob("*.pth"))
+        if (name := WEIGHT_NAME.fullmatch(path.name)) and name["weight"] == weight
+    ]
+    return {path: shape for path in paths if (shape := shape_in_name(path))}
+
+
+def is_state(run: str, name: str) -> bool:
+    """Whether this is the name of a state (a file or a folder) of the run with this `run_name`."""
+    return (
+        re.fullmatch(re.escape(run) + r"_(resume|resume_previous|best_resume|update_\d+)(\.pth)?", name)
+        is not None
+    )
+
+
+def same_file(path: Path, written: Path) -> bool:
+    """Whether writing (and renaming to) `written` may change what `path` leads to; a hard link stays what it
+    was."""
+    return path.resolve() == written.resolve()
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether it is a Hugging Face folder."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a folder that the model is read from: its config, and the files of its tensors. Raises
+    UserError if there are none, or some are missing."""
+    index = folder / f"{WEIGHTS_FILE}.index.json"
+    names = [WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PICKLED_WEIGHTS]
+    if names[0] == PICKLED_WEIGHTS and index.is_file():
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            names = [index.name, *sorted({Path(name).name for name in content["weight_map"].values()})]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: not a readable index ({reason(error)})") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        what = f"{missing[0]} is missing" if len(names) > 1 else f"it holds no weights ({WEIGHTS_FILE})"
+        raise UserError(f"{folder}: {what}")
+    return [folder / name for name in (CONFIG_FILE, *names)]
+
+
+def metrics_path(save_dir: str | Path, run: str) -> Path:
+    """The file of the log records of a run of this `run_name`."""
+    return Path(save_dir) / f"{run}_metrics.jsonl"
+
+
+def settings_path(metrics: Path) -> Path:
+    """The file of the settings and the environment of a run, `<run_name>_run.json` beside its log records."""
+    return metrics.with_name(metrics.name.removesuffix(".jsonl").removesuffix("_metrics") + "_run.json")
+
+
+def tensorboard_folder(args: StageArgs, lm_config: Any) -> Path:
+    """The folder of a run's TensorBoard curves."""
+    return Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard") / run_name(
+        args.save_weight, lm_config
+    )
+
+
+def metrics_of_branched_run(args: StageArgs, branch_of: dict[str, Any]) -> Path:
+    """The metrics file of the run that wrote the state `branch_of`: in the folder below --save_dir that the
+    state's folder is below --checkpoint_dir, such as `earlier_1`."""
+    folder, checkpoints = Path(branch_of["path"]).parent, Path(args.checkpoint_dir).resolve()
+    below = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else Path()
+    return metrics_path(Path(args.save_dir) / below, branch_of["run_name"])
+
+
+def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: Any) -> Path:
+    """The file of the state to resume from: `<checkpoint_dir>/<run_name>_resume.pth`."""
+    return Path(checkpoint_dir) / f"{run_name(weight, lm_config)}_resume.pth"

@@ -1,0 +1,320 @@
+"""Whether a checkpoint belongs to this run: the run fingerprint, and what changes with another number of
+ranks."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from common.errors import UserError, warn
+from common.settings import ROOT, StageArgs, aliases_of, own_flags
+from dataset.token_cache import file_hash
+from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16
+from trainer.devices.process_group import Logger, gather, world_size
+from trainer.run import paths
+
+Fingerprint = dict[str, Any]
+COMPARED = (
+    "epochs",
+    "learning_rate",
+    "warmup_updates",
+    "optimizer",
+    "weight_decay",
+    "grad_clip",
+    "max_seq_len",
+)
+COMPARED += ("packing", "seed")  # settings of every run
+NAMES_OF = {  # hash of weights -> the flags that only say where they lie
+    "from_weight_sha256": ("from_weight",),
+    "reward_model_sha256": ("reward_model",),
+    "teacher_sha256": ("from_teacher_weight", "teacher_hidden_size", "teacher_num_layers", "teacher_use_moe"),
+}
+A = TypeVar("A", bound=StageArgs)
+
+
+def held_out_fingerprint(loader: Any) -> str | None:
+    """Identifies the held-out data of a loader; None where there are none, or nothing is known of them."""
+    described = getattr(getattr(loader, "dataset", None), "fingerprint", None)
+    return described.get("data") if isinstance(described, dict) else None
+
+
+def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
+    """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a
+    file, all files of a sharded checkpoint, or config and tensors of a Hugging Face folder."""
+    if paths.is_hugging_face(path):  # beside a model may lie anything, also what a run writes
+        return files_fingerprint(name, paths.model_files(path), cache_dir)
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return files_fingerprint(name, files, cache_dir)
+
+
+def files_fingerprint(name: str, files: Sequence[Path], cache_dir: str) -> Fingerprint:
+    """The part of the run fingerprint that describes the contents of files; the hashes are remembered."""
+    hashes = [file_hash(str(each), Path(cache_dir)) for each in files]
+    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    return {f"{name}_sha256": whole}
+
+
+def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:
+    """Everything that must stay the same for a resumed run to be the same run.
+
+    model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
+    """
+    run = {key: getattr(args, key) for key in COMPARED} | model | own_flags(args)
+    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
+    run |= {"samples": samples} | data | args.frozen_hashes()
+    return run | {"from_weight": args.from_weight} | start_fingerprint(args)
+
+
+def start_fingerprint(args: StageArgs) -> Fingerprint:
+    """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
+    start = paths.start_path(args.save_dir, args.from_weight, args)
+    if args.from_weight == "none" or not start.exists():
+        return {"from_weight_sha256": None}
+    return weights_fingerprint("from_weight", start, args.cache_dir)
+
+
+def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
+    """Refuse weights under the name of --from_weight that are not those which the run began with: for a model
+    that is read again when the run is resumed.
+
+    run: the fingerprint that `check_resume` returned.
+    """
+    now = start_fingerprint(args)["from_weight_sha256"]
+    if now not in (None, run["from_weight_sha256"]):
+        path = paths.start_path(args.save_dir, args.from_weight, args)
+        raise UserError(
+            f"weights {path} are no longer those that the run began with, and it needs them again; "
+            "put them back, or start anew from other weights with another --save_weight"
+        )
+
+
+def check_not_overwritten(args: StageArgs) -> None:
+    """Refuse a new run that would write over weights which it reads again when it is resumed, or that starts
+    from a checkpoint of its own name, which it sets aside. Raises UserError with the flag and the path."""
+    start = {"from_weight": paths.start_path(args.save_dir, args.from_weight, args)}
+    read_again = (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
+    for flag, path in (start | read_again).items():
+        if _is_own_state(args, path):
+            raise UserError(
+                f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a new run of "
+                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+            )
+        if flag in read_again and _is_own_weights(args, path):
+            raise UserError(
+                f"--{flag} {path}: the run writes over these weights, and needs them again when it is resumed; give "
+                "another --save_weight"
+            )
+
+
+def _is_own_weights(args: StageArgs, path: Path) -> bool:
+    """Whether a run with these settings writes over this file."""
+    names = (args.save_weight, f"{args.save_weight}_best")
+    return any(paths.same_file(path, paths.weight_path(args.save_dir, name, args)) for name in names)
+
+
+def _is_own_state(args: StageArgs, path: Path) -> bool:
+    """Whether this is the place of a checkpoint that a run with these settings writes or sets aside."""
+    path, folder = path.resolve(), Path(args.checkpoint_dir).resolve()
+    return path.parent == folder and paths.is_state(paths.run_name(args.save_weight, args), path.name)
+
+
+def total_updates(run: Fingerprint) -> int:
+    """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
+    return math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
+
+
+def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
+    """The settings of a run resumed with another number of ranks: `accumulation_steps` such that an update
+    has as many samples as before, where that is possible."""
+    wanted = ((checkpoint or {}).get("run") or {}).get("global_batch")
+    ranks, micro_batch = world_size(), args.batch_size * world_size()
+    if checkpoint is None or not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
+        return args
+    if ranks == checkpoint["world_size"] or wanted % micro_batch:
+        return args  # check_resume refuses it
+    steps = wanted // micro_batch
+    Logger(
+        f"{ranks} ranks instead of {checkpoint['world_size']}: --accumulation_steps is now {steps}, "
+        f"so that an update stays {wanted} samples"
+    )
+    return replace(args, accumulation_steps=steps)
+
+
+def batch_flags(batch_size: int, wanted: int) -> str:
+    """What to give so that an update has `wanted` samples: micro-batches of `batch_size` at most, on the
+    present ranks; where that cannot be, another number of ranks."""
+    of_rank, rest = divmod(wanted, world_size())
+    if rest:
+        return f"{world_size()} processes do not divide it, start as many as do"
+    size = largest_divisor(of_rank, batch_size)
+    return f"--batch_size {size} --accumulation_steps {of_rank // size}"
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is at most `limit`, which is at least 1."""
+    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
+
+
+def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> Fingerprint:
+    """The fingerprint of the run, once it is clear that the checkpoint (None: a new run) belongs to it.
+
+    It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone, or is one
+    that this run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The
+    same weights may lie elsewhere than before. Raises UserError if the checkpoint belongs to another run, or
+    the ranks do not all see the same."""
+    from model.model_minimind import MiniMindConfig
+
+    _check_ranks_agree(run, checkpoint)
+    if checkpoint is None or checkpoint.get("is_new_branch"):
+        check_not_overwritten(args)
+    if checkpoint is None:
+        if args.from_resume:
+            name = paths.run_name(args.save_weight, args)
+            Logger(f"new run: {args.checkpoint_dir} holds no checkpoint of {name}")
+        return run
+    saved = checkpoint.get("run")
+    if not isinstance(saved, dict):
+        raise UserError(
+            f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script"
+        )
+    defaults = {name: getattr(type(args), name) for name in own_flags(args)}
+    aliases = aliases_of(type(args))
+    # a flag may have had another name
+    saved = {aliases.get(name, name): value for name, value in saved.items()}
+    saved = {name: value for name, value in saved.items() if args.removed.get(name, ...) != value}
+    defaults |= {
+        name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__.keys() & run.keys()
+    }
+    # a flag or a field of the model was added since: the run did what its default does
+    saved = defaults | saved
+    start, before = (paths.start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
+    is_own = _is_own_weights(args, start) or _is_own_state(args, start)
+    if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
+        run = run | {"from_weight_sha256": saved["from_weight_sha256"]}  # it holds what became of the weights
+    for digest, names in NAMES_OF.items():
+        if run.get(digest) is not None and run[digest] == saved.get(digest):
+            run = run | {name: saved[name] for name in names if name in saved}
+    hint = ""
+    if run["global_batch"] != saved["global_batch"]:
+        hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}: "
+        hint += batch_flags(args.batch_size, saved["global_batch"])
+    if (
+        run["from_weight_sha256"] != saved["from_weight_sha256"]
+        and run["from_weight"] == saved["from_weight"]
+    ):
+        hint += f". {start} is not the file that the run started from: put that one back"
+        hint += "" if paths.is_path(args.from_weight) else ", or move this away"
+    check_same_run(saved, run, args.extend_epochs, hint)
+    return run
+
+
+def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
+    """Raise UserError if ranks (on several machines) see other files: then none of them starts."""
+    everyone = gather(
+        run | {f"checkpoint's {key}": (checkpoint or {}).get(key) for key in ("epoch", "step", "update")}
+    )
+    for rank, other in enumerate(everyone):
+        if differing := _differing(everyone[0], other):
+            fields = (
+                f"{key}: {everyone[0].get(key)} on rank 0, {other.get(key)} on rank {rank}"
+                for key in differing
+            )
+            raise UserError(
+                f"the ranks do not see the same data, settings or checkpoint ({'; '.join(fields)}); all machines need "
+                "the same files: a file system that they share, or copies"
+            )
+
+
+def _differing(one: Fingerprint, other: Fingerprint) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def check_same_run(
+    saved: Fingerprint, current: Fingerprint, extend_epochs: bool = False, hint: str = ""
+) -> None:
+    """Refuse to continue a run under settings that would make it a different run. Raises UserError with every
+    differing field and both its values, and `hint`."""
+    differing = _differing(saved, current)
+    if "epochs" in differing:
+        if extend_epochs and current["epochs"] > saved["epochs"]:
+            differing.remove("epochs")
+        elif current["epochs"] > saved["epochs"] and differing == ["epochs"]:
+            hint += ". --extend_epochs 1 would go on for more epochs"
+    if differing:
+        fields = "; ".join(f"{key}: {saved.get(key)} -> {current.get(key)}" for key in differing)
+        raise UserError(
+            f"--from_resume 1: the checkpoint belongs to another run ({fields}); "
+            f"use its settings, or another --save_weight, or --from_resume 0{hint}"
+        )
+
+
+# --- the code of a run
+# -----------------------------------------------------------------------------------------------
+
+
+def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
+    """SHA-256 of the stage's own files and of all files of the repository that this process has imported, by
+    file name, relative to the repository if in it."""
+    files = [Path(path).resolve() for path in stage_files] + imported_files()
+    contents: dict[str, bytes] = {}
+    for path in dict.fromkeys(files):
+        name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+        contents[name] = contents.get(name, b"") + path.read_bytes()  # files of one name in several folders
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def imported_files() -> list[Path]:
+    """The Python files of the repository that this process has imported, sorted; installed packages, which
+    may lie in a virtual environment below it, left out."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    # torch has modules without files
+    resolved = {Path(file).resolve() for file in files if file and os.path.isabs(file)}
+    own = (path for path in resolved if path.is_relative_to(ROOT) and "site-packages" not in path.parts)
+    return sorted(path for path in own if path.suffix == ".py" and path.is_file())
+
+
+def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
+    """Device, dtype, torch version, threads and instruction set: what bitwise identical results need besides
+    settings and code. On a CPU the number of threads decides how sums are cut, and the instruction set which
+    kernels run."""
+    environment: dict[str, Any] = {
+        "device": device.type,
+        "dtype": str(autocast_dtype(autocast, device)),
+        "torch": str(torch.__version__),
+    }
+    if device.type != "cpu":
+        return environment
+    units = {"bfloat16": native_bfloat16(device), "AMX": has_matrix_unit()}
+    names = (torch.backends.cpu.get_cpu_capability(), *(name for name, there in units.items() if there))
+    return environment | {"threads": torch.get_num_threads(), "instructions": " ".join(names)}
+
+
+def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[str, Any]) -> None:
+    """Warn if the run goes on with other code, or with other kernels: then it is the same run, but no longer
+    bit for bit that of one that was not stopped. With another number of ranks it is not, whatever else
+    changed.
+
+    code: what `code_hashes` returns. now: what `computing` returns, and more of the kind.
+    """
+    saved = checkpoint["code"]
+    if changed := [name for name in sorted(saved) if name in code and saved[name] != code[name]]:
+        warn(
+            f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code"
+        )
+    before = checkpoint["computing"] if checkpoint["world_size"] == world_size() else {}
+    changed = [
+        f"{key} was {before[key]} and is {now[key]}"
+        for key in before
+        if before[key] != now.get(key, before[key])
+    ]
+    if changed:
+        text = "from here on the results equal those of an uninterrupted run up to rounding, not bit for bit"
+        warn(f"{', '.join(changed)}: {text}")

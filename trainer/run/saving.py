@@ -1,0 +1,279 @@
+"""When files are written: checkpoints at the end of an update, the best weights, the last ones, and at a
+signal."""
+
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.durable_files import atomic_write, link, sync_folder, write_error
+from common.errors import Interrupted, warn
+from common.settings import StageArgs
+from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
+from trainer.devices.wrapping import unwrap
+from trainer.report.metrics import MetricsLog, complete_lines, readable_records
+from trainer.run import paths
+from trainer.run.checkpoint import lm_checkpoint
+from trainer.run.resume import Fingerprint, total_updates
+from trainer.run.signals import end_loader_processes
+from trainer.run.state import TrainState
+from trainer.weights.files import Description, save_weights
+
+KEPT_STARTS = 19  # of a run that was resumed more often than that, beside the first one
+
+
+def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | None = None) -> None:
+    """Move the checkpoints, metrics, settings, curves and weights of an earlier run of this name into a
+    folder `earlier_<n>` beside them: a forgotten --from_resume 1 loses nothing, and no two runs share a file.
+
+    Weights and a state (`state_file`) that the new run starts from stay where they are, too; so do metrics
+    and
+    settings, which the new run replaces: until then they tell what the state that it goes back to comes from.
+    Raises UserError if the disk is full ...
+    """
+    states, out = Path(args.checkpoint_dir), Path(args.save_dir)
+    run, best = (paths.run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
+    old_states = [
+        path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if paths.is_state(run, path.name)
+    ]
+    weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
+    weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
+    weights = [path for path in weights if path.is_file()]
+    metrics = paths.metrics_path(out, run)
+    logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
+    curves = paths.tensorboard_folder(args, lm_config)
+    starts = [paths.start_path(out, args.from_weight, lm_config)]
+    starts += [state_file] if state_file is not None else []
+
+    def is_start(path: Path) -> bool:
+        return any(paths.same_file(start, path) for start in starts)
+
+    if all(is_start(path) for path in old_states + weights):  # it ended before it saved anything
+        return
+    # states last: a run killed before that finds the rest and sets it aside again
+    files = [(out, path) for path in logs + weights]
+    files += [(curves.parent, curves)] if curves.is_dir() else []
+    files += [(states, path) for path in old_states]
+    folders = {folder for folder, _ in files}
+    taken = [
+        re.fullmatch(r"earlier_(\d+)", path.name) for folder in folders for path in folder.glob("earlier_*")
+    ]
+    name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
+    try:
+        for folder, path in files:
+            kept = folder / name / path.relative_to(folder)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            if is_start(path) or path in logs:
+                link(path, kept)
+            else:
+                os.replace(path, kept)
+            for changed in {kept.parent, folder / name, path.parent, folder}:
+                sync_folder(changed)
+    except OSError as error:
+        raise write_error(out / name, error) from error
+    places = dict.fromkeys(str(folder / name) for folder, _ in files)
+    text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
+    would_continue = bool(old_states) and state_file is None
+    Logger(f"{text} (--from_resume 1 would have continued it)" if would_continue else text)
+
+
+def save_checkpoint(state: TrainState) -> None:
+    """Write the resume state, then the weights for use, in the background; called on all ranks. The pending
+    record is
+    saved too: a run killed while it evaluates completes that report when it is resumed."""
+    args = state.args
+    state.save_due = False
+    state.writer.wait()  # at most one copy of the state waits in memory
+    if state.metrics is not None:
+        state.metrics.sync()
+    where = {"epoch": state.epoch, "step": state.step, "wandb": state.wandb, "save_dir": args.checkpoint_dir}
+    parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
+    lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
+    write_weights(state, args.save_weight)
+    state.state_file = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    for hook in state.hooks:
+        hook.checkpoint_saved(state, state.state_file)
+
+
+def write_weights(state: TrainState, weight: str) -> Path:
+    """Write what is used of the model under this name, in the background; returns where."""
+    write = state.save_fn or save_weights
+    path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
+    return write(state.model, path, state.writer, description(state))
+
+
+def description(state: TrainState) -> Description:
+    """The tokenizer of the weights, and where they come from: stage, parent, position in the run, data,
+    code."""
+    run = state.run
+    parent = {"name": run.get("from_weight"), "sha256": run.get("from_weight_sha256")}
+    data = {key: run.get(key) for key in ("data", "samples")}
+    position = {"epoch": state.epoch, "update": state.update, "tokens": state.tokens}
+    stage = next(iter(state.code), None)  # the first of its files
+    code = hashlib.sha256(json.dumps(state.code).encode()).hexdigest()  # file by file in `<run>_run.json`
+    origin = {"stage": stage, "from_weight": parent} | position | {"data": data, "code": code}
+    return {"tokenizer": run.get("tokenizer")} | origin
+
+
+def write_settings(state: TrainState, path: Path) -> None:
+    """Write what this run is: its settings, command lines, environment, data and code; of the process's
+    environment variables nothing. A resumed run replaces the file and keeps the list of starts. Raises
+    UserError if the disk is full ..."""
+    is_resumed = state.resumed_update is not None and not state.is_new_branch
+    starts = list(read_settings_file(path).get("starts", ())) if is_resumed else []
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    starts.append({"time": now, "update": state.update, "command": sys.argv})
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "ranks": world_size(),
+    }
+    environment |= {"GPU": torch.cuda.get_device_name(state.device)} if state.device.type == "cuda" else {}
+    stage = next(iter(state.code), None)  # the first of its files
+    content: dict[str, Any] = {"run_id": state.run_id, "branch_of": state.branch_of, "stage": stage}
+    content |= {"settings": state.args.values(), "environment": state.computing() | environment}
+    content |= {"run": state.run, "code": state.code, "starts": starts[:1] + starts[1:][-KEPT_STARTS:]}
+    write_settings_file(path, content)
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The content of `<run>_run.json`; empty if there is none, or it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_settings_file(path: Path, content: dict[str, Any]) -> None:
+    """Write `<run>_run.json`."""
+    text = json.dumps(content, indent=1, default=str)  # ASCII: file names may hold bytes that are not UTF-8
+    atomic_write(path, lambda file: file.write(text.encode()))
+
+
+def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
+    """The records that the metrics file of a resumed run begins with, up to the update that it goes on from.
+
+    A new branch begins with those of the run that it branches off, if that run's files lie where its state
+    says: below --save_dir as the state lies below --checkpoint_dir. metrics: of this run.
+    """
+    if state.resumed_update is None:
+        return []
+    if state.is_new_branch and state.branch_of is not None:
+        metrics = paths.metrics_of_branched_run(state.args, state.branch_of)
+        if read_settings_file(paths.settings_path(metrics)).get("run_id") != state.branch_of["run_id"]:
+            return []
+    records = readable_records(metrics)
+    if damaged := len(complete_lines(metrics)) - len(records):
+        warn(f"{metrics}: {damaged} lines are damaged; these records are lost")
+    return [record for record in records if record["update"] <= state.resumed_update]
+
+
+def save_and_stop(state: TrainState) -> None:
+    """Grant a stop request at the end of an update: save, and raise Interrupted."""
+    state.expert_load.read(unwrap(state.model))
+    state.bad_updates.read()
+    save_checkpoint(state)
+    raise interrupted(state)
+
+
+def interrupted(state: TrainState) -> Interrupted:
+    """The exception that ends a run at a signal, which another rank may have received.
+
+    Called on all ranks, which wait until the state is on the disk: torchrun ends all ranks when the first one
+    exits.
+    """
+    state.writer.wait()
+    meet()
+    number = state.stop.signal or signal.SIGTERM
+    name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
+    text = f"by {name} after {done}, which is saved; --from_resume 1 goes on from there"
+    return Interrupted(number, text)
+
+
+@contextmanager
+def training_files(state: TrainState, wandb=None) -> Iterator[None]:
+    """Wrap training: the files of an earlier run of this name are set aside, unless this run goes on with
+    them, the metrics file opened and the settings written. A signal waits for the end of an update. However
+    training ends, the
+    files being written are completed: a checkpoint in the background, the metrics file, the tracker's curves;
+    at its normal end the weights are written."""
+    tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
+    state.wandb = wandb
+    path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
+    if is_main_process():
+        if state.resumed_update is None or state.is_new_branch:
+            set_earlier_run_aside(state.args, state.lm_config, state.state_file)
+        shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
+        kept = records_before(state, path)
+        state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
+        # last: until then the file tells whose metrics lie here
+        write_settings(state, paths.settings_path(path))
+    try:
+        state.stop.defer = True
+        if state.is_new_branch:
+            save_checkpoint(state)  # from here on a restart goes on with the branch
+        yield
+        if state.save_due:
+            save_checkpoint(state)
+        weights = write_weights(state, state.args.save_weight)
+        state.writer.wait()
+        if is_main_process() and not state.can_continue:
+            mark_finished(state, paths.settings_path(path))
+        Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
+        for line in filter(None, [hook.verdict(state) for hook in state.hooks]):
+            Logger(line)
+        tracker_timeout = None
+    finally:
+        state.stop.defer = False
+        end_loader_processes()
+        if wandb is not None:
+            wandb.finish(tracker_timeout)
+        if state.metrics is not None:
+            state.metrics.close()
+        state.writer.wait()
+
+
+def mark_finished(state: TrainState, path: Path) -> None:
+    """Note in `<run>_run.json`, once everything else is written, that the run has come to its end."""
+    write_settings_file(path, read_settings_file(path) | {"finished": {"update": state.update}})
+
+
+def is_finished(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> bool:
+    """Whether the run that the checkpoint belongs to has come to its end, with all files written: then
+    nothing is left to do, and no file may change. Says so. Called on all ranks; rank 0 decides.
+
+    run: the fingerprint of this run. One that ended before its last update, by early stopping for instance,
+    is finished under the settings with which it ended.
+    """
+    if checkpoint is None or checkpoint.get("is_new_branch"):
+        return False
+    path = paths.weight_path(args.save_dir, args.save_weight, args)
+    weights = path if path.exists() else path.with_suffix("")  # or the folder of an adapter
+    content = read_settings_file(paths.settings_path(paths.metrics_path(args.save_dir, path.stem)))
+    is_of_run = content.get("run_id") == checkpoint["run_id"] and weights.exists()
+    has_ended = is_of_run and content.get("finished") == {"update": checkpoint["update"]}
+    if checkpoint["update"] < total_updates(run):
+        has_ended = has_ended and comparable(content["settings"]) == comparable(args.values())
+    if gather(has_ended)[0]:
+        Logger(
+            f"{path.stem} is finished, after {checkpoint['update']} updates: nothing to do; its weights: {weights}"
+        )
+        return True
+    return False
+
+
+def comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as JSON has them, without those that only say how the run was started."""
+    return json.loads(json.dumps(settings, default=str)) | {"from_resume": True, "resume_from": None}

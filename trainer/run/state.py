@@ -1,0 +1,310 @@
+"""The state of a run, and the hooks through which others take part in it: what `trainer/loop.py` works on."""
+
+import math
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from common.errors import UserError, warn
+from common.settings import StageArgs
+from trainer.devices.process_group import Logger, world_size
+from trainer.devices.wrapping import unwrap
+from trainer.objectives.next_token import Batch, flat_size, held_out_loss
+from trainer.report.experts import ExpertLoad
+from trainer.report.flops import PeakRate
+from trainer.report.metrics import MetricsLog
+from trainer.report.speed import Meter, Size
+from trainer.run.checkpoint import Writer, shard_like
+from trainer.run.paths import run_name
+from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
+from trainer.run.signals import StopRequest
+from trainer.run.skipped_updates import BadUpdates
+
+LossFn = Callable[
+    [nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]
+]
+EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
+# (model, path of its .pth, writer, description)
+SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]
+Schedule = Callable[[int, int, StageArgs], float | None]
+SAVED = ("run_id", "branch_of", "update", "tokens", "seconds", "best_eval", "eval_data", "record", "save_due")
+
+
+def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
+    """The value of a held-out metric; `who` monitors it. Raises UserError if validation does not report
+    it."""
+    if monitor not in metrics:
+        there = ", ".join(sorted(metrics)) or "nothing"
+        raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
+    return metrics[monitor]
+
+
+class Hooks:
+    """No-op base of what takes part in a run, such as rollouts, early stopping or the engine with its
+    callbacks: the loop calls each method of each one in `state.hooks`, on every rank, in the order in
+    docs/dev/ARCHITECTURE.md."""
+
+    shown: tuple[str, ...] = ()  # names of `figures` that stand on the console's line
+
+    def prepare(self, state: "TrainState", window: list[Batch]) -> list[Batch]:
+        """The micro-batches to train, made of those that the loader gave: rollouts of prompts, for
+        instance."""
+        return window
+
+    def figures(self, state: "TrainState") -> dict[str, Any]:
+        """More values for the record at a log point; called on all ranks."""
+        return {}
+
+    def batch_start(self, state: "TrainState") -> None:
+        """Before an update; `state.update` is the one before."""
+
+    def after_step(self, state: "TrainState") -> None:
+        """After the optimizer step of update `state.update`, before this update is saved, evaluated or
+        reported."""
+
+    def wants_checkpoint(self, state: "TrainState") -> bool:
+        """Whether to save this update's state although no interval asks for it; the same on all ranks."""
+        return False
+
+    def batch_end(self, state: "TrainState", record: dict[str, Any] | None) -> None:
+        """After an update and its report; `record` at a log point, else None."""
+
+    def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
+        """The state of this update was handed to the writer, which will put it at `path`."""
+
+    def validate(
+        self, state: "TrainState", evaluate: Callable[[], dict[str, Any] | None]
+    ) -> dict[str, Any] | None:
+        """What `evaluate()` gives on the held-out data, None if a signal interrupted it; a hook may do
+        something before and after, such as putting other weights in place. `<name>_best` holds the weights
+        that are there afterwards."""
+        return evaluate()
+
+    def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
+        """After a validation; `metrics` are the same on all ranks."""
+
+    def remarks(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
+        """More values for a record that is complete, with the evaluation if there was one; called on all
+        ranks."""
+        return {}
+
+    def forget_evaluations(self, state: "TrainState") -> None:
+        """The run was resumed with other held-out data or another --monitor: drop what earlier evaluations
+        gave."""
+
+    def verdict(self, state: "TrainState") -> str:
+        """A line for the end of the run, or an empty text."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint saves of the hook, under keys of its own."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; `saved` has the keys of all hooks, and lacks those of one added
+        since."""
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Everything that a run holds. The fields under `progress` are saved in checkpoints."""
+
+    args: StageArgs
+    lm_config: Any  # shape of the model, or the settings that say it
+    model: nn.Module  # wrapped
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: AbstractContextManager
+    device: torch.device
+    # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name, such as
+    loss_fn: LossFn
+    # `cross_entropy`, the plain one, with which warnings and verdict compare the held-out loss]
+    # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
+    schedule: Schedule
+    run: Fingerprint  # what must not differ on resume
+    stop: StopRequest = field(default_factory=StopRequest)
+    metric_names: tuple[str, ...] = ()  # of the metrics to report
+    size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
+    save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
+    metrics: MetricsLog | None = None  # rank 0 only
+    eval_loader: DataLoader | None = None
+    # (model, batch, settings) -> sums over its targets, by name; `loss` is one of them
+    eval_fn: EvalFn = held_out_loss
+    hooks: list[Hooks] = field(default_factory=list)
+    peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
+    writer: Writer = field(default_factory=Writer)
+    bad_updates: BadUpdates = field(default_factory=BadUpdates)
+    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
+    meter: Meter = field(default_factory=Meter)  # of this process
+    iters: int = 0  # micro-batches of an epoch
+    finished: bool = False  # no further update, on all ranks alike; see `finish`
+    can_continue: bool = False  # a callback ended the run early: started again, it goes on
+    resumed_update: int | None = None  # the last update reported before the resume; None in a new run
+    is_new_branch: bool = False  # this process begins a branch of the run whose state it has restored
+    state_file: Path | None = None  # the newest file with a state of this run, once there is one
+    wandb: Any = None  # the tracker
+    wandb_id: str | None = None  # of the tracker before the resume
+    # ---- the update just made
+    # [] on the device: the metric `cross_entropy`, else the loss; NaN if not finite
+    update_loss: Tensor | None = None
+    loss_is_cross_entropy: bool = False
+    reward: float | None = None  # mean of its rollout, over all ranks; None without one
+    # ---- progress
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, or of this branch of it
+    # the state that this branch began with: where it was, and of which run
+    branch_of: dict[str, Any] | None = None
+    epoch: int = 0
+    step: int = 0
+    update: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of the whole run: training, evaluating and saving
+    best_eval: float = float("inf")  # of the monitored metric; negated where more is better
+    eval_data: str | None = None  # identifies the held-out data of the evaluations so far
+    record: dict[str, Any] | None = None  # of the last update, until it is reported
+    save_due: bool = False  # a save postponed while updates are skipped
+
+    def __post_init__(self):
+        self.clock = time.perf_counter()  # when `seconds` was last brought up to date
+        self.unclaimed: dict[str, Any] = {}  # what the checkpoint holds of hooks that this run has not
+        exact = torch.float32 if self.device.type == "mps" else torch.float64
+        # sum of the losses since the last record, number of their updates, sums of the metrics; on the
+        # device, checkpoints save it
+        self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run."""
+        return total_updates(self.run)
+
+    def size(self, batch: Batch) -> Size:
+        """The size of a micro-batch."""
+        return self.size_fn(batch, self.lm_config)
+
+    def finish(self, reason: str) -> None:
+        """End training after this update. To be called on all ranks, at the same update."""
+        if not self.finished:
+            Logger(f"stopping: {reason}")
+        self.finished = True
+
+    def check_held_out(self, monitor: tuple[str, str]) -> None:
+        """Forget all earlier evaluations if they were of other held-out data or of another metric, so that
+        nothing is compared with them. monitor: name and mode of the metric before the resume."""
+        held_out = held_out_fingerprint(self.eval_loader)
+        is_other = None not in (held_out, self.eval_data) and held_out != self.eval_data
+        if is_other or monitor != (self.args.monitor, self.args.mode):
+            text = "the held-out data or --monitor are not those of before"
+            warn(
+                f"{text}: earlier evaluations do not count, for the best weights, early stopping and the verdict"
+            )
+            self.best_eval = math.inf
+            for hook in self.hooks:
+                hook.forget_evaluations(self)
+        self.eval_data = held_out or self.eval_data
+
+    def report_more_epochs(self, before: Fingerprint) -> None:
+        """Say what --extend_epochs does to the learning rate. before: the run that it extends."""
+        rates = [
+            self.schedule(self.update, total_updates(before), self.args),
+            self.schedule(self.update + 1, self.total_updates, self.args),
+        ]
+        jump = "" if None in rates else f"; the learning rate jumps from {rates[0]:.2e} to {rates[1]:.2e}"
+        Logger(
+            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule spans all of "
+            f"them, so the result is not that of a run of so many from the start{jump}"
+        )
+
+    def is_best(self, metrics: dict[str, Any]) -> bool:
+        """Whether the monitored metric is the best so far; then it becomes the one to beat. Raises UserError
+        if there is no such metric."""
+        value = monitored("--monitor", self.args.monitor, metrics)
+        if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
+            return False
+        self.best_eval = value
+        return True
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint saves besides weights and optimizer."""
+        hooks = self.unclaimed | {
+            key: value for hook in self.hooks for key, value in hook.state_dict().items()
+        }
+        parts: dict[str, Any] = {
+            "scaler": self.scaler,
+            "bad_updates": self.bad_updates,
+            "hooks": hooks,
+            "code": self.code,
+        }
+        parts |= {
+            "expert_load": self.expert_load,
+            "loss_sum": self.losses.tolist(),
+            "computing": self.computing(),
+        }
+        parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
+        parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
+        parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
+        # samples of the epoch, over all ranks
+        parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
+        return {key: getattr(self, key) for key in SAVED} | parts
+
+    def computing(self) -> dict[str, Any]:
+        """What bitwise identical results need besides settings and code."""
+        return computing(self.device, self.autocast) | {"--deterministic": int(self.args.deterministic)}
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if
+        it is of another kind of model, such as that of another stage."""
+        if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
+            raise UserError(
+                f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "
+                "give another --save_weight, or --from_resume 0"
+            )
+        warn_of_changes(checkpoint, self.code, self.computing())
+        saved = shard_like(unwrap(self.model), checkpoint)
+        unwrap(self.model).load_state_dict(saved["model"], strict=True)
+        # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
+        self.optimizer.load_state_dict(
+            deepcopy(saved["optimizer"]) if self.device.type == "cpu" else saved["optimizer"]
+        )
+        if saved["scaler"]:  # empty unless that part of the run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
+        self.bad_updates.load_state_dict(saved["bad_updates"])
+        self.expert_load.load_state_dict(saved["expert_load"])
+        for hook in self.hooks:
+            hook.load_state_dict(saved["hooks"])
+        claimed = {key for hook in self.hooks for key in hook.state_dict()}
+        self.unclaimed = {key: value for key, value in saved["hooks"].items() if key not in claimed}
+        if callbacks := self.unclaimed.get("callbacks"):
+            warn(
+                f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint"
+            )
+        new_run_id = self.run_id
+        for key in SAVED:
+            setattr(self, key, saved.get(key))
+        self.resumed_update = self.update - (self.record is not None)
+        self.state_file, self.is_new_branch = Path(saved["loaded_from"]), saved.get("is_new_branch", False)
+        self.wandb_id = saved["wandb_id"]
+        if self.is_new_branch:  # its best weights are those that it finds itself
+            self.run_id, self.wandb_id, self.best_eval = new_run_id, None, math.inf
+        self.check_held_out(tuple(saved["monitor"]))
+        sums = saved["loss_sum"]
+        self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)
+        self.epoch = saved["epoch"]
+        # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole
+        # epoch
+        self.step = math.ceil(saved["samples_done"] / (self.args.batch_size * world_size()))
+        if self.is_new_branch:
+            Logger(f"a new branch of the run {saved['run_name']} begins, with the state in {self.state_file}")
+        Logger(
+            f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
+        )
+        if saved["run"]["epochs"] != self.run["epochs"]:
+            self.report_more_epochs(saved["run"])

@@ -1,0 +1,329 @@
+"""A model on the disk: its tensors, and its config, which travels with them.
+
+A weights file of `out/` holds what belongs to the model alone: its tensors, its config under Hugging Face's
+names and a hash of its tokenizer, so that the same training gives the same bytes. Config and hash stand in
+the zip comment, which `torch.load` passes over: a kill can never part them from the tensors. Where the
+weights come from (stage, parent, data, code, versions) stands in `<name>.json` beside them. A checkpoint has
+such a comment as well, a Hugging Face folder has `config.json`. Only of a file from elsewhere (MiniMind's
+.pth) is the config inferred, from the names and shapes of its tensors and from the file's name. Nothing in a
+file is executed.
+"""
+
+import json
+import platform
+import shutil
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from common.durable_files import atomic_write, new_path
+from common.errors import UserError, reason
+from common.locks import locked
+from common.settings import ROOT
+from dataset.token_cache import load_tokenizer
+from trainer.devices.process_group import is_main_process
+from trainer.devices.wrapping import host_copy, is_sharded, unwrap
+from trainer.run import checkpoint
+from trainer.run.paths import (
+    CONFIG_FILE,
+    NAMED_SHAPE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    is_hugging_face,
+    weight_files,
+)
+from trainer.weights.import_hf import flags_of, imported_config, read_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindConfig
+
+# {"model": the config's fields, "tokenizer": its hash, and where the weights come from}
+Description = dict[str, Any]
+FREE = ("dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id", "eos_token_id")
+FREE += ("rope_parameters", "inference_rope_scaling", "max_position_embeddings")  # changed for longer texts
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
+# --- writing
+
+
+def half_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Any]:
+    """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for
+    a sharded model, of which a rank that does not `keep` them gets none."""
+    state, copies = unwrap(model).state_dict(keep_vars=True), {}
+    for value in state.values():
+        if id(value) not in copies:
+            copies[id(value)] = host_copy(value.detach().half(), keep)
+    return {key: copies[id(value)] for key, value in state.items()}
+
+
+def save_weights(
+    model: nn.Module,
+    path: Path,
+    writer: checkpoint.Writer | None = None,
+    description: Description | None = None,
+) -> Path:
+    """Write the fp16 weights for use with their description, on rank 0; with a writer in the background, from
+    a copy.
+
+    description: what the file says of itself beside the model's config, such as the stage that wrote it.
+    Returns the path.
+    """
+    if not (is_main_process() or is_sharded(model)):
+        return path
+    state, described = half_state_dict(model, is_main_process()), description_of(model, description)
+    if is_main_process():
+        job = partial(write_described, path, state, described)
+        writer.submit(job) if writer is not None else job()
+    return path
+
+
+def description_of(model: nn.Module, more: Description | None = None) -> Description:
+    """The description of a model's weights; empty for a model (of a user's own task) whose config is not
+    MiniMind's."""
+    from model.model_minimind import MiniMindConfig
+
+    config = getattr(unwrap(model), "config", None)
+    if not isinstance(config, MiniMindConfig):
+        return {}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"model": config.own_fields()} | (more or {}) | {"versions": versions}
+
+
+def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
+    """Write a weights file, and its description as `<name>.json`."""
+    sha256: list[str] = []
+    atomic_write(path, lambda file: sha256.append(write_tensors(file, weights, description)))
+    if description:
+        write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
+
+
+def write_tensors(file: BinaryIO, weights: dict[str, Tensor], description: Description) -> str:
+    """Write tensors with that part of their description which belongs to the model; returns the SHA-256 of
+    the file."""
+    comment = (
+        checkpoint.model_comment(description["model"], description.get("tokenizer")) if description else b""
+    )
+    return checkpoint.write_file(weights, file, comment)
+
+
+def write_description(path: Path, description: Description) -> None:
+    """Write a description as JSON, for people."""
+    atomic_write(path, lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()))
+
+
+def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:
+    """Copy the tokenizer in `source` beside the weights in `folder` whose description has its `fingerprint`,
+    as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository is
+    not copied."""
+    copy = Path(folder) / f"tokenizer_{fingerprint}"
+    if not is_main_process() or copy.exists() or Path(source).resolve() == ROOT / "model":
+        return
+    with locked(copy.parent / ".tokenizer.lock", "waiting for another run that copies its tokenizer"):
+        if not copy.exists():
+            with new_path(copy) as place:
+                place.mkdir()
+                write_tokenizer(place, load_tokenizer(source))
+
+
+def write_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Write a tokenizer into a folder."""
+    source = Path(tokenizer.name_or_path)
+    if not (source / TOKENIZER_FILE).is_file():
+        tokenizer.save_pretrained(folder)
+        return
+    for name in TOKENIZER_FILES:  # as they are: every version of transformers reads them
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+# --- reading
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """The folder of the tokenizer that belongs to a model: the copy that its description names
+    (`keep_tokenizer`), or the tokenizer beside its weights, or that of this repository."""
+    folder = path if path.is_dir() else path.parent
+    described = None
+    with suppress(*checkpoint.UNREADABLE):  # the weights themselves are read later
+        described = read_description(path) if path.is_file() else None
+    if described:
+        for place in (folder, folder.parent):  # the parent: of files that were set aside, in `earlier_<n>`
+            copy = place / f"tokenizer_{described.get('tokenizer')}"
+            if copy.is_dir():
+                return copy
+    return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
+
+
+def read_description(path: Path) -> Description | None:
+    """What a weights file or a checkpoint says of its model; None if it comes from elsewhere. Raises
+    UserError if it comes from elsewhere, but a description of other weights lies beside it, and one of
+    UNREADABLE if it is damaged."""
+    if comment := checkpoint.comment_of(path):
+        return json.loads(comment)
+    beside = path.with_suffix(".json")
+    with suppress(OSError, ValueError, TypeError):
+        if "model" in json.loads(beside.read_text(encoding="utf-8")):
+            raise UserError(
+                f"{beside} describes other weights than {path}, which come from elsewhere or were written anew by "
+                "another program; delete it, then the shape is taken from the tensors"
+            )
+    return None
+
+
+def described_config(path: Path) -> "MiniMindConfig | None":
+    """The config in the description of a weights file, without reading its tensors; None if it has none."""
+    if not path.is_file():
+        return None
+    try:
+        description = read_description(path)
+    except checkpoint.UNREADABLE as error:
+        raise unreadable(path, error) from error
+    return config_from(description["model"], path) if description else None
+
+
+def config_from(fields: dict[str, Any], path: Path) -> "MiniMindConfig":
+    """The config with these fields, which were read from `path`. Raises UserError if it has a field that the
+    present code does not know, and so would leave out of its arithmetic."""
+    from model.model_minimind import MiniMindConfig
+
+    unknown = [name for name, value in fields.items() if name not in MiniMindConfig.__annotations__ and value]
+    if unknown:
+        values = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
+        raise UserError(f"{path} is of a model with {values}, which this version of the code does not have")
+    return MiniMindConfig(**fields)
+
+
+def read_model(
+    path: Path, experts_per_token: int | None = None, **asked: Any
+) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    """The tensors of a model under MiniMind's names, and its config.
+
+    path: a weights file, a checkpoint (a file, or the folder of a sharded run) or a Hugging Face folder.
+    experts_per_token: of a mixture of experts from elsewhere, whose file does not say it. asked: settings of
+    the shape that it must have. Raises UserError if it is not there, damaged, holds no such model, or
+    contradicts `asked`."""
+    if is_hugging_face(path):
+        weights, config = read_folder(path)
+    else:
+        weights, config = _read_file(path, asked.get("num_experts_per_tok", experts_per_token))
+    wrong = {name: value for name, value in asked.items() if getattr(config, name) != value}
+    if wrong:
+        true = flags_of({name: getattr(config, name) for name in wrong})
+        raise UserError(
+            f"{flags_of(wrong)} contradicts the weights {path}, which are of {true}; leave it out"
+        )
+    return weights, config
+
+
+def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    if path.is_dir() and not (path / checkpoint.REST).is_file():
+        raise UserError(
+            f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({checkpoint.REST})"
+        )
+    if not path.exists():
+        raise missing_weights(path)
+    try:
+        content = checkpoint.read_state(path) if path.is_dir() else checkpoint.read_file(path)
+        is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
+        weights = content["model"] if is_state else content
+        described = content if path.is_dir() else read_description(path) or {}
+        fields = described.get("config" if path.is_dir() else "model")
+        _shapes(weights)
+    except checkpoint.UNREADABLE as error:
+        raise unreadable(path, error) from error
+    if fields:
+        return weights, config_from(fields, path)
+    return weights, imported_config(path, weights, experts_per_token)
+
+
+def unreadable(path: Path, error: BaseException) -> UserError:
+    """The error of a file that holds no weights, or damaged ones."""
+    if path.suffix == ".gguf":
+        return UserError(
+            f"{path} is for llama.cpp; give the .pth or the Hugging Face folder that it was made from"
+        )
+    return UserError(f"weights {path}: not a readable weights file ({reason(error)})")
+
+
+def missing_weights(path: Path) -> UserError:
+    """The error of weights that are not there, with those that are."""
+    there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+    listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
+    return UserError(
+        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight) or "
+        "its shape (--hidden_size)"
+    )
+
+
+def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
+    """The one file of these weights in `save_dir`, of whatever shape. asked: settings that it must have.
+    Raises UserError if there is none, none of this shape, or there are several."""
+    shapes = weight_files(save_dir, weight)
+    if not shapes:
+        raise missing_weights(Path(save_dir) / f"{weight}_*.pth")
+    named = {name: asked[name] for name in NAMED_SHAPE if name in asked}
+    fitting = [path for path, shape in shapes.items() if named.items() <= shape.items()]
+    if not fitting:  # a plain `_moe` may come from elsewhere and have any experts: its tensors show them
+        named = {name: value for name, value in named.items() if name in ("hidden_size", "use_moe")}
+        plain = (path for path in shapes if path.stem.endswith("_moe"))
+        fitting = [path for path in plain if named.items() <= shapes[path].items()]
+    names = ", ".join(path.name for path in fitting or shapes)
+    if not fitting:
+        raise UserError(
+            f"{flags_of(asked)}: {save_dir} holds no such weights, only {names}; leave out what is wrong"
+        )
+    if len(fitting) > 1:
+        differing = [name for name in NAMED_SHAPE if len({shapes[path][name] for path in fitting}) > 1]
+        choice = differing[: differing.index("use_moe") + 1] if "use_moe" in differing else differing
+        flags = " or ".join(f"--{name}" for name in choice)
+        raise UserError(f"{save_dir} holds several weights {weight}: {names}; choose one with {flags}")
+    return fitting[0]
+
+
+def load_weights(model: nn.Module, path: Path) -> "MiniMindConfig":
+    """Load a file or folder of weights strictly, into the model's own dtype; returns their config. Raises
+    UserError if it is missing, holds no weights, or does not fit the model; the difference is named."""
+    weights, stored = read_model(path, getattr(getattr(model, "config", None), "num_experts_per_tok", None))
+    fill(model, weights, path, stored)
+    return stored
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], path: Path, stored: "MiniMindConfig") -> None:
+    """Load weights that were read from `path`, with the config `stored`, into a model. Raises UserError if
+    they do not fit; the settings or the tensor that differ are named."""
+    config = getattr(model, "config", None)
+    differing = other_arithmetic(stored, config) if isinstance(config, type(stored)) else []
+    given, expected = _shapes(weights), _shapes(model.state_dict())
+    keys = sorted(k for k in {**given, **expected} if given.get(k) != expected.get(k))
+    if keys and not differing:
+        key = keys[0]
+        differing = [f"{key} is {given.get(key, 'missing')}, the model wants {expected.get(key, 'none')}"]
+    if differing:
+        raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
+    if not next(model.parameters()).is_meta:  # such a model gets its values from rank 0
+        model.load_state_dict(weights, strict=True)
+
+
+def other_arithmetic(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
+    """Fields by which weights of one config would compute something else in a model of another, with both
+    values. Those in FREE may be chosen anew for the same weights; of the feed-forward layers only those that
+    the model has count."""
+    unused = ("intermediate_size",) if stored.use_moe else OF_EXPERTS
+    own, wanted = stored.own_fields(), config.own_fields()
+    names = (
+        ["use_moe"]
+        if stored.use_moe != config.use_moe
+        else [name for name in own if name not in (*FREE, *unused)]
+    )
+    return [f"{name} {own[name]}, not {wanted[name]}" for name in names if own[name] != wanted[name]]
+
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in weights.items()}

@@ -1,0 +1,118 @@
+"""Trained models for use: which one a command line names, the shape of its model, and the model itself.
+
+A model is a weights file of `out/`, a checkpoint of `checkpoints/` (a file, or the folder of a sharded run),
+or a Hugging Face folder; model_files.py reads them.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from common.errors import UserError
+from common.settings import ROOT, StageArgs, add_flags, settings_of
+from dataset.token_cache import load_tokenizer
+from trainer.devices.device import prepare_device, select_device
+from trainer.devices.process_group import Logger
+from trainer.objectives.lora import merge_adapter
+from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, tokenizer_fields
+from trainer.run.paths import is_hugging_face
+from trainer.weights.files import fill, find_weights, read_model, tokenizer_folder
+from trainer.weights.import_hf import read_sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.model_minimind import MiniMindForCausalLM
+
+WEIGHT = "full_sft"  # the weights that tools use by default
+
+
+def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
+    """The flags of tools that use a trained model: which one, where to run, and the shape if it must be told.
+
+    device: whether to add `--device`.
+    """
+    rows = settings_of(StageArgs)
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="the model: a weights file, a checkpoint or a Hugging Face folder; or --weight",
+    )
+    parser.add_argument("--weight", help=f"name of the weights in --save_dir (default: {WEIGHT})")
+    parser.add_argument(
+        "--lora",
+        metavar="PATH",
+        help="adapter (LoRA) to merge into the model: its folder, or a file of MiniMind",
+    )
+    add_flags(parser, (rows[name] for name in ("save_dir", "device")[: 1 + device]))
+    beside = replace(rows["tokenizer_path"], default=None)
+    beside = replace(beside, help=f"{beside.help} (default: that of --model, or {ROOT / 'model'})")
+    add_flags(parser, [beside])
+    shape = parser.add_argument_group(
+        "shape", "to choose between several weights of a name; else they tell it"
+    )
+    add_flags(shape, (replace(rows[name], default=None) for name in SHAPE))
+
+
+def given_shape(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the shape that were given."""
+    return {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
+
+
+def model_path(args: argparse.Namespace) -> Path:
+    """The file or folder of the model that the flags of `add_trained_model_flags` name. Raises UserError if
+    it is not there, or not clear."""
+    if args.model is None:
+        return find_weights(args.save_dir, args.weight or WEIGHT, **given_shape(args))
+    if args.weight is not None:
+        raise UserError(
+            f"--model {args.model} and --weight {args.weight} both name a model; leave one of them out"
+        )
+    if not Path(args.model).exists():
+        raise UserError(f"--model {args.model}: no such file or folder")
+    return Path(args.model)
+
+
+def load_model(
+    args: argparse.Namespace, device: str | torch.device | None = None
+) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
+    """The model that the flags of `add_trained_model_flags` name, in float32 and ready for use, and its
+    tokenizer.
+
+    device: where to put the model; None: where `--device` says. Raises UserError as `model_path`, `load_path`
+    and `merge_adapter`, or there is no such device."""
+    path = model_path(args)
+    if device is None:
+        device = select_device(args.device)
+        prepare_device(device)
+    model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+    return merge_adapter(model, Path(args.lora)) if args.lora else model, tokenizer
+
+
+def load_path(
+    path: Path, tokenizer_path: str | Path | None = None, device: str | torch.device = "cpu", **asked: Any
+) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
+    """The model in a file or folder, in float32 and ready for use, and its tokenizer.
+
+    tokenizer_path: None: that of the model (`tokenizer_folder`). asked: settings of the shape
+    (`given_shape`); only needed where the file and its name do not tell. Raises UserError if it is no model,
+    contradicts `asked`, or has another vocabulary than the tokenizer."""
+    from model.model_minimind import MiniMindForCausalLM
+
+    weights, config = read_model(path, **asked)
+    tokenizer_path = tokenizer_path or tokenizer_folder(path)
+    tokenizer = load_tokenizer(tokenizer_path)
+    from_elsewhere = not is_hugging_face(path) and config.tokenizer_sha256 is None
+    check_tokenizer(tokenizer, tokenizer_path, config, exactly=from_elsewhere)
+    for name, value in tokenizer_fields(tokenizer).items():
+        setattr(config, name, value)
+    model = MiniMindForCausalLM(config)
+    cast(Any, model).sampling = read_sampling(path if path.is_dir() else path.parent)
+    fill(model, weights, path, config)
+    Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
+    cast(nn.Module, model).to(device)  # in place
+    return model.eval(), tokenizer

@@ -1,0 +1,194 @@
+"""Models from elsewhere: Hugging Face folders (stock Qwen3, Qwen3-MoE, MiniMind's own) and MiniMind's .pth
+files.
+
+What MiniMindForCausalLM can represent is read. Of a folder only `config.json`, safetensors (of MiniMind also
+`pytorch_model.bin`, as plain tensors) and the tokenizer's files are read; code that it brings is never run. A
+.pth file has no config: it is inferred from the names and shapes of the tensors and from the file's name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.errors import UserError, reason
+from model.sampling import DEFAULTS, Sampling
+from trainer.run.paths import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from model.model_minimind import MiniMindConfig
+
+SAMPLING_FILE = "generation_config.json"
+ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has; a missing field is fine
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+    "quantization_config": (None,),
+    "n_shared_experts": (0, None),  # of MiniMind's earlier generations
+}
+
+
+def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    """The tensors of a folder under MiniMind's names, and its config. Raises UserError if it is damaged, or
+    of a model that MiniMindForCausalLM cannot represent; what that is is named."""
+    from model.model_minimind import MiniMindConfig
+
+    config = read_config(folder)
+    weights = _read_weights(folder)
+    embedding = weights.get("model.embed_tokens.weight")
+    if config.tie_word_embeddings and embedding is not None:
+        weights["lm_head.weight"] = embedding
+    stated: dict[str, Any] = {"use_moe": config.model_type == "qwen3_moe"}
+    stated |= {
+        name: getattr(config, name) for name in MiniMindConfig.__annotations__ if hasattr(config, name)
+    }
+    try:
+        return weights, MiniMindConfig(**stated)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+
+
+def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = None) -> "MiniMindConfig":
+    """The config of weights from elsewhere, from their tensors and from the name of their file.
+
+    asked: experts per token of a mixture of experts, if the name does not say it. Raises UserError if they
+    are of no such model, contradict the name, or nothing says how many experts each token uses."""
+    from model.model_minimind import MiniMindConfig
+
+    try:
+        shown = shape_of_tensors(weights)
+    except ValueError as error:
+        raise UserError(f"weights {path}: {reason(error)}") from error
+    if shown["use_moe"]:
+        shown["num_experts_per_tok"] = _experts_per_token(path, shown["num_experts"], asked)
+    return MiniMindConfig(**shown)
+
+
+def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of a config that a state dict under MiniMind's and Qwen3's names shows. Raises ValueError if
+    it is not the state dict of such a model."""
+    try:
+        layers = {int(key.split(".")[2]) for key in weights if key.startswith("model.layers.")}
+        attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+        vocab_size, hidden_size = weights["model.embed_tokens.weight"].shape
+        (head_dim,) = weights[f"{attention}.q_norm.weight"].shape
+        heads, kv_heads = (len(weights[f"{attention}.{name}_proj.weight"]) // head_dim for name in ("q", "k"))
+        use_moe = f"{mlp}.gate.weight" in weights
+        width = len(weights[f"{mlp}.experts.0.gate_proj.weight" if use_moe else f"{mlp}.gate_proj.weight"])
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is not a state dict of MiniMind's or Qwen3's names: {error}") from error
+    embedding = weights["model.embed_tokens.weight"]
+    experts = (
+        {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width} if use_moe else {}
+    )
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": len(layers),
+        "use_moe": use_moe,
+        "vocab_size": vocab_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": torch.equal(weights.get("lm_head.weight", embedding), embedding),
+    } | (experts or {"intermediate_size": width})
+
+
+def _experts_per_token(path: Path, num_experts: int, asked: int | None) -> int:
+    named = shape_in_name(path)
+    if named and named["num_experts"] == num_experts:
+        return named["num_experts_per_tok"]
+    if named and named["use_moe"] and not path.stem.endswith("_moe"):
+        raise UserError(
+            f"weights {path} have {num_experts} experts per layer, but their name says others; rename them"
+        )
+    if asked is None:
+        raise UserError(
+            f"weights {path} have {num_experts} experts per layer, and nothing tells how many of them each token goes "
+            f"through: give --num_experts_per_tok, or name the file ..._moe_{num_experts}xN.pth with that number as N"
+        )
+    return asked
+
+
+def flags_of(shape: dict[str, Any]) -> str:
+    """Settings of a shape as flags."""
+    return " ".join(f"--{name} {int(value)}" for name, value in shape.items())
+
+
+class StoredSampling(BaseModel):
+    """What is read of a generation_config.json."""
+
+    do_sample: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+
+
+def read_sampling(folder: Path) -> Sampling:
+    """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS.
+    Raises UserError if it is damaged, or a value is out of range."""
+    path = folder / SAMPLING_FILE
+    if not path.is_file():
+        return DEFAULTS
+    try:
+        given = StoredSampling.model_validate_json(path.read_bytes()).model_dump(exclude_none=True)
+    except ValidationError as error:
+        wrong = "; ".join(": ".join(map(str, (*each["loc"], each["msg"]))) for each in error.errors())
+        raise UserError(f"{path}: {wrong}; correct the file or remove the line") from error
+    if not given.pop("do_sample", True):
+        given["temperature"] = 0.0
+    return replace(DEFAULTS, **given)
+
+
+def read_config(folder: Path) -> "PretrainedConfig":
+    """The config of a folder: Qwen3Config, Qwen3MoeConfig or MiniMindConfig. Raises UserError if it is of
+    another architecture, or has what MiniMindForCausalLM lacks."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    from model.model_minimind import MiniMindConfig
+
+    kinds = {kind.model_type: kind for kind in (Qwen3Config, Qwen3MoeConfig, MiniMindConfig)}
+    path = folder / CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        model_type = content.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a readable config ({reason(error)})") from error
+    if model_type not in kinds:
+        raise UserError(
+            f"{path}: model_type {model_type} is not supported; it must be one of {', '.join(kinds)}"
+        )
+    for name, values in ONLY.items():
+        if name in content and content[name] not in values:
+            raise UserError(f"{path}: {name} {content[name]!r} is not supported; it must be {values[0]!r}")
+    if other := set(content.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(
+            f"{path}: layers of {', '.join(sorted(other))} are not supported, only of full_attention"
+        )
+    content.pop("auto_map", None)  # the folder's own code
+    if content.get("rope_scaling", ...) is None:
+        del content["rope_scaling"]  # transformers warns of this name
+    try:
+        return kinds[model_type].from_dict(content)
+    except Exception as error:  # transformers raises errors of any type for wrong values
+        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = model_files(folder)
+    try:
+        if files[-1].name == PICKLED_WEIGHTS:
+            return torch.load(files[-1], map_location="cpu", weights_only=True)
+        shards = [path for path in files if path.suffix == ".safetensors"]
+        return {key: value for path in shards for key, value in load_file(path).items()}
+    except Exception as error:  # of many types, depending on what is damaged
+        raise UserError(f"{folder}: its weights are not readable ({reason(error)})") from error
