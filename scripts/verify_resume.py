@@ -8,8 +8,9 @@ results.
 
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is
 killed and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are
-being cached), `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes, to
-torchrun alone, or to one rank, after which torchrun starts all of them anew; SIGTERM. No process may be left.
+being cached), `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes,
+to torchrun alone, or to one rank, after which torchrun starts all of them anew; SIGTERM. No process may
+be left.
 """
 
 import json
