@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from common.errors import Interrupted, LostRank, UserError
+from common.errors import Interrupted, LostRank, UserError, printable
 from common.launcher import launch
 from common.minimind_flags import USE_INSTEAD
 
@@ -73,7 +73,7 @@ def one_line_errors() -> Iterator[None]:
         with _end_with_reader():
             yield
     except (UserError, OSError, RuntimeError) as error:
-        line = _about_open_files(error) or (str(error) if isinstance(error, UserError) else "")
+        line = _about_limits(error) or (str(error) if isinstance(error, UserError) else "")
         if not line:
             raise
         _exit(
@@ -104,8 +104,11 @@ def _end_with_reader() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)
 
 
-def _about_open_files(error: BaseException | None) -> str:
-    """What to do about an error that comes from the limit on open files; empty for others."""
+def _about_limits(error: BaseException | None) -> str:
+    """What to do about an error that comes from the limit on open files, or of a stream on a full disk; empty
+    for others."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return "no space left on the disk that the output goes to; free some"
     while error is not None:
         # torch's, of its loaders
         if any(phrase in str(error) for phrase in (os.strerror(errno.EMFILE), "ancdata")):
@@ -146,10 +149,13 @@ def _exit(
         _write_torchrun_error_file(line)
     if silent or not print_first:
         time.sleep(2)
-    with suppress(OSError):  # the terminal may be gone
+    try:
         sys.stdout.flush()
+    except OSError:  # the terminal is gone, or the disk full; Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with suppress(OSError):
         if not silent:
-            print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
+            print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
     if distributed and not is_cause:
         # torchrun reports the rank that exits first, which must be the one that caused the failure
         time.sleep(2)

@@ -39,13 +39,13 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line, escaping characters that stdout's encoding lacks (file names and records may hold
-    any)."""
+    """Print a line, escaping what a terminal would obey and characters that stdout's encoding lacks (file
+    names and records may hold any)."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(printable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def warn(text: str) -> None:
     """Print one `warning: ...` line on stderr, on rank 0 only."""
     if launch().rank == 0:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(text)}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from scripts.serve.bodies import SMALL_BODY, Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
 from scripts.serve.pending import PendingAnswers, check_size
-from scripts.serve.prompt_writer import turns_of
+from scripts.serve.prompt_writer import check_tokens, turns_of
 from scripts.serve.protocol import MAX_NAMED, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.scheduler import Progress
@@ -229,6 +229,9 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
         async with AsyncExitStack() as stack:
             async with asked_for(CompletionRequest, request) as (asked, off_loop):
                 check_size(asked, len(asked.prompts), offered.settings)
+                for one in asked.prompts:
+                    if not isinstance(one, str):
+                        await off_loop(check_tokens, one, offered.settings.context)
                 served = await stack.enter_async_context(offered.use(asked.model))
                 text, tokens = served.prompts.text, served.prompts.tokens
                 prompts = [

@@ -71,13 +71,14 @@ def curves_router(save_dir: str | Path) -> APIRouter:
 
     @router.get("/runs")
     def runs() -> Response:
-        found = []
+        stats: dict[str, os.stat_result] = {}
         for name, path in metrics_files(folder).items():
             with suppress(OSError):  # removed this moment
-                stat = path.stat()
-                age = round(max(0.0, time.time() - stat.st_mtime), 1)
-                found.append({"name": name, "size": stat.st_size, "age": age})
-        content = _json({"runs": sorted(found, key=lambda run: (run["age"], run["name"]))})
+                stats[name] = path.stat()
+        now, found = time.time(), []
+        for name, stat in sorted(stats.items(), key=lambda item: (-item[1].st_mtime_ns, item[0])):
+            found.append({"name": name, "size": stat.st_size, "age": round(max(0.0, now - stat.st_mtime), 1)})
+        content = _json({"runs": found})
         return Response(content, media_type="application/json")
 
     @router.get("/runs/{name:path}")

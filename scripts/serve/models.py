@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import reason, warn
+from common.errors import printable, reason, warn
 from common.settings import ROOT
 from model.sampling import default_sampling
 from scripts.serve.finite import FiniteDecoder
@@ -93,7 +93,7 @@ def in_own_thread(work: Callable[..., T], *args: Any) -> T:
 
 def unknown(name: str) -> ApiError:
     """There is no model of this name."""
-    message = f"The model '{name[:100]}' does not exist; GET /v1/models lists those that do."
+    message = f"The model '{printable(name[:100])}' does not exist; GET /v1/models lists those that do."
     return ApiError(message, status=404, param="model", code="model_not_found")
 
 

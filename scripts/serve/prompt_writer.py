@@ -33,6 +33,21 @@ def turns_of(messages: list[Any]) -> list[dict]:
         raise ApiError(reason(error), param="messages", code="invalid_value") from error
 
 
+def too_long(length: int, why: str, param: str) -> ApiError:
+    """A prompt does not fit a context of so many tokens."""
+    message = f"The context of this model has {length} tokens; {why}."
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+def check_tokens(tokens: list[int], length: int) -> None:
+    """Raise ApiError for what is no prompt of any model with a context of `length` tokens."""
+    negative = next((number for number, token in enumerate(tokens) if token < 0), None)
+    if negative is not None:
+        raise ApiError(f"number {negative} is no token: it is negative", param="prompt", code="invalid_value")
+    if len(tokens) >= length:
+        raise too_long(length, f"the prompt of {len(tokens)} leaves no room in it for an answer", "prompt")
+
+
 class PromptWriter:
     """Writes prompts for a model whose context has `length` tokens. What cannot be answered is an
     ApiError."""
@@ -74,15 +89,13 @@ class PromptWriter:
     def _check_size(self, characters: int, param: str) -> None:
         """Refuse what cannot fit before any work is done for it."""
         if characters > self.length * self.widest:
-            raise self._too_long(f"{characters} characters do not fit it", param)
+            raise too_long(self.length, f"{characters} characters do not fit it", param)
 
     def _checked(self, tokens: list[int], param: str) -> list[int]:
         if not tokens:
             raise ApiError("the prompt is empty", param=param, code="invalid_value")
         if len(tokens) >= self.length:
-            raise self._too_long(f"the prompt of {len(tokens)} leaves no room in it for an answer", param)
+            raise too_long(
+                self.length, f"the prompt of {len(tokens)} leaves no room in it for an answer", param
+            )
         return tokens
-
-    def _too_long(self, why: str, param: str) -> ApiError:
-        message = f"The context of this model has {self.length} tokens; {why}."
-        return ApiError(message, param=param, code="context_length_exceeded")

@@ -5,7 +5,7 @@ A request comes from anybody, so its size is looked at before it is validated: p
 every wrong item of a list, a hundred times as large as the item.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -33,9 +33,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo"), NOTHING),
     **dict.fromkeys(("functions", "audio", "web_search_options", "documents", "chat_template"), NOTHING),
-    **dict.fromkeys(
-        ("min_p", "mirostat", "tfs_z", "top_n_sigma", "dynatemp_range", "dry_multiplier"), NOTHING
-    ),
+    **dict.fromkeys(("min_p", "mirostat", "n_predict", "dynatemp_range", "dry_multiplier", "lora"), NOTHING),
     **dict.fromkeys(
         ("xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids"), NOTHING
     ),
@@ -44,13 +42,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         ("continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens"), NOTHING
     ),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NOTHING),
-    **dict.fromkeys(("structured_outputs", "json_schema", "grammar", "regex", "ebnf"), NOTHING),
-    **dict.fromkeys(
-        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (0, 1)
-    ),
-    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("structured_outputs", "json_schema", "grammar", "regex", "ebnf", "stop_regex"), NOTHING),
+    **dict.fromkeys(("no_stop_trim", "lora_path", "custom_logit_processor"), NOTHING),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "best_of"), (0, 1)),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+    "top_n_sigma": (-1, *NOTHING),
     "modalities": (["text"], []),
 }
+OF_COMPLETIONS = {"add_special_tokens": (True,), "response_format": ({"type": "text"},)}  # likewise
 BOOKKEEPING = {  # fields of OpenAI that cannot change an answer
     *(
         "user",
@@ -61,7 +60,7 @@ BOOKKEEPING = {  # fields of OpenAI that cannot change an answer
         "prompt_cache_key",
         "prompt_cache_retention",
     ),
-    *("prediction", "parallel_tool_calls"),
+    *("prediction", "parallel_tool_calls", *OF_COMPLETIONS),
 }
 
 
@@ -131,6 +130,7 @@ class Request(Lenient):
     stop: tuple[StopString, ...] = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
     _unknown: list[str] = PrivateAttr(default_factory=list)
 
     @property
@@ -151,7 +151,7 @@ class Request(Lenient):
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         for name, value in data.items():
-            if name not in UNSUPPORTED or value is None or value in UNSUPPORTED[name]:
+            if name not in cls.unsupported or value is None or value in cls.unsupported[name]:
                 continue
             if name == "best_of" and value == data.get("n"):  # all of them
                 continue
@@ -230,6 +230,7 @@ class ChatRequest(Request, TemplateSettings):
 class CompletionRequest(Request):
     """The body of /v1/completions."""
 
+    unsupported: ClassVar = UNSUPPORTED | OF_COMPLETIONS
     prompt: Any
     max_tokens: Count | None = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # how many of the likeliest tokens beside each
@@ -280,6 +281,17 @@ def _is_tokens(prompt: Any) -> bool:
     )
 
 
+def _unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
+    """Some of the fields of a request, and of its settings of the chat template, that are not looked at."""
+    known = kind.model_fields.keys() | UNSUPPORTED.keys() | BOOKKEEPING
+    unknown = [name for name, value in data.items() if value is not None and name not in known]
+    inner = data.get("chat_template_kwargs") if kind is ChatRequest else None
+    for name, value in (inner or {}).items():
+        if value is not None and name not in TemplateSettings.model_fields:
+            unknown.append(f"chat_template_kwargs.{name}")
+    return unknown[:MAX_NAMED]
+
+
 Body = TypeVar("Body", bound=Request)
 
 
@@ -296,14 +308,12 @@ def parse(kind: type[Body], body: bytes) -> Body:
         raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
     try:
         asked = kind.model_validate(data)
-        known = kind.model_fields.keys() | UNSUPPORTED.keys() | BOOKKEEPING
-        asked._unknown = [name for name, value in data.items() if value is not None and name not in known][
-            :MAX_NAMED
-        ]
+        asked._unknown = _unknown_fields(kind, data)
         return asked
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        # without the kinds of a union
+        place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ")
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
         raise ApiError(f"{place}: {message}" if place else message, param=place or None, code=code) from error

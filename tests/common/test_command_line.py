@@ -35,6 +35,7 @@ ENDS = {
         f"error: {TOO_MANY}\n",
     ),
     "a mistake": (UserError("data.jsonl:3: no 'text'"), 2, "error: data.jsonl:3: no 'text'\n"),
+    "a mistake that a terminal would obey": (UserError("a\x1b[2Jb\u202ec"), 2, "error: a\\x1b[2Jb\\u202ec\n"),
     "a mistake of two lines": (UserError("it says:\n  why"), 2, "error: it says:   why\n"),
     "another rank's end": (LostRank("rank 1: another rank ended"), 2, "error: rank 1: another rank ended\n"),
     "a signal": (Interrupted(signal.SIGTERM, "by SIGTERM; saved"), 143, "stopped: by SIGTERM; saved\n"),
@@ -146,6 +147,21 @@ def test_the_parser_raises_and_knows_no_abbreviations():
 def test_the_reason_of_an_error_is_its_first_line():
     assert reason(ValueError("one\ntwo")) == "one" and reason(MemoryError()) == "MemoryError"
     assert len(reason(ValueError("x" * 999))) == 300
+
+
+def test_a_full_disk_is_one_line():
+    """Of stdout; a mistake is told although what stands before it cannot be written."""
+    code = "from common.command_line import one_line_errors\nfrom common.errors import *\nwith one_line_errors():\n"
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    for lines, said in (
+        ("    print('x')", "no space left on the disk that the output goes to; free some"),
+        ("    print('x', flush=True)", "no space left on the disk that the output goes to; free some"),
+        ("    print('x')\n    raise UserError('no data')", "no data"),
+    ):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-c", code + lines]
+            done = subprocess.run(command, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
 
 
 def test_closed_streams_are_replaced(capfd):

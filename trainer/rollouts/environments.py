@@ -9,6 +9,7 @@ import ast
 import json
 import math
 import operator
+import re
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Protocol
@@ -111,7 +112,12 @@ OPERATIONS: dict[type, Any] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-SIGNS = {"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "^": "**", "²": "**2", "³": "**3"}
+SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "^": "**"})
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"  # digits of an exponent
+
+
+def _exponent(raised: re.Match) -> str:
+    return f"**{raised[0].translate(str.maketrans(RAISED, '0123456789'))}"
 
 
 def calculate(expression: str) -> str:
@@ -120,7 +126,8 @@ def calculate(expression: str) -> str:
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
     try:
-        value = _value(ast.parse(expression.strip().translate(str.maketrans(SIGNS)), mode="eval").body)
+        text = re.sub(f"[{RAISED}]+", _exponent, expression.strip()).translate(SIGNS)
+        value = _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an arithmetic expression") from None
     except ZeroDivisionError:

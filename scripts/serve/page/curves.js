@@ -59,8 +59,9 @@ async function look() {
   clearTimeout(timer);
   if (!isOpen || document.hidden) return;
   try {
-    const age = (run) => Math.max(run.age, LIVE); // those that run keep their places
-    const listed = (await api.runs()).sort((a, b) => age(a) - age(b) || a.name.localeCompare(b.name));
+    const listed = await api.runs(); // the last written first
+    const live = listed.filter((run) => run.age < LIVE).sort((a, b) => a.name.localeCompare(b.name)); // keep their places
+    listed.splice(0, live.length, ...live);
     const states = () => JSON.stringify([runs?.length ?? -1, (runs ?? []).map((run) => [run.name, run.size, state(run)])]);
     const before = states();
     runs = listed;

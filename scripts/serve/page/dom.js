@@ -26,11 +26,11 @@ const ICONS = {
   curve: "M4 4v16h16M7 8c2 8 6 8 12 9",
 };
 
-const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/g; // characters that reorder the text behind them
+const DIRECTIONS = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g; // characters that reorder the text behind them
 const READ = ["title", "aria-label"]; // attributes that a person reads
 
 /** A text with escapes for characters that reorder it: with them one name could pass for another. */
-export const visible = (text) => text.replace(DIRECTIONS, (char) => `\\u${char.charCodeAt(0).toString(16)}`);
+export const visible = (text) => text.replace(DIRECTIONS, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {

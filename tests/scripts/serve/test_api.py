@@ -502,6 +502,9 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
         ({"echo": True}, 400, None),
         ({"best_of": 2}, 400, None),
         ({"skip_special_tokens": False}, 400, None),
+        ({"n_predict": 3}, 400, None),
+        ({"tfs_z": 0.5}, 400, None),
+        ({"tool_choice": "any"}, 400, "tool_choice"),
         ({"guided_json": {"type": "object"}}, 400, None),
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
@@ -560,6 +563,7 @@ def test_fields_that_change_nothing_are_ignored_and_unknown_ones_named_once(scri
         "parallel_tool_calls": False,
         "n": 2,
     }
+    body |= {"tfs_z": 1.0, "top_n_sigma": -1, "add_special_tokens": False, "length_penalty": 0.8}
     body |= {
         "best_of": 2,
         "modalities": ["text"],
@@ -570,7 +574,11 @@ def test_fields_that_change_nothing_are_ignored_and_unknown_ones_named_once(scri
     for more in (
         {},
         {"reasoning_effort": "high", "\x1b[31m" + "x" * 999: 1},
-        {"reasoning_effort": "low", "options": {}},
+        {
+            "reasoning_effort": "low",
+            "options": {},
+            "chat_template_kwargs": {"effort": 1, "enable_thinking": False},
+        },
     ):
         status, answer = post(scripted, json.dumps(body | more).encode())
         assert (
@@ -583,10 +591,15 @@ def test_fields_that_change_nothing_are_ignored_and_unknown_ones_named_once(scri
         0,
         0,
     ]
+    assert log.count("'chat_template_kwargs.effort'") == 1 and "thinking'" not in log
     assert "\\x1b[31mxxx" in log and len(max(log.splitlines(), key=len)) < 200
     for number in range(200):
         post(scripted, json.dumps({"messages": user("x"), f"field{number}": 1}).encode())
-    assert capfd.readouterr().err.count("is unknown here") == 97  # of a hundred
+    assert capfd.readouterr().err.count("is unknown here") == 95  # of a hundred
+    for fields in ({"response_format": {"type": "json_object"}}, {"add_special_tokens": False}):
+        assert post(scripted, json.dumps({"prompt": "x"} | fields).encode(), "/v1/completions")[0] == 400
+    plain = {"prompt": "x", "response_format": {"type": "text"}, "add_special_tokens": True}
+    assert post(scripted, json.dumps(plain).encode(), "/v1/completions")[0] == 200
 
 
 def test_requests_as_minimind_sends_them_are_answered(scripted):

@@ -6,6 +6,7 @@ import math
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from scripts.serve import curves as curves_of_runs
 from scripts.serve.curves import POINTS, curves
 from tests.scripts.serve.scripted_server import ScriptedServer
 
@@ -108,6 +110,18 @@ def test_a_run_comes_with_its_settings_figures_warnings_and_samples(folder, get,
     about.unlink()
     about.symlink_to(tmp_path / "secret.json")
     assert get("runs/about_64")["settings"] == {}
+
+
+def test_the_order_of_runs_does_not_change_with_their_age(folder, get, monkeypatch):
+    """Ages are rounded; runs that ended within a tenth of a second must not change places with each look."""
+    for number, name in enumerate("cab"):
+        append(path := folder / f"order_{name}_64_metrics.jsonl", record(1))
+        os.utime(path, (1e6, 1e6 - 0.04 * number))
+    orders = []
+    for later in range(20):
+        monkeypatch.setattr(curves_of_runs, "time", SimpleNamespace(time=lambda now=2e6 + 0.01 * later: now))
+        orders.append([run["name"] for run in get("runs")["runs"] if run["name"].startswith("order_")])
+    assert orders == [["order_c_64", "order_a_64", "order_b_64"]] * 20
 
 
 def test_damaged_lines_are_left_out_and_counted(folder, get):

@@ -170,6 +170,9 @@ def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server):
                 )
             with pytest.raises(openai.BadRequestError, match="n must be 4 or less"):
                 server.client.completions.create(model="dpo_32_moe", prompt="x", n=5, timeout=20)
+            for prompt, told in (([[1] * 9999], "leaves no room"), ([-1], "it is negative")):
+                with pytest.raises(openai.BadRequestError, match=told):
+                    server.client.completions.create(model="dpo_32_moe", prompt=prompt, timeout=5)
             with pytest.raises(openai.NotFoundError):
                 ask(server, "none_32", timeout=20)
             with pytest.raises(openai.InternalServerError) as error:

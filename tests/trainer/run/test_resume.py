@@ -778,3 +778,11 @@ def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_p
         read_metrics(tmp_path / n / "out/pretrain_32_metrics.jsonl") for n in ("plain", "toggled")
     )
     assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(plain, toggled, strict=True))
+
+
+def test_a_first_start_says_that_the_run_is_new(tmp_path, capsys):
+    """Plans and shell scripts always give `--from_resume 1`; that nothing is there yet is no reason for a
+    warning."""
+    args = StageArgs(save_weight="first", save_dir=str(tmp_path), checkpoint_dir=str(tmp_path), from_resume=1)
+    assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
+    assert capsys.readouterr() == (f"new run: {tmp_path} holds no checkpoint of first_512\n", "")
