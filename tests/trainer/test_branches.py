@@ -59,7 +59,7 @@ def test_a_branch_under_another_runs_name_killed_three_times(corpus, runs, tmp_p
         assert -9 in status, number
     processes = start_ranks(ranks, "pretrain", argv)
     assert {process.wait() for process in processes} == {0}, processes[0].err
-    assert "going on with the branch that began there" in processes[0].out
+    assert "going on from the newest state, which continues it" in processes[0].out
     assert of_run(folder, "a") == before["a"]
     assert of_run(folder, "b", "earlier_1") == before["b"]
     assert not list(folder.glob("*/earlier_2"))
@@ -97,6 +97,49 @@ def test_back_to_an_older_state_of_the_same_run(corpus, runs, tmp_path, state):
     assert of_run(folder, "a", "earlier_1") == before and not list(folder.glob("*/earlier_2"))
     after = of_run(folder, "a")
     assert "nothing to do" in run("pretrain", argv).out and of_run(folder, "a") == after
+
+
+ENDS_AFTER_A_RENAME = """
+import os
+replace = os.replace
+def ending(source, target):
+    replace(source, target)
+    if {name!r} in str(source) and "earlier_" in str(target):
+        os._exit(9)
+os.replace = ending
+"""
+
+
+@pytest.mark.parametrize("name", ["a_32.pth", "a_32_best_resume", "a_32_update_00000008"])
+def test_killed_while_the_earlier_run_is_set_aside(corpus, runs, tmp_path, name):
+    """Whichever file it has come to: each file of the earlier run is kept, also the state that the branch
+    begins with and writes over."""
+    folder = tmp_path / "aside"
+    shutil.copytree(runs, folder)
+    (folder / "checkpoints/a_32_update_00000016.pth").unlink()  # so that the start is the last file
+    old = of_run(folder, "a")
+    argv = branch(folder, corpus, "a", folder / "checkpoints/a_32_update_00000012.pth")
+    run("pretrain", argv, Faults(script=ENDS_AFTER_A_RENAME.format(name=name)), status=9)
+    run("pretrain", argv)
+    kept = [of_run(folder, "a", aside) for aside in ("earlier_1", "earlier_2")]
+    for file, content in old.items():
+        assert any(files.get(file) == content for files in kept), file
+    assert_same_run(runs, folder, "a_32")
+
+
+def test_a_restart_goes_on_where_the_state_was_the_newest(corpus, runs, tmp_path):
+    """Then it is the same run, and no branch, also when the command is given again and there are newer
+    states."""
+    folder = tmp_path / "newest"
+    shutil.copytree(runs, folder)
+    start = folder / "checkpoints/a_32_update_00000008.pth"
+    shutil.copy(start, folder / "checkpoints/a_32_resume.pth")
+    argv = branch(folder, corpus, "a", start)
+    run("pretrain", argv, Faults(signals={6: signal.SIGKILL}), status=-9)
+    again = run("pretrain", argv)
+    assert "going on from the newest state" in again.out and "update 8 of" not in again.out
+    assert not list(folder.glob("*/earlier_*"))
+    assert_same_run(runs, folder, "a_32")
 
 
 def test_a_state_that_was_set_aside_begins_a_branch(corpus, runs, tmp_path):

@@ -245,8 +245,8 @@ def lm_checkpoint(
     state, which is then written in the background. Rank 0 writes; with a sharded model all ranks must call.
     Loading falls back to the previous state, with a warning, when the newest is damaged, and never runs code
     from a file (`weights_only=True`). A state that is returned says in `loaded_from` which file it was.
-    `resume_from`: the state with which a branch begins; the newest state is loaded if it continues that
-    branch, else this one, with `is_new_branch` set.
+    `resume_from`: the state with which a branch begins; the newest state is loaded if it continues this one,
+    else this one, with `is_new_branch` set.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
@@ -325,33 +325,42 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
 def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
     """The state `start` as the beginning of a branch, or the newest state of this run if that is `start`
     itself, or
-    belongs to a branch that began with it: then the run was only interrupted."""
+    continues it, in a branch or as the same run: then the run was only interrupted."""
     digest = stored_digest(start)
     if digest is not None and digest == stored_digest(newest):
-        return load_state(start)
+        state = load_state(start)
+        return state | {"went_on_from": _origin(state, start, digest)}
     with suppress(UserError):  # a run without any readable state is set aside like others
         own = _load_newest(newest)
-        if own is not None and _began_with(own, start, digest, newest):
-            Logger(f"--resume_from {start}: going on with the branch that began there")
+        if own is not None and _continues(own, start, digest, newest):
+            Logger(f"--resume_from {start}: going on from the newest state, which continues it")
             return own
     state = load_state(start)
-    branch_of = {"path": str(start.resolve()), "sha256": digest}
-    branch_of |= {key: state.get(key) for key in ("run_name", "run_id", "update")}
-    return state | {"branch_of": branch_of, "is_new_branch": True}
+    return state | {"branch_of": _origin(state, start, digest), "went_on_from": None, "is_new_branch": True}
 
 
-def _began_with(own: dict[str, Any], start: Path, digest: str | None, newest: Path) -> bool:
-    """Whether the branch of the state `own`, which lies at `newest`, began with the state that was at
-    `start`."""
-    branch_of = own.get("branch_of")
-    if branch_of is None:
-        return False
-    if digest is not None and digest == branch_of["sha256"]:
-        return True
-    # the branch has written over the file that it began with, such as its run's best state, or that is gone
+def _origin(state: dict[str, Any], path: Path, digest: str | None) -> dict[str, Any]:
+    """What identifies the state at `path`, for those that continue it."""
+    return {"path": str(path.resolve()), "sha256": digest} | {
+        key: state.get(key) for key in ("run_name", "run_id", "update")
+    }
+
+
+def _continues(own: dict[str, Any], start: Path, digest: str | None, newest: Path) -> bool:
+    """Whether the state `own`, which lies at `newest`, came of the one that was at `start` when --resume_from
+    named it."""
+    # the run has written over the file that it continued, such as its best state, or that is gone
     is_own_file = start.parent.resolve() == newest.parent.resolve()
     is_own_file = is_own_file and is_state(newest.stem.removesuffix("_resume"), start.name)
-    return branch_of["path"] == str(start.resolve()) and (is_own_file or not start.exists())
+    may_have_changed = is_own_file or not start.exists()
+    for origin in (own.get("branch_of"), own.get("went_on_from")):
+        if origin is None:
+            continue
+        if digest is not None and digest == origin["sha256"]:
+            return True
+        if origin["path"] == str(start.resolve()) and may_have_changed:
+            return True
+    return False
 
 
 # --- sharded models

@@ -65,6 +65,8 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     files = [(out, path) for path in logs + weights]
     files += [(curves.parent, curves)] if curves.is_dir() else []
     files += [(states, path) for path in old_states]
+    # a start that lay there alone would no longer be set aside
+    files.sort(key=lambda file: not is_start(file[1]))
     folders = {folder for folder, _ in files}
     taken = [
         re.fullmatch(r"earlier_(\d+)", path.name) for folder in folders for path in folder.glob("earlier_*")

@@ -36,7 +36,8 @@ EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 # (model, path of its .pth, writer, description)
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]
 Schedule = Callable[[int, int, StageArgs], float | None]
-SAVED = ("run_id", "branch_of", "update", "tokens", "seconds", "best_eval", "eval_data", "record", "save_due")
+SAVED = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
+SAVED += ("best_eval", "eval_data", "record", "save_due")
 
 
 def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
@@ -163,6 +164,8 @@ class TrainState:
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, or of this branch of it
     # the state that this branch began with: where it was, and of which run
     branch_of: dict[str, Any] | None = None
+    # the state that --resume_from named when it was the newest of this run
+    went_on_from: dict[str, Any] | None = None
     epoch: int = 0
     step: int = 0
     update: int = 0
