@@ -327,7 +327,7 @@ def describe(plan: Plan, limit: str) -> list[str]:
         "tokens of an update": lambda stage: f"{stage.tokens / stage.updates:,.0f}",
         "learning rate": lambda stage: f"{stage.args.learning_rate:g}",
         "time": lambda stage: duration(stage.seconds),
-        "memory": lambda stage: f"{stage.memory / 1e9:.1f} GB",
+        "memory, at least": lambda stage: f"{stage.memory / 1e9:.1f} GB",
         # fp16 weights twice, two checkpoints
         "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",
     }

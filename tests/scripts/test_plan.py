@@ -83,7 +83,7 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
         assert args.optimizer == "muon" and args.accumulation_steps == 1 and 0 < args.learning_rate < 0.1
         assert args.batch_size >= 1 and args.warmup_updates >= 1  # numbers, no auto
         assert f"{args.learning_rate:g}" in out
-    assert "64 x 1: 0.47 M parameters" in out
+    assert "64 x 1: 0.47 M parameters" in out and "  memory, at least  " in out
     assert "unwise: pretrain: " in out and "updates teach little" in out  # these data are few
     assert "no forecast of the loss" in out and "a smaller model" not in out  # there is none
 

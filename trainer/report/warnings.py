@@ -25,7 +25,7 @@ MEAN_UPDATES = 20  # of a mean; a tenth of the updates so far if that is less
 PLATEAU_UPDATES = 300  # or half of a shorter run: then a healthy model knows more than how often tokens occur
 REWARD_UPDATES = 10  # in a row without a difference between rewards, or with cut completions only
 RISES = 3  # of eval_loss in a row
-FAIR_SAMPLES = 8  # of the first update, from which its loss alone is compared with later ones
+FAIR_SAMPLES = 8  # of the first update, from which its loss alone is judged
 MIN_DISTINCT_TRIGRAMS = 0.5  # in the answers to the sample prompts
 CACHE_PARTS, PART_TOKENS = 64, 1 << 14  # of a token cache, in which tokens are counted: a million
 
@@ -57,6 +57,12 @@ class Series:
         """The mean of the last values."""
         return fmean(self.last[-self.of_mean :])
 
+    def end_error(self) -> float:
+        """The standard error of `end`; infinite of too few values."""
+        return (
+            pstdev(self.last) / math.sqrt(self.of_mean) if len(self.last) >= MEAN_UPDATES // 2 else math.inf
+        )
+
 
 @dataclass
 class Evaluation:
@@ -66,6 +72,7 @@ class Evaluation:
     update: int
     held_out: float
     training: float | None
+    training_error: float = math.inf  # the standard error of that mean
 
 
 @dataclass
@@ -138,9 +145,8 @@ class Verdict(Hooks):
         if state.update:
             return
         args, updates, device = state.args, state.total_updates, state.device.type
-        unit = "packed rows" if args.packing else "samples"
-        text = f"only {updates} updates in this run, each of {state.run['global_batch']} {unit}; more --epochs, or a "
-        text += "smaller --batch_size or --accumulation_steps, make more"
+        text = f"only {updates} updates in this run; more --epochs, or a smaller --batch_size or --accumulation_steps, "
+        text += "make more"
         self.warn_if(updates < MIN_UPDATES, "few", text)
         highest = highest_rate(state)
         text = f"--warmup_updates {args.warmup_updates} of {updates} updates: the learning rate reaches {highest:.2g}, "
@@ -175,7 +181,8 @@ class Verdict(Hooks):
         )
         text = f"the cross entropy of the first update, {loss:.2f}, is above {guessing:.2f}, that of guessing each "
         text += f"token of the vocabulary alike: the weights of --from_weight {weight} do not fit this text"
-        self.warn_if(weight != "none" and loss > 1.01 * guessing, "first loss", text)
+        is_fair = state.run["global_batch"] >= FAIR_SAMPLES
+        self.warn_if(weight != "none" and is_fair and loss > 1.01 * guessing, "first loss", text)
         sums = dict(zip(state.metric_names, state.losses[2:].tolist(), strict=True))
         is_same = math.isfinite(loss) and abs(sums.get("divergence", math.inf)) < 1e-5
         self.warn_if(
@@ -218,8 +225,7 @@ class Verdict(Hooks):
         if mean < history.lowest:
             history.lowest, history.lowest_update = mean, update
         text = f"the {self.loss_name} rose to {mean:.2f}, the mean of the last {MEAN_UPDATES} updates, from "
-        text += f"{history.lowest:.2f} at update {history.lowest_update}: --learning_rate "
-        text += f"{state.args.learning_rate:g} may be too large"
+        text += f"{history.lowest:.2f} at update {history.lowest_update}; a smaller learning rate may help"
         self.warn_if(self.has_risen(state, mean), "rose", text)
         self.look_at_plateau(state, update, mean)
 
@@ -263,12 +269,20 @@ class Verdict(Hooks):
             which, are_equal = "all completions of a prompt", record["frac_reward_zero_std"] == 1
         else:
             which, are_equal = "all completions", record["reward_std"] < 1e-6
-        text = f"for {REWARD_UPDATES} updates {which} got the same reward (the mean is {record['reward']:.3f}), so it "
-        text += "tells none from another; prompts of another difficulty, or another --reward, may"
-        self.warn_if(self.has_lasted("rewards", update, are_equal, REWARD_UPDATES), "rewards", text)
-        text = f"for {REWARD_UPDATES} updates every completion was cut, at --max_gen_len {args.max_gen_len} or another "
-        text += "limit: none ended by itself"
-        self.warn_if(self.has_lasted("cut", update, record["cut_share"] == 1, REWARD_UPDATES), "cut", text)
+        has_lasted = self.has_lasted("rewards", update, are_equal, REWARD_UPDATES)
+        text = f"{self.rollouts_since('rewards', update)} {which} got the same reward (the mean is "
+        text += f"{record['reward']:.3f}), so it tells none from another; prompts of another difficulty, or another "
+        text += "--reward, may"
+        self.warn_if(has_lasted, "rewards", text)
+        has_lasted = self.has_lasted("cut", update, record["cut_share"] == 1, REWARD_UPDATES)
+        text = f"{self.rollouts_since('cut', update)} every completion was cut, at --max_gen_len {args.max_gen_len} or "
+        text += "another limit: none ended by itself"
+        self.warn_if(has_lasted, "cut", text)
+
+    def rollouts_since(self, name: str, update: int) -> str:
+        """The rollouts in which a condition has held; one that was made before may still have been trained
+        on."""
+        return f"in the rollouts of updates {self.history.false_at.get(name, 0) + 1} to {update}"
 
     # ---- evaluations
 
@@ -276,7 +290,7 @@ class Verdict(Hooks):
         """Take in an eval_loss; warn if it rises."""
         history = self.history
         training = history.losses.end() if history.losses.number else None
-        history.evaluations.append(Evaluation(update, held_out, training))
+        history.evaluations.append(Evaluation(update, held_out, training, history.losses.end_error()))
         if history.rewards.number:
             return
         values = [evaluation.held_out for evaluation in history.evaluations[-RISES - 1 :]]
@@ -299,12 +313,17 @@ class Verdict(Hooks):
         return text
 
     def overfits(self, low: Evaluation, now: Evaluation) -> bool:
-        """Whether the training loss has fallen since an evaluation, and not just to where it was before a
-        jump."""
+        """Whether the training loss has fallen since an evaluation, by more than single updates differ by
+        chance, and not just to where it was before a jump."""
         if low.training is None or now.training is None:
             return False
         is_healing = is_less(self.history.lowest, now.training, 0.02)
-        return is_less(now.training, low.training, 0.01) and not is_healing
+        by_chance = 3 * math.hypot(low.training_error, now.training_error)
+        return (
+            is_less(now.training, low.training, 0.01)
+            and low.training - now.training > by_chance
+            and not is_healing
+        )
 
     # ---- the end
 
@@ -355,6 +374,8 @@ class Verdict(Hooks):
             return f"{text}, evaluated once; --eval_interval shows where it goes"
         earlier = [each for each in self.history.evaluations if each.update <= 0.8 * now.update]
         before = earlier[-1] if earlier else self.history.evaluations[0]
+        if self.lowest_evaluation().held_out < now.held_out:  # it falls no more
+            before = self.lowest_evaluation()
         reference = f"{before.held_out:.3f} at update {before.update}"
         if is_less(now.held_out, before.held_out):
             return f"{text}, still falling ({reference})"

@@ -19,6 +19,7 @@ from tests.trainer.stage_flags import flags
 from trainer.report import warnings as verdicts
 from trainer.report.metrics import read_metrics
 from trainer.report.warnings import Verdict, unigram_entropy
+from trainer.run.state import TrainState
 from trainer.trainer_utils import load_tokenizer, warmup_cosine
 
 
@@ -99,7 +100,8 @@ def test_a_loss_that_rises_is_compared_with_the_lowest(stop, capsys):
             run_state(from_weight="none"), losses, capsys, interval=interval, stop=stop
         )
         history = hook.history
-        assert history.warned == ["rose"] and history.lowest == pytest.approx(min(means.values()), rel=1e-12)
+        assert history.warned == ["rose"] and warning.endswith("; a smaller learning rate may help")
+        assert history.lowest == pytest.approx(min(means.values()), rel=1e-12)
         assert history.lowest_update == min(means, key=lambda update: means[update])
         assert history.losses.end() == pytest.approx(means[200], rel=1e-12)
         found.add(warning)
@@ -135,19 +137,45 @@ def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises
     assert ("overfitting" in warning) == ("overfitting" in hook.verdict(run_state())) == falls
 
 
+@pytest.mark.parametrize(
+    ("updates", "noise"), [(50, 0.7), (3, 0.1)], ids=["one sample per update", "a short run"]
+)
+def test_a_training_loss_that_falls_by_chance_is_no_overfitting(updates, noise, capsys):
+    evaluations = {updates * (i + 1): value for i, value in enumerate((3.0, 3.1, 3.2, 3.3))}
+    falls = 0
+    for seed in range(20):
+        losses = noisy(*[3.0] * 4, updates=updates, noise=noise, seed=seed)
+        hook, noted = trained(run_state(), losses, capsys, evaluations)
+        falls += hook.history.evaluations[-1].training < hook.history.evaluations[0].training
+        assert "rising" in hook.history.warned
+        assert "overfitting" not in " ".join([*noted, hook.verdict(run_state())])
+    assert falls > 5
+
+
+def test_overfitting_is_seen_from_an_early_evaluation(capsys):
+    """At update 12, where the losses still fall fast."""
+    losses = [6 - i / 6 for i in range(12)] + noisy(0.1, updates=100, noise=0.01)
+    assert "a sign of overfitting" in trained(run_state(), losses, capsys, {12: 5.6, 100: 8.6})[0].verdict(
+        run_state()
+    )
+
+
 def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
     state = run_state()
     state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "a"}, __len__=lambda: 1))  # type: ignore
     hook, _ = trained(state, noisy(2.0), capsys, {10: 1.0, 20: 1.1, 30: 1.2})
+    state.hooks, state.eval_data, monitor = [hook], "a", (state.args.monitor, state.args.mode)
+    TrainState.check_held_out(state, monitor)
+    assert len(hook.history.evaluations) == 3
     state.eval_loader.dataset.fingerprint["data"] = "b"
+    TrainState.check_held_out(state, monitor)
     assert hook.remarks(state, {"update": 50, "eval_loss": 5.0}) == {}
     assert "held-out loss 5.000" in hook.verdict(state) and "1.000" not in hook.verdict(state)
 
 
 def test_settings_that_cannot_go_well_are_named_before_the_first_update(capsys):
     assert trained(run_state(updates=5, accumulation_steps=8), [2.0], capsys, interval=1)[1] == [
-        "only 5 updates in this run, each of 32 samples; more --epochs, or a smaller --batch_size or "
-        "--accumulation_steps, make more"
+        "only 5 updates in this run; more --epochs, or a smaller --batch_size or --accumulation_steps, make more"
     ]
     (warning,) = trained(run_state(warmup_updates=500), [2.0], capsys, interval=1)[1]
     # half of it, on the cosine
@@ -157,12 +185,15 @@ def test_settings_that_cannot_go_well_are_named_before_the_first_update(capsys):
 REWARDS = {
     "equal in every group": (
         {"frac_reward_zero_std": 1.0},
-        "for 10 updates all completions of a prompt got the same",
+        "in the rollouts of updates 1 to 10 all completions of a prompt got the same",
     ),
-    "PPO": ({"reward_std": 0.0}, "for 10 updates all completions got the same reward (the mean is 0.500)"),
+    "PPO": (
+        {"reward_std": 0.0},
+        "in the rollouts of updates 1 to 10 all completions got the same reward (the mean is 0.500)",
+    ),
     "cut": (
         {"cut_share": 1.0},
-        "for 10 updates every completion was cut, at --max_gen_len 8 or another limit",
+        "in the rollouts of updates 1 to 10 every completion was cut, at --max_gen_len 8 or another limit",
     ),
     "nearly equal": ({"frac_reward_zero_std": 0.99}, None),
     "nearly all cut": ({"cut_share": 0.99}, None),
@@ -179,6 +210,17 @@ def test_rewards_that_tell_nothing(name, capsys):
         assert [warning[: len(text or "")] for warning in warnings] == ([text] if text else [])
 
 
+def test_a_rollout_counts_from_the_update_that_it_was_made_for(capsys):
+    """With several updates to a rollout, those of the last one that was not cut belong to it."""
+    hook, state, record = Verdict(None), run_state(), {"reward": 0.5, "reward_std": 0.5}
+    for update in range(1, 26, 4):
+        more = {"update": update, "cut_share": 0.5 if update == 9 else 1.0}
+        hook.remarks(state, record | more)
+    assert capsys.readouterr().err.startswith(
+        "warning: in the rollouts of updates 10 to 21 every completion was cut"
+    )
+
+
 def test_the_verdict_of_rewards_is_of_the_first_and_the_last_rollouts(capsys):
     """Whatever the interval of records is."""
     rewards, figures = [i / 100 for i in range(40)], {"reward_std": 0.5, "cut_share": 0.0}
@@ -191,14 +233,16 @@ def test_the_verdict_of_rewards_is_of_the_first_and_the_last_rollouts(capsys):
 
 def test_the_first_update(capsys):
     """Weights that do not fit, a teacher that is the student; the first only where the loss is the cross
-    entropy."""
+    entropy, of more than a few samples."""
     (warning,) = trained(run_state(), [1.02 * math.log(100)], capsys, interval=1)[1]
     assert warning.startswith(
         "the cross entropy of the first update, 4.70, is above 4.61, that of guessing each"
     )
     other_loss = run_state()
     other_loss.loss_is_cross_entropy = False
-    for state in (run_state(from_weight="none"), other_loss):
+    one_sample = run_state()
+    one_sample.run["global_batch"] = 1
+    for state in (run_state(from_weight="none"), other_loss, one_sample):
         assert trained(state, [9.0], capsys, interval=1)[1] == []
     for divergence, warned in ((1e-7, 1), (1e-3, 0)):
         state = run_state(metric_names=("cross_entropy", "divergence"))
@@ -270,6 +314,7 @@ VERDICTS = {
         40: 2.1,
         80: 2.5,
     },
+    "held-out loss 2.109 (+0.109), hardly changed (2.100 at update 70)": {20: 4, 40: 2.5, 70: 2.1, 80: 2.109},
     "held-out loss 2.099 (+0.099), hardly changed (2.100 at update 60)": {20: 4, 40: 2.1, 60: 2.1, 80: 2.099},
 }
 
