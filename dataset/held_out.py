@@ -9,7 +9,8 @@ PPO, agents), and of pretraining on texts that the chat template made of convers
 other text is chosen by all of itself.
 
 A long document of plain text, such as a book, has no records to choose from. Its passages are chosen instead:
-whole lines of about 2,000 characters in all. Passages that follow one another stay together.
+whole lines of about 2,000 characters in all. Passages that follow one another stay together. A shorter one is
+a record like others.
 """
 
 import hashlib
@@ -83,6 +84,11 @@ class Split(NamedTuple):
 
 
 ALL = Split()
+
+
+def is_one_passage(document: DocumentPart) -> bool:
+    """Whether this is a whole document of plain text, no longer than a passage."""
+    return document.begins and document.ends and len(PASSAGE.findall(document["text"])) == 1
 
 
 def first_question(messages: list[dict]) -> str:

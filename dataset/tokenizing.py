@@ -38,7 +38,7 @@ from dataset.blocks import Block, place
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
 from dataset.data_files import parse_block
 from dataset.formats import Chat, conversation_fields, to_chat, to_pair, to_text, unread_fields
-from dataset.held_out import ALL, Split, first_question, question_in
+from dataset.held_out import ALL, Split, first_question, is_one_passage, question_in
 from dataset.json_records import TOO_DEEP, BadRecord
 from dataset.text_files import DocumentPart
 from model.prompts import Piece, SpecialTexts, plain_backend
@@ -229,7 +229,7 @@ class DocumentTokenizer(BlockTokenizer):
         return ChatTemplate(self.spec.chat_template, self.spec.special_tokens).around_question()
 
     def chosen(self, record: dict | BadRecord) -> Iterable[tuple[dict | BadRecord, int]]:
-        if self.split.share and isinstance(record, DocumentPart):
+        if self.split.share and isinstance(record, DocumentPart) and not is_one_passage(record):
             return self.split.passages(record)
         return super().chosen(record)
 

@@ -49,6 +49,11 @@ def train_epoch(
         Interrupted: a signal asked for it; the state is saved, on all ranks at the same update.
         UserError: too many updates in a row with a non-finite loss or gradient, or a file cannot be written.
     """
+    if not isinstance(state, TrainState):
+        raise UserError(
+            "train_epoch takes the run first, then MiniMind's arguments: "
+            "train_epoch(state, epoch, loader, iters, start_step, wandb), with the state that the stage's main makes"
+        )
     state.wandb = wandb
     if state.record is not None:
         finish_update(state)  # the run was stopped between saving an update and reporting it

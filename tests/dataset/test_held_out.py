@@ -14,7 +14,8 @@ from common.errors import UserError
 from dataset import blocks
 from dataset.chat_labels import ChatTemplate
 from dataset.formats import to_chat
-from dataset.held_out import ALL, PASSAGE, Split, question_in
+from dataset.held_out import ALL, PASSAGE, Split, first_question, question_in
+from dataset.json_records import BadRecord
 from dataset.rollout_prompts import PromptDataset
 from dataset.text_files import DocumentPart
 from dataset.token_cache import build_token_cache
@@ -157,6 +158,29 @@ def test_bad_records_count_as_training_data(write, tokenizer, cache_dir, capsys)
     assert capsys.readouterr().out.count("bad records are skipped: 25 of") == 1
     with pytest.raises(UserError, match=r"a.jsonl:2: no 'conversations'"):
         build_token_cache("sft", path, tokenizer, 64, cache_dir, split=Split(0.1))
+
+
+def test_a_record_that_cannot_be_chosen_is_training_data():
+    """A bad one, and one that is nested too deeply to be read."""
+
+    def too_deep(record):
+        raise RecursionError
+
+    def bad(record):
+        raise BadRecord("no text")
+
+    for key_of in (too_deep, bad):
+        assert Split(0.5).includes_record({}, key_of) and not Split(0.5, True).includes_record({}, key_of)
+    assert Split(0.5).includes_record(BadRecord("no JSON"), str)
+    assert not Split(0.5, True).includes_record(BadRecord("no JSON"), str)
+
+
+def test_the_first_question_is_the_first_message_of_the_user():
+    """Whatever stands before it; without one all that is said."""
+    before = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hello!"}]
+    asked = [{"role": "user", "content": "Why?"}, {"role": "user", "content": "How?"}]
+    assert first_question(before + asked) == "Why?"
+    assert first_question(before) == "Be brief.\nHello!"
 
 
 def test_prompts_are_chosen_by_what_is_asked(write, tokenizer, tmp_path):
@@ -360,6 +384,20 @@ def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write,
         assert (found == held_out) is is_held_out and (not found & held_out) is not is_held_out
 
 
+def test_conversations_in_a_file_of_plain_text_are_held_out_by_their_questions(write, split, tokenizer):
+    """Those that one separator stands between."""
+    records = [
+        conversation(f"Add one to {i} 加一", [str(i)], "Be brief." * (i % 2), i % 3 > 0) for i in range(60)
+    ]
+    rendered_texts = [rendered(tokenizer, record)["text"] for record in records]
+    path = write("all.txt", "\n----\n".join(rendered_texts).encode())
+    parts = split("pretrain", path, 0.3, max_length=512, text_separator="----")
+    for is_held_out, found in zip((False, True), parts, strict=True):
+        wanted = [i for i in range(60) if Split(0.3, is_held_out).includes(f"Add one to {i} 加一")]
+        assert len(found) == len(wanted) > 5
+        assert all(f"Add one to {i} 加一" in text for i, text in zip(wanted, found, strict=True))
+
+
 def test_conversations_of_the_same_trained_tokens_are_on_one_side(write, tokenizer, cache_dir):
     """Those that are cut to the same turns, too."""
     answers = ["first", "second " * 40]
@@ -391,6 +429,7 @@ def test_the_question_of_a_text_that_another_template_made(template):
         text, _ = chat._rendered(messages, None)
         assert (question_in(text, around) or "").strip() == "What is it?\n\nSay it."
         assert (question_in(text[: text.index("Say")], around) or "").strip() == "What is it?"  # cut off
+        assert (question_in(text[: text.index(" it?")], around) or "").strip() == "What is"
     assert question_in("What is it?", around) is None
     for unclear in (
         "{% for m in messages %}{{ m.content }}{% endfor %}",

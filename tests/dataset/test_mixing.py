@@ -97,6 +97,17 @@ def test_the_part_of_an_epoch_is_another_one_in_the_next():
     assert {i for i in epochs[0] | epochs[1] if i < 100} == set(range(100))
 
 
+def test_a_source_of_hardly_any_weight_still_has_an_item():
+    train = mixed([[5] * 100, [50] * 2], [1, 1e-6])
+    assert train.counts[1] == 1 and (train.items_of_epoch(1, 0) >= 100).sum() == 1
+
+
+def test_each_source_has_an_order_of_its_own():
+    train = mixed([[5] * 100, [5] * 100], [1, 1])
+    items = train.items_of_epoch(1, 0)
+    assert items[:100].tolist() != (items[100:] - 100).tolist()
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", [PretrainDataset, SFTDataset, DPODataset])
 def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer, cache_dir):
@@ -153,6 +164,11 @@ def test_the_report_names_each_source(capsys):
     ]
     assert done.err.startswith("warning: s1 is passed 10.0 times; more than 4 passes teach little")
     assert done.err.count("warning") == 1
+    train = mixed([[10] * 90, [50] * 6], [0.5, 0.5])
+    train.report(epochs=1)
+    assert "2.00 passes an epoch, 2.00 in all" in (done := capsys.readouterr()).out and not done.err
+    train.report(epochs=3)  # few passes of an epoch are many of all
+    assert capsys.readouterr().err.startswith("warning: s1 is passed 6.0 times")
 
 
 def test_weights_of_a_data_path(write):

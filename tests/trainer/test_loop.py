@@ -13,6 +13,7 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer.data.order import epoch_loader
+from trainer.loop import train_epoch
 from trainer.report.metrics import read_metrics
 from trainer.run.first_update import trial_pass
 
@@ -251,3 +252,9 @@ def test_what_start_up_made_is_no_business_of_the_garbage_collector(corpus, tmp_
     argv = flags(corpus, tmp_path, "pretrain", epochs=1)
     done = run("pretrain", argv, Faults(script=script))
     assert int(re.search(r"^set aside: (\d+)$", done.out, re.M)[1]) > 100_000
+
+
+def test_a_call_without_the_run_is_one_line():
+    """With MiniMind's arguments alone."""
+    with pytest.raises(UserError, match=r"train_epoch\(state, epoch, loader, iters, start_step, wandb\)"):
+        train_epoch(0, [], 500, 0, None)  # pyrefly: ignore[bad-argument-type]

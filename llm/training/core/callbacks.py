@@ -1,6 +1,7 @@
 """What a callback is, the list of those that the engine calls, and the ones that are included.
 docs/CALLBACKS.md shows when each method is called; for what the included ones do there are settings, too."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,7 +74,8 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackList:
-    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called.
+    """The callbacks of a run, called in order. Raises UserError for a method `on_...` that is never called,
+    or cannot be called with its arguments.
 
     epochs: for each callback the last epoch for which each of EPOCH_HOOKS was called; a checkpoint saves it.
     """
@@ -90,6 +92,7 @@ class CallbackList:
                     raise UserError(
                         f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}"
                     )
+            check_methods(callback)
             same = sum(type(one).__name__ == name for one in self.callbacks.values())
             self.callbacks[f"{name}#{same + 1}" if same else name] = callback
 
@@ -132,6 +135,18 @@ class CallbackList:
             warn(f"the callbacks are not those of the checkpoint: {'; '.join(changes)}")
         for key in self.callbacks.keys() & states.keys():
             self.callbacks[key].load_state_dict(states[key])
+
+
+def check_methods(callback: Callback) -> None:
+    """Raise UserError if a method of a callback is declared so that it cannot be called."""
+    for hook in HOOKS:
+        arguments = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
+        signature = inspect.signature(getattr(callback, hook))
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            declared = f"callback {type(callback).__name__}: {hook} is declared with {signature}"
+            raise UserError(f"{declared}, but it is called as {hook}({', '.join(arguments)})") from error
 
 
 def _plain(value: Any, where: str) -> Any:

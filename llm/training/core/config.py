@@ -144,7 +144,7 @@ class Config:
         Args:
             argv: the command line without the program; sys.argv by default.
             environ: the environment; os.environ by default.
-            find_task: gives the class of a task, for its `defaults` and `stage_args`; called only if a task
+            find_task: gives the class of a task, for its `defaults` and `stage_args`; needed only if a task
                 is given. `save_weight` defaults to the name of the task.
 
         Raises:
@@ -153,6 +153,11 @@ class Config:
         """
         environ = os.environ if environ is None else environ
         name = given_task(argv, environ)
+        if name and find_task is None:
+            raise UserError(
+                f"--task {name}: from_args_and_env() alone does not know its class, whose settings it needs; call "
+                "Config.from_args_and_env(find_task=find_task), with find_task of llm/training/train.py"
+            )
         task = find_task(name) if name and find_task else None
         config = cls(stage_args=task.stage_args if task else None, sources=dict.fromkeys(SETTINGS, "default"))
         args_class = engine_args(config.stage_args)

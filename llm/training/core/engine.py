@@ -47,7 +47,7 @@ class TrainingEngine(Hooks):
         callbacks: Sequence[Callback] = (),
         stop: StopRequest | None = None,
     ):
-        self.config, self.task, self.data, self.logger = config, task, data_module, Logger.of(config)
+        self.config, self.task, self.data_module, self.logger = config, task, data_module, Logger.of(config)
         task.data = data_module
         check_forms(task, data_module)
         self.is_main_process = utils.is_main_process()
@@ -58,7 +58,7 @@ class TrainingEngine(Hooks):
         self._setup_components(stop or StopRequest())
 
     def _setup_components(self, stop: StopRequest) -> None:
-        task, data = self.task, self.data
+        task, data = self.task, self.data_module
         device, autocast, scaler = utils.device_and_precision(task.args)
         utils.setup_seed(task.args.seed)
         data.num_samples()  # refuses to go on without any
@@ -95,6 +95,26 @@ class TrainingEngine(Hooks):
         utils.begin_run(state, checkpoint, data, None, task.code_files())
         self.resumed_update = state.resumed_update
         self.saved_update = state.update if checkpoint is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.state.device
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, wrapped for several processes."""
+        return self.state.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The result of the task's `build_optimizer`."""
+        return self.state.optimizer
+
+    @property
+    def criterion(self) -> Callable[..., Any]:
+        """The result of the task's `build_criterion`."""
+        return self.task.criterion
 
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
         return checked_loss(self.task, self.task.train_step(model, batch))
@@ -134,7 +154,7 @@ class TrainingEngine(Hooks):
             return
         try:
             if self.task.rehearsed:
-                rehearse(self.task, self.data, self.state)
+                rehearse(self.task, self.data_module, self.state)
                 # the random streams begin here, whatever the rehearsal drew
                 utils.setup_seed(self.state.args.seed)
             self.dispatch("on_train_start")
@@ -158,7 +178,9 @@ class TrainingEngine(Hooks):
         if state.finished and start == 0:
             return
         self.dispatch("on_epoch_start", epoch)
-        train_epoch(state, epoch, self.data.train_dataloader(epoch, start), state.iters, start, self.wandb)
+        train_epoch(
+            state, epoch, self.data_module.train_dataloader(epoch, start), state.iters, start, self.wandb
+        )
         self.dispatch("on_epoch_end", epoch)
 
     def _run_validation_epoch(self, evaluate: Callable) -> dict[str, float] | None:

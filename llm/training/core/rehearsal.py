@@ -19,14 +19,15 @@ from trainer.loop import to_device
 from trainer.report.speed import Size
 from trainer.run.state import TrainState
 
-CALLED = ("build_model", "build_optimizer", "build_criterion", "train_step", "validation_step")
+CALLED = ("build_model", "build_optimizer", "build_criterion", "train_step", "validation_step", "size")
+LOADERS = ("train_dataloader", "val_dataloader")
 SUMS = "the loop divides the sums by the number of targets of the whole update"
 
 
 def check_forms(task: TrainingTask, data: DataModule) -> None:
     """Raise UserError if a method is declared so that the engine cannot call it, or would mix up its
     arguments."""
-    for owner, base, names in ((task, TrainingTask, CALLED), (data, DataModule, ("train_dataloader",))):
+    for owner, base, names in ((task, TrainingTask, CALLED), (data, DataModule, LOADERS)):
         for name in names:
             arguments = list(inspect.signature(getattr(base, name)).parameters)[1:]
             signature = inspect.signature(getattr(owner, name))
@@ -47,21 +48,36 @@ def check_criterion(task: TrainingTask) -> None:
 
 
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
-    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them.
-    Raises UserError if it returned something else."""
+    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them;
+    losses of one element are taken as numbers []. Raises UserError if it returned something else."""
     loss, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
     name = f"{type(task).__name__}.train_step"
     if not all(isinstance(each, Tensor) for each in (loss, *others[:1])):
         raise UserError(
             f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses"
         )
-    if loss.numel() != 1:
-        raise UserError(
-            f"{name} returns a tensor of shape {list(loss.shape)}; it must return one number, the sum"
-        )
+    for each in (loss, *others[:1]):
+        if each.numel() != 1:
+            raise UserError(
+                f"{name} returns a tensor of shape {list(each.shape)}; it must return one number, the sum"
+            )
     if not loss.requires_grad:
         raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
-    return (loss, *(others or [torch.zeros_like(loss)]))
+    sums = others[1] if len(others) == 2 else {}
+    if not isinstance(sums, dict):
+        raise UserError(
+            f"{name} returns a {type(sums).__name__} as its third value; it must be sums by name, a dict"
+        )
+    if set(sums) - {"cross_entropy"} != set(task.metric_names) - {"cross_entropy"}:
+        returned, named = ", ".join(sums) or "no metrics", ", ".join(task.metric_names) or "none"
+        raise UserError(
+            f"{name} returns {returned} beside the losses, but the task's metric_names are {named}; return (loss, "
+            "auxiliary loss, {name: sum})"
+        )
+    aux_loss = others[0] if others else torch.zeros_like(loss)
+    return (
+        (loss.reshape(()), aux_loss.reshape(()), sums) if sums else (loss.reshape(()), aux_loss.reshape(()))
+    )
 
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:

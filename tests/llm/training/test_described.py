@@ -192,6 +192,32 @@ class Detached(RegressionTask):
         return super().train_step(model, batch).detach()
 
 
+class NoMetrics(RegressionTask):
+    metric_names = ("error",)
+
+
+class OtherMetrics(NoMetrics):
+    def train_step(self, model, batch):
+        loss = super().train_step(model, batch)
+        return loss, 0 * loss, {"other": loss.detach()}
+
+
+class UnnamedMetrics(NoMetrics):
+    def train_step(self, model, batch):
+        loss = super().train_step(model, batch)
+        return loss, 0 * loss, loss.detach()
+
+
+class OneElement(RegressionTask):
+    """Losses of shape [1]."""
+
+    metric_names = ("error",)
+
+    def train_step(self, model, batch):
+        loss = super().train_step(model, batch).reshape(1)
+        return loss, 0 * loss, {"error": loss.detach()[0]}
+
+
 class ManyLosses(RegressionTask):
     def train_step(self, model, batch):
         return (model(batch["x"]) - batch["y"]).square()
@@ -240,6 +266,18 @@ REFUSED = [
         ManyLosses,
         r"ManyLosses.train_step returns a tensor of shape \[1, 1\]|train_step returns a tensor of shape",
     ),
+    (
+        NoMetrics,
+        "NoMetrics.train_step returns no metrics beside the losses, but the task's metric_names are error",
+    ),
+    (
+        OtherMetrics,
+        "OtherMetrics.train_step returns other beside the losses, but the task's metric_names are error",
+    ),
+    (
+        UnnamedMetrics,
+        "UnnamedMetrics.train_step returns a Tensor as its third value; it must be sums by name",
+    ),
     (Number, "Number.train_step returns a float; it must return a tensor"),
     (BareTensor, "BareTensor.validation_step returns a Tensor; it must return sums by name"),
     (NoLoss, "NoLoss.validation_step returns only error; it must return sums by name"),
@@ -258,6 +296,22 @@ def test_what_a_step_must_not_do_is_told_before_training(tmp_path, task, told):
     assert all(
         torch.equal(a, b) for a, b in zip(before, engine.state.model.state_dict().values(), strict=True)
     )
+
+
+def test_losses_of_one_element_are_numbers(tmp_path):
+    ends = []
+    for task in (RegressionTask, OneElement):
+        engine = made(task, tmp_path / task.__name__, [MetricsLogger()], epochs=2)
+        engine.run()
+        ends.append(engine.callbacks.callbacks["MetricsLogger"].records[-1])
+    assert ends[0]["loss"] == ends[1]["loss"] == pytest.approx(ends[1]["error"])
+
+
+def test_what_an_engine_has(tmp_path):
+    engine = made(RegressionTask, tmp_path)
+    state = engine.state
+    assert (engine.device, engine.model, engine.optimizer) == (state.device, state.model, state.optimizer)
+    assert engine.criterion is engine.task.criterion and engine.data_module is engine.task.data
 
 
 def test_a_criterion_of_means_and_batches_that_are_no_dicts_are_refused(tmp_path):
@@ -281,6 +335,10 @@ class OwnLoader(SyntheticDataModule):
     def train_dataloader(self): ...
 
 
+class HeldOutLoader(SyntheticDataModule):
+    def val_dataloader(self, batch_size): ...
+
+
 def test_methods_that_cannot_be_called_are_told_with_their_form(tmp_path):
     told = "Swapped.validation_step is declared with (batch, model), but it is called as validation_step(model, batch)"
     with pytest.raises(UserError, match=re.escape(told)):
@@ -293,6 +351,8 @@ def test_methods_that_cannot_be_called_are_told_with_their_form(tmp_path):
         UserError, match=r"OwnLoader\.train_dataloader .* as train_dataloader\(epoch, skip_batches\)"
     ):
         made(RegressionTask, tmp_path, data_class=OwnLoader)
+    with pytest.raises(UserError, match=r"HeldOutLoader\.val_dataloader .* as val_dataloader\(\)"):
+        made(RegressionTask, tmp_path, data_class=HeldOutLoader)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,24 @@ def test_an_update_is_near_the_rule_and_never_empty(items, length, epochs, ranks
     assert rules.chosen(explicit, data, ranks) == explicit
 
 
+@given(st.integers(1, 10**7))
+def test_a_warmup_is_a_small_part_of_a_run(updates):
+    assert 1 <= rules.warmup(updates) <= max(1, min(100, updates / 20))
+    assert rules.warmup(updates) <= rules.warmup(updates + 1)
+
+
+def test_a_small_vocabulary_is_for_little_text_in_short_tokens_alone():
+    assert rules.vocabulary(1e6, 2.0) == 512
+    assert rules.vocabulary(1e6, 3.5) is None and rules.vocabulary(1e7, 2.0) is None
+
+
+def test_where_the_expected_loss_was_checked():
+    inside = {"weights": 4e5, "tokens": 1e6, "passes": 2}
+    assert rules.was_checked(**inside)
+    for outside in ({"weights": 1e4}, {"weights": 2e7}, {"tokens": 1e5}, {"passes": 4}):
+        assert not rules.was_checked(**inside | outside), outside
+
+
 def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
     for name in ("batch_size", "learning_rate"):
         args = train_pretrain.Args(**{name: AUTO})

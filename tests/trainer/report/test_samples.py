@@ -147,13 +147,12 @@ def test_ranks_and_shards(corpus, tmp_path):
     assert not any(texts(tmp_path / "fsdp"))
 
 
-@pytest.mark.parametrize("stage", ["grpo", "ppo", "engine"])
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_stages_with_rewards_show_rollouts_and_held_out_prompts(tmp_path, stage):
     prompts = write_prompts(tmp_path)
-    task = ["--task", "grpo"] if stage == "engine" else []
-    name = f"{'ppo' if stage == 'ppo' else 'grpo'}_32"
+    name = f"{stage}_32"
     group = {} if stage == "ppo" else {"num_generations": 2}
-    run(stage, [*task, *rollout_flags(prompts, tmp_path, save_weight=name[:-3], **group)])
+    run(stage, rollout_flags(prompts, tmp_path, save_weight=stage, **group))
     found = [sample for sample in texts(tmp_path, name) if sample]
     last = found[-1]
     assert [("reward" in each) for each in last] == [True, True, False, False, False]

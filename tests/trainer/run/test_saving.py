@@ -3,8 +3,10 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
@@ -145,3 +147,20 @@ def test_an_earlier_adapter_is_kept(tmp_path):
     names = [f"{folder}/adapter_model.safetensors" for folder in ("w_512", "w_best_512")]
     assert not any((tmp_path / "out" / name).exists() for name in names)
     assert all((tmp_path / "out/earlier_1" / name).exists() for name in names)
+
+
+def test_the_list_of_starts_keeps_the_first_one_and_the_latest(tmp_path):
+    path = tmp_path / "w_512_run.json"
+    state = SimpleNamespace(
+        resumed_update=None, is_new_branch=False, update=0, device=torch.device("cpu"), code={}
+    )
+    state.__dict__.update(run_id="id", branch_of=None, run={}, args=StageArgs(), computing=dict)
+    for update in range(saving.KEPT_STARTS + 5):
+        state.update = update
+        saving.write_settings(state, path)  # pyrefly: ignore[bad-argument-type]
+        state.resumed_update = update
+    updates = [start["update"] for start in saving.read_settings_file(path)["starts"]]
+    assert updates == [0, *range(5, 24)]
+    state.is_new_branch = True
+    saving.write_settings(state, path)  # pyrefly: ignore[bad-argument-type]
+    assert len(saving.read_settings_file(path)["starts"]) == 1

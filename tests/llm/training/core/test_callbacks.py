@@ -67,7 +67,8 @@ class FakeEngine:
         self.state = SimpleNamespace(
             args=args, total_updates=2 * epochs, iters=2, update=0, epoch=0, step=0, shown=()
         )
-        self.state.optimizer = optimizer
+        self.state.optimizer = self.optimizer = optimizer
+        self.model = self.device = self.criterion = self.data_module = None
         self.run_name, self.checkpoint_manager = "task_16", None
         self.scheduler, self.task = make and make(optimizer), SimpleNamespace(scheduler_interval=interval)
         self.lines, self._reason = [], None
@@ -331,6 +332,32 @@ def test_a_failure_in_on_exception_hides_neither_the_error_nor_the_other_callbac
     assert recorder.lines[-1] == "on_exception(engine, error)"
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ") and "also this" in warning and warning.count("\n") == 1
+
+
+def test_a_method_that_cannot_be_called_is_refused_before_training():
+    class WithoutEngine(Callback):
+        def on_epoch_end(self, epoch):
+            pass
+
+    class WithLogs(Callback):
+        def on_validation_end(self, engine, metrics, logs):
+            pass
+
+    class Fits(Callback):
+        def on_epoch_end(self, *args):
+            pass
+
+        def on_batch_end(self, engine, number, record, more=None):
+            pass
+
+    CallbackList([Fits()])
+    told = "callback WithoutEngine: on_epoch_end is declared with (epoch), but it is called as on_epoch_end(engine, epo"
+    with pytest.raises(UserError, match=re.escape(told)):
+        CallbackList([WithoutEngine()])
+    with pytest.raises(
+        UserError, match=r"WithLogs: .*but it is called as on_validation_end\(engine, metrics\)"
+    ):
+        CallbackList([WithLogs()])
 
 
 def test_what_would_never_be_called_is_refused():

@@ -191,6 +191,13 @@ def test_sources_default_to_this_process(monkeypatch):
     assert (config.training.epochs, config.training.seed) == (9, 5)
 
 
+def test_a_task_whose_class_nothing_finds_is_told():
+    """Its settings and defaults would be ignored."""
+    for argv, environ in ((["--task", "regression"], {}), ([], {"MINIMIND_TASK": "regression"})):
+        with pytest.raises(UserError, match=r"--task regression: .*from_args_and_env\(find_task=find_task\)"):
+            Config.from_args_and_env(argv, environ)
+
+
 # ---- types
 
 
