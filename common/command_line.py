@@ -67,7 +67,8 @@ def one_line_errors() -> Iterator[None]:
     """
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
+            sys.stdout.reconfigure(errors="backslashreplace")
     _raise_file_limit()
     try:
         with _end_with_reader():

@@ -210,7 +210,7 @@ class StageProcess:
         return [
             line
             for line in self.err.splitlines()
-            if line.strip() and "updates change a model little" not in line
+            if line.strip() and "updates in this run; more --epochs" not in line
         ]
 
 
@@ -261,5 +261,7 @@ def run(
     else:
         processes = [StageProcess(stage, argv, faults, **env)]
     ends = [process.wait(timeout) for process in processes]
-    assert ends == [status] * len(processes), "".join(p.out[-1500:] + p.err[-3000:] for p in processes)
+    assert ends == [status] * len(processes), f"exit {ends}: " + "".join(
+        p.out[-1500:] + p.err[-3000:] for p in processes
+    )
     return processes[0]

@@ -68,7 +68,7 @@ def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
         hook.kept = hook._complete([hook._learnable(state.model, written, rewards, CPU)])
     train_update(state, hook.kept, 24.0, 48.0)
     state.update = 1
-    save_checkpoint(state, None)
+    save_checkpoint(state)
     state.writer.wait()
     return lm_checkpoint(state.lm_config, state.args.save_weight, save_dir=folder)
 

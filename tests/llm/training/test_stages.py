@@ -103,8 +103,8 @@ CHANGED = """
 from trainer import train_full_sft as stage
 from trainer.objectives.next_token import next_token_loss
 def doubled(model, batch, args):
-    loss, aux_loss = next_token_loss(model, batch)
-    return 2 * loss, aux_loss
+    loss, aux_loss, *metrics = next_token_loss(model, batch)
+    return 2 * loss, aux_loss, *metrics
 def nobodys(*args):
     raise AssertionError("the script does not call it")
 stage.loss_fn, stage.frozen = doubled, ("model.layers.0.",)

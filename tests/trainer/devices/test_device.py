@@ -169,7 +169,7 @@ def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch, t
     )
     with pytest.raises(Reached, match=":4096:8"):
         if script is engine:
-            made = SimpleNamespace(task=SimpleNamespace(args=StageArgs(deterministic=True)), data=None)
+            made = SimpleNamespace(task=SimpleNamespace(args=StageArgs(deterministic=True)), data_module=None)
             engine.TrainingEngine._setup_components(made, None)
         else:
             script.main()
@@ -187,7 +187,8 @@ def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
     """Backend and timeout of a rank by its device; `--device cpu` makes no CUDA call."""
     two_gpus(1)
     made, current = [], []
-    monkeypatch.setattr(distributed, "_interruptible", lambda work: None)
+    monkeypatch.setattr(distributed, "_interruptible", lambda work: work())
+    monkeypatch.setattr(distributed, "_meet", lambda *place: None)
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, timeout, **_: made.append((backend, timeout))
     )
