@@ -88,7 +88,7 @@ SCRIPTS = {
     "scripts/chat.py": None,
     "scripts/benchmark.py": None,
     "scripts/convert_model.py": None,
-    "scripts/demo_report.py": None,
+    "scripts/demo/report.py": None,
     "scripts/evaluate.py": None,
     "scripts/plan.py": None,
     "scripts/plot_metrics.py": None,
@@ -99,7 +99,7 @@ SCRIPTS = {
     "scripts/verify_resume.py": None,
     "scripts/write_flag_pages.py": None,
     "dataset/show_samples.py": "dataset.show_samples",
-    "dataset/demo_corpus.py": "dataset.demo_corpus",
+    "scripts/demo/corpus.py": "scripts.demo.corpus",
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"

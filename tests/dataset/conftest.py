@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.blocks import Block
+from dataset.files import Block
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
-from dataset.formats import Chat, to_chat
-from dataset.json_records import BadRecord
+from dataset.records import BadRecord, Chat, to_chat
 from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import blocks
-from dataset.blocks import FIRST_INDEX
-from dataset.formats import known_fields
-from dataset.messages import FIELDS
+from dataset.files import FIRST_INDEX
+from dataset.records import FIELDS, known_fields
 from dataset.token_cache import build_token_cache
 
 LENGTH = 24

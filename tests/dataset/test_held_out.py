@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import blocks
 from dataset.chat_labels import ChatTemplate
-from dataset.formats import to_chat
-from dataset.held_out import ALL, PASSAGE, Split, first_question, question_in
-from dataset.json_records import BadRecord
+from dataset.held_out import PASSAGE, Split, first_question, question_in
+from dataset.plain_text import DocumentPart
+from dataset.records import BadRecord, to_chat
 from dataset.rollout_prompts import PromptDataset
-from dataset.text_files import DocumentPart
 from dataset.token_cache import build_token_cache
 from dataset.tokenizing import ChatTokenizer, DocumentTokenizer, PairTokenizer, TokenizerSpec
 

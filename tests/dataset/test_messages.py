@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from dataset.json_records import BadRecord
-from dataset.messages import Turn, parse_message
+from dataset.records import BadRecord, Turn, parse_message
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 ANSWER = {"role": "assistant", "content": "a"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.data_files import split_weights
+from dataset.files import split_weights
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, TokenDataset, collate_flat
 from dataset.mixing import MixedDataset, even_order
 from trainer.data.order import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch

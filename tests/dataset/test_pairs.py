@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from dataset.formats import to_pair
-from dataset.json_records import BadRecord
 from dataset.lm_dataset import DPODataset, collate_pairs
+from dataset.records import BadRecord, to_pair
 from dataset.report import format_report
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.errors import UserError
-from dataset.json_records import BadRecord
+from dataset.records import BadRecord
 from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
 from dataset.tokenizing import SPECIAL_TEXTS
 

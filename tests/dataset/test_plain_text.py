@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.settings import StageArgs
 from dataset import blocks
-from dataset.data_files import expand_paths, iter_blocks, parse_block
-from dataset.json_records import BadRecord
+from dataset.files import expand_paths, iter_blocks, parse_block
 from dataset.lm_dataset import PretrainDataset
+from dataset.records import BadRecord
 from dataset.token_cache import build_token_cache
 from dataset.tokenizing import BlockTokenizer, DocumentTokenizer, TokenizerSpec
 from trainer.data.datasets import open_datasets

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import blocks, formats, token_cache
-from dataset.data_files import iter_blocks, parse_block
-from dataset.formats import Chat, conversation_fields, known_fields, to_chat, to_text, unread_fields
-from dataset.json_records import BadRecord
-from dataset.messages import FIELDS
+from dataset.files import iter_blocks, parse_block
+from dataset.records import (
+    FIELDS,
+    BadRecord,
+    Chat,
+    conversation_fields,
+    known_fields,
+    to_chat,
+    to_text,
+    unread_fields,
+)
 from dataset.token_cache import build_token_cache
 from tests.conftest import ROOT
 from tests.dataset.conftest import block_of

@@ -8,9 +8,8 @@ import pytest
 
 from common.errors import UserError
 from dataset import blocks, data_files
-from dataset.blocks import place
-from dataset.data_files import describe_files, expand_paths, iter_blocks, parse_block
-from dataset.json_records import BadRecord
+from dataset.files import describe_files, expand_paths, iter_blocks, parse_block, place
+from dataset.records import BadRecord
 
 
 def records_of(*paths):

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import blocks
-from dataset.data_files import expand_paths, iter_blocks, parse_block
-from dataset.formats import to_chat
-from dataset.json_records import BadRecord
+from dataset.files import expand_paths, iter_blocks, parse_block
+from dataset.records import BadRecord, to_chat
 
 CHAT = [{"role": "user", "content": "河?"}, {"role": "assistant", "content": 'the "river",\nbrown'}]
 
