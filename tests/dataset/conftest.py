@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dataset.files import Block
+from dataset.files import Block, iter_blocks, parse_block
+from dataset.token_cache import CacheOptions, TokenCache, build_token_cache
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -31,6 +32,18 @@ TEXTS = [
 def block_of(data: bytes, first: int = 1, path: str = "x.jsonl") -> Block:
     """The block of a file of JSON Lines whose lines are these."""
     return Block(0, path, [(first + i, line) for i, line in enumerate(data.splitlines())], len(data))
+
+
+def records_of(path: str, separator: str = "") -> list[tuple[int, object]]:
+    """(line, record) of each record of a file."""
+    return [pair for block in iter_blocks([path], separator) for pair in parse_block(block)]
+
+
+def build(kind: str, path: str, tokenizer, max_length: int, cache_dir, *args, **options) -> TokenCache:
+    """The token cache of a file; further options as in CacheOptions."""
+    return build_token_cache(
+        str(path), tokenizer, CacheOptions(kind, max_length, cache_dir, *args, **options)
+    )
 
 
 @pytest.fixture(scope="session")
