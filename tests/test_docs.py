@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from common.config_sources import parse_args
 from common.errors import UserError
 from common.settings import Setting, aliases_of, settings_of
-from dataset.formats import to_chat, to_text
+from dataset.records import to_chat, to_text
 from dataset.token_cache import load_tokenizer
 from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config

@@ -158,7 +158,7 @@ def test_a_bad_element_of_an_array_costs_only_itself(write, bad, message):
         b'{"a": 1e999}]',
         b'{"a": 2}\n',
         b'{"a": 2',
-        b"[" * 100_000,
+        b"[" * 2000,
         b"}\n]",
         b"",
     ],
