@@ -75,7 +75,7 @@ def _read_json_array(content: Any, path: str) -> Iterator[tuple[int, dict | BadR
         for value in ijson.items(content, "item", use_float=True):
             yield line, check_record(value)
             line += 1
-    except ijson.JSONError as error:
+    except (ijson.JSONError, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0].strip("b\"'")
         raise UserError(
             f"{place(path, line)}: from this element on the array cannot be read ({message}); mend the JSON, or "

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
+from dataset.chat_labels import ChatTemplate, token_ranges
 from dataset.records import BadRecord, Chat, to_chat
 from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
@@ -355,11 +355,6 @@ def test_tokens_across_a_border_count_as_inside():
         (0, 2),
         (4, 5),
     ]
-
-
-def test_cut_at_turn():
-    ranges = [(3, 6), (6, 6), (10, 15), (20, 30)]
-    assert [cut_at_turn(ranges, n) for n in (5, 6, 14, 15, 29, 30)] == [0, 6, 6, 15, 15, 30]
 
 
 def test_to_chat_feeds_the_template_of_minimind_data(tokenizer):

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.files import split_weights
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, TokenDataset, collate_flat
-from dataset.mixing import MixedDataset, even_order
+from dataset.mixing import MixedDataset, even_order, split_weights
 from trainer.data.order import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(
