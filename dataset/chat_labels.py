@@ -81,8 +81,8 @@ class ChatTemplate:
     def _render_by_prefixes(self, chat: Chat) -> Rendered:
         if "add_generation_prompt" not in self.template:
             raise UserError(
-                "the chat template has neither generation marks nor a generation prompt, so where an answer starts is "
-                f"ambiguous; {ADD_MARKS}"
+                "the chat template has neither generation marks nor a generation prompt, so where an answer "
+                f"starts is ambiguous; {ADD_MARKS}"
             )
         full, _ = self._rendered(chat.messages, chat.tools)
         spans = []
@@ -97,8 +97,8 @@ class ChatTemplate:
             opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
             if not (opened and full.startswith(spoken)):
                 raise UserError(
-                    f"the chat template has no generation marks and writes turn {index + 1} differently when more "
-                    f"turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
+                    f"the chat template has no generation marks and writes turn {index + 1} differently when "
+                    f"more turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
                 )
             spans.append((begin, max(begin, len(spoken))))
         return full, spans
@@ -109,8 +109,8 @@ def _without_masked(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int,
     spoken = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(spans) != len(spoken):
         raise UserError(
-            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns of the "
-            f"assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
+            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns of "
+            f"the assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
         )
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 

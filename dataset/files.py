@@ -78,8 +78,8 @@ def _read_json_array(content: Any, path: str) -> Iterator[tuple[int, dict | BadR
     except (ijson.JSONError, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0].strip("b\"'")
         raise UserError(
-            f"{place(path, line)}: from this element on the array cannot be read ({message}); mend the JSON, or "
-            "write JSON Lines"
+            f"{place(path, line)}: from this element on the array cannot be read ({message}); mend the JSON, "
+            "or write JSON Lines"
         ) from error
 
 
@@ -166,8 +166,8 @@ def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
             folders[:] = ["train"]
         if "state.json" in names and _is_selection(os.path.join(current, "state.json")):
             raise UserError(
-                f"{current} holds a selection of rows beside all of them (_indices_data_files in its state.json); "
-                "save the selected rows alone: dataset.flatten_indices().save_to_disk(...)"
+                f"{current} holds a selection of rows beside all of them (_indices_data_files in its "
+                "state.json); save the selected rows alone: dataset.flatten_indices().save_to_disk(...)"
             )
         for name in names:
             kind = file_kind(name)

@@ -20,8 +20,8 @@ from dataset.token_cache import STAGE_LENGTH, CacheOptions, TokenCache, build_to
 
 
 def collate_pairs(items: list[list[dict]]) -> dict:
-    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside the fields of
-    `collate_shared`: target_counts, the number of targets of each sample."""
+    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside the fields
+    of `collate_shared`: target_counts, the number of targets of each sample."""
     counts = [int(sample["loss_mask"].sum()) for item in items for sample in item]
     return collate_shared(items) | {"target_counts": counts}
 
@@ -36,8 +36,8 @@ def collate_shared(items: list[list[dict]]) -> dict:
     [K], for each sequence in turn the positions whose keys its last query sees; cu_seqlens_k,
     host_cu_seqlens_k and max_seqlen_k of these. None of them if nothing is shared.
 
-    Example: the prompt 1 2 3 with the answers 7 8 and 9. They share 1 2 (3 predicts a target), so input_ids is
-    [1, 2, 3, 7, 8, 3, 9] in three sequences, with position_ids [0, 1, 2, 3, 4, 2, 3] and cu_seqlens
+    Example: the prompt 1 2 3 with the answers 7 8 and 9. They share 1 2 (3 predicts a target), so input_ids
+    is [1, 2, 3, 7, 8, 3, 9] in three sequences, with position_ids [0, 1, 2, 3, 4, 2, 3] and cu_seqlens
     [0, 2, 5, 7]. key_index is [0, 1,  0, 1, 2, 3, 4,  0, 1, 5, 6] and cu_seqlens_k [0, 2, 7, 11].
     """
     sequences: list[dict] = []

@@ -150,6 +150,6 @@ class MixedDataset(StageDataset):
             )
             if total > MANY_PASSES:
                 warn(
-                    f"{name} is passed {total:.1f} times; more than {MANY_PASSES} passes teach little: give it a "
-                    "smaller weight, or train fewer epochs"
+                    f"{name} is passed {total:.1f} times; more than {MANY_PASSES} passes teach little: give "
+                    "it a smaller weight, or train fewer epochs"
                 )

@@ -19,8 +19,11 @@ CONTEXT_BYTES = 1 << 10
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of UTF-8: not the first of a character
 # Where a long document is divided, best place first: before a line (a whole one, so that it can be told from
 # a separator), before a blank, before a character.
-PLACES = (rb".*\n(?=\S[^\n]*\n)", rb".*(?= \S)", rb".*(?=[^\s\x80-\xbf])")
-DIVISIONS = [re.compile(rb"\s*\S" + place, re.DOTALL) for place in PLACES]
+DIVISIONS = (
+    re.compile(rb"\s*\S.*\n(?=\S[^\n]*\n)", re.DOTALL),
+    re.compile(rb"\s*\S.*(?= \S)", re.DOTALL),
+    re.compile(rb"\s*\S.*(?=[^\s\x80-\xbf])", re.DOTALL),
+)
 
 
 class DocumentPart(dict):
@@ -40,9 +43,9 @@ def read_text(content: Any, separator: str) -> Iterator[tuple[int, DocumentPart 
     """Yield (line, {"text": ...}) for each document, or each part of one that is longer than PART_BYTES.
 
     Of what was read, whole documents are taken, or a part of the only one; the rest waits for what follows.
-    With the separator `--` and a short PART_BYTES: read `a\\n--\\nb\\nc`, take `a\\n--\\n`, keep `b\\nc`; read
-    `d\\ne\\nf\\n`, take `b\\ncd\\ne\\n` as a part that goes on, keep `f\\n`; read nothing, take `f\\n`, whose
-    context is `b\\ncd\\ne\\n`.
+    With the separator `--` and a short PART_BYTES: read `a\\n--\\nb\\nc`, take `a\\n--\\n`, keep
+    `b\\nc`; read `d\\ne\\nf\\n`, take `b\\ncd\\ne\\n` as a part that goes on, keep `f\\n`; read nothing,
+    take `f\\n`, whose context is `b\\ncd\\ne\\n`.
     """
     line = 1
     context = rest = b""

@@ -66,13 +66,13 @@ def format_report(report: dict, paths: Sequence[str]) -> str:
     if r["held_out"]:
         kind += ", held out"
     records = f"{r['records']:,} records in {len(paths)} files"
-    share = r["targets"] / r["tokens"]
+    targets = f"{r['targets']:,} ({r['targets'] / r['tokens']:.1%})"
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
     lines = [
         f"data: {files}",
         f"{kind}, at most {r['max_length']} tokens a sample: {records}",
         f"  {describe_records(r)}",
-        f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})",
+        f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {targets}",
         f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",
         f"  a batch padded to {r['max_length']} would be {r['padding_efficiency']:.1%} real tokens",
     ]

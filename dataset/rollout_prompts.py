@@ -93,10 +93,10 @@ class PromptDataset(Dataset):
             raise UserError(
                 "--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it"
             )
-        described = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, template]
+        described: list = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, template]
         self.fingerprint: dict[str, Any] = {"tokenizer": spec.fingerprint()[:16]}
         if split:
-            described.append(split)
+            described.append(list(split))
             self.fingerprint["eval_share"] = split.share
         content = json.dumps(described, sort_keys=True).encode()
         self.fingerprint["data"] = hashlib.sha256(content).hexdigest()[:16]

@@ -162,11 +162,16 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
         cache_dir.mkdir(parents=True, exist_ok=True)
         stamps = {path: _stamp(path) for path in paths}
         data = [[file_kind(path), file_hash(path, cache_dir)] for path in paths]
-        settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": data}
+        settings: dict[str, Any] = {
+            "format": FORMAT_VERSION,
+            "kind": kind,
+            "max_length": max_length,
+            "data": data,
+        }
         if any(file == data_files.PLAIN_TEXT for file, _ in data):
             settings["text_separator"] = (options.text_separator or "").strip()
         if split:
-            settings["split"] = split
+            settings["split"] = list(split)
         if options.packing:
             settings["packing"] = True
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)

@@ -229,7 +229,8 @@ class DocumentTokenizer(BlockTokenizer):
             if not part.ends or len(before) + len(token_ids) + len(after) > self.max_length:
                 self.counts["documents_split"] += 1
         token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
-        bytes_per_token = np.pad(bytes_per_token, (len(before), len(after)))
+        no_bytes_before, no_bytes_after = [0] * len(before), [0] * len(after)
+        bytes_per_token = np.concatenate([no_bytes_before, bytes_per_token, no_bytes_after]).astype(np.int64)
         for first in range(0, max(1, len(token_ids) - 1), self.max_length - 1):
             tokens = token_ids[first : first + self.max_length]
             spelled = bytes_per_token[first : first + self.max_length]

@@ -57,7 +57,8 @@ GOLDEN = {
         [
             (
                 False,
-                "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n",
+                "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+                "<|im_start|>assistant\n",
             ),
             (True, "a<|im_end|>"),
             (False, "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
@@ -287,7 +288,8 @@ def test_growing_prefixes_find_the_same_turns_as_the_marks(tokenizer, turns, wit
             "writes turn 2 differently when more turns follow",
         ),
         (  # ends only the last turn
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if loop.last %}</s>{% endif %}\n{% endfor %}"
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+            "{% if loop.last %}</s>{% endif %}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}",
             [USER, BOT, USER, BOT],
             "ambiguous; put {% generation %}",

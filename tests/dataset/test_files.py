@@ -49,7 +49,7 @@ def test_what_is_no_file_is_not_left_out_in_silence(asked, kind, tmp_path, write
         os.mkfifo(path)
     else:
         path.symlink_to("gone" if kind == "dangling link" else "b.jsonl")
-    with pytest.raises(UserError, match="data/b.jsonl is a pipe, a device or a link to nothing"):
+    with pytest.raises(UserError, match=r"data/b\.jsonl is a pipe, a device or a link to nothing"):
         expand_paths(f"{tmp_path}/{asked}")
 
 

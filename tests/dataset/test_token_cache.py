@@ -465,7 +465,7 @@ def test_missing_rights(which):
         nobody = "if os.getuid() == 0:\n    os.setuid(65534)\n"  # root may do anything
         done = run(nobody + build_code(path, cache_dir))
     expected = {
-        "cache": f"the token cache in {cache_dir} cannot be written or read (Permission denied); make room or",
+        "cache": f"the token cache in {cache_dir} cannot be written or read (Permission denied); ",
         "data": f"{path} cannot be read (Permission denied); check the file and its permissions\n",
     }
     assert done.returncode == 2 and done.stderr.count("\n") == 1
