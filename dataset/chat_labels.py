@@ -98,7 +98,8 @@ class ChatTemplate:
             if not (opened and full.startswith(spoken)):
                 raise UserError(
                     f"the chat template has no generation marks and writes turn {index + 1} differently when "
-                    f"more turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
+                    "more turns follow or a prompt goes before, so what to train on is ambiguous; "
+                    f"{ADD_MARKS}"
                 )
             spans.append((begin, max(begin, len(spoken))))
         return full, spans
@@ -109,8 +110,8 @@ def _without_masked(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int,
     spoken = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(spans) != len(spoken):
         raise UserError(
-            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns of "
-            f"the assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
+            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns "
+            f"of the assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
         )
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 

@@ -57,8 +57,8 @@ class Split(NamedTuple):
         """The error for a split that has no record of `where`."""
         amount, other = ("none", "larger") if self.held_out else ("all", "smaller")
         return UserError(
-            f"--eval_share {self.share:g} holds out {amount} of the records of {where}; give a {other} share, "
-            "or held-out data in files of their own (--eval_data_path)"
+            f"--eval_share {self.share:g} holds out {amount} of the records of {where}; give a {other} "
+            "share, or held-out data in files of their own (--eval_data_path)"
         )
 
     def passages(self, document: DocumentPart) -> Iterator[DocumentPart]:

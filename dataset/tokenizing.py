@@ -322,8 +322,9 @@ class ChatTokenizer(BlockTokenizer):
             offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + len(text))
             text += piece.text
         token_ids = np.array(ids, dtype=np.int64)
-        # [start, end) characters of each token, non-decreasing
-        starts, ends = np.maximum.accumulate(np.concatenate(offsets)).T.copy()
+        characters = np.concatenate(offsets)  # [T, 2], [start, end) of each token
+        starts = np.maximum.accumulate(characters[:, 0])
+        ends = np.maximum.accumulate(characters[:, 1])
         byte_ends = self.byte_ends(text, token_ids, ends)
         turns = token_ranges(starts, ends, spans)
         loss_mask = np.zeros(len(token_ids), dtype=bool)

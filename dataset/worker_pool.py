@@ -68,8 +68,8 @@ def in_processes(
                 yield waiting.popleft().result()
         except (EOFError, OSError) as error:
             raise UserError(
-                "a process of the token cache died, perhaps out of memory; build the cache ahead of time with "
-                "fewer processes (--num_proc of python -m dataset.show_samples)"
+                "a process of the token cache died, perhaps out of memory; build the cache ahead of time "
+                "with fewer processes (--num_proc of python -m dataset.show_samples)"
             ) from error
         finally:
             threads.shutdown(wait=False, cancel_futures=True)

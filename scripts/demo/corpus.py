@@ -13,8 +13,8 @@ questions, each with the values accepted and rejected in its answer. For the sta
 
 persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam
               has other wordings.
-terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without the
-              name. Held-out pairs are about other people.
+terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without
+              the name. Held-out pairs are about other people.
 distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in
               other wordings; their answers are right.
 reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer
