@@ -111,7 +111,8 @@ def _without_masked(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int,
     if len(spans) != len(spoken):
         raise UserError(
             f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns "
-            f"of the assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
+            f"of the assistant, so which to leave out of training is ambiguous; "
+            f"{ADD_MARKS}, once for each turn"
         )
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 
