@@ -26,7 +26,7 @@ from scripts.demo.corpus import (
 from scripts.demo.sums import make_sums
 from scripts.evaluation.exam import is_right
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "exam.jsonl"]
 
 
