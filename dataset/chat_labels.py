@@ -13,13 +13,13 @@ refused.
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from common.errors import UserError
-from dataset.formats import Chat
-from dataset.json_records import BadRecord
+from dataset.records import BadRecord, Chat
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text
@@ -30,12 +30,12 @@ ADD_MARKS = "put {% generation %} ... {% endgeneration %} around the assistant's
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
     """Renders conversations and finds the assistant's characters in the result."""
 
-    def __init__(self, template: str, special_tokens: dict):
-        """`template`: Jinja text; `special_tokens`: its variables."""
-        self.template, self.special_tokens = template, special_tokens
+    template: str  # Jinja text
+    special_tokens: dict  # its variables
 
     def render(self, chat: Chat) -> Rendered:
         """Render the conversation; the spans are of the assistant's turns that may be trained.
@@ -46,7 +46,9 @@ class ChatTemplate:
             text, spans = self._rendered(chat.messages, chat.tools, return_assistant_tokens_mask=True)
         else:
             text, spans = self._render_by_prefixes(chat)
-        return text, _without(chat, spans) if chat.masked else spans
+        if chat.masked:
+            spans = _without_masked(chat, spans)
+        return text, spans
 
     def around_question(self) -> tuple[str, str] | None:
         """What the template writes before and after each message of the user, to find one in a text that it
@@ -79,8 +81,8 @@ class ChatTemplate:
     def _render_by_prefixes(self, chat: Chat) -> Rendered:
         if "add_generation_prompt" not in self.template:
             raise UserError(
-                "the chat template has neither generation marks nor a generation prompt, so where an answer starts is "
-                f"ambiguous; {ADD_MARKS}"
+                "the chat template has neither generation marks nor a generation prompt, so where an answer "
+                f"starts is ambiguous; {ADD_MARKS}"
             )
         full, _ = self._rendered(chat.messages, chat.tools)
         spans = []
@@ -95,20 +97,22 @@ class ChatTemplate:
             opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
             if not (opened and full.startswith(spoken)):
                 raise UserError(
-                    f"the chat template has no generation marks and writes turn {index + 1} differently when more "
-                    f"turns follow or a prompt goes before, so what to train on is ambiguous; {ADD_MARKS}"
+                    f"the chat template has no generation marks and writes turn {index + 1} differently when "
+                    "more turns follow or a prompt goes before, so what to train on is ambiguous; "
+                    f"{ADD_MARKS}"
                 )
             spans.append((begin, max(begin, len(spoken))))
         return full, spans
 
 
-def _without(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _without_masked(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The spans of the assistant's turns without those of turns that must not be trained."""
     spoken = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(spans) != len(spoken):
         raise UserError(
-            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns of the "
-            f"assistant, so which to leave out of training is ambiguous; {ADD_MARKS}, once for each turn"
+            f"the chat template has {len(spans)} stretches between generation marks for {len(spoken)} turns "
+            f"of the assistant, so which to leave out of training is ambiguous; "
+            f"{ADD_MARKS}, once for each turn"
         )
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
 
@@ -127,9 +131,3 @@ def token_ranges(
         last = int(np.searchsorted(starts, end, side="left"))
         ranges.append((first, max(first, last) if end > start else first))
     return ranges
-
-
-def cut_at_turn(ranges: list[tuple[int, int]], max_length: int) -> int:
-    """Number of tokens up to the end of the last assistant turn that fits; 0 if not even the first one
-    fits."""
-    return max((last for first, last in ranges if first < last <= max_length), default=0)

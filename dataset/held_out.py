@@ -21,30 +21,29 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from common.errors import UserError
-from dataset.json_records import BadRecord
-from dataset.text_files import DocumentPart
+from dataset.plain_text import DocumentPart
+from dataset.records import BadRecord
 
 # Up to 2,000 characters: the rest of the text, or whole lines, else words, else characters.
 PASSAGE = re.compile(r".{1,2000}\Z|.{0,1999}\n|.{0,1999}\s|.{1,2000}", re.DOTALL)
 
 
 class Split(NamedTuple):
-    """The records to read: all of them (share 0), those that are held out, or the others, to train on."""
+    """The records that are held out, or the others, to train on."""
 
-    share: float = 0.0  # of the records, that is held out
+    share: float  # of the records, that is held out: above 0
     held_out: bool = False
 
     def includes_record(self, record: dict | BadRecord, key_of: Callable[[dict], str]) -> bool:
         """Whether a record belongs to this split; `key_of` gives the text that it is chosen by. A bad record
         is training data."""
-        if not self.share:
-            return True
+        if isinstance(record, BadRecord):
+            return not self.held_out
         try:
-            if isinstance(record, BadRecord):
-                raise record
-            return self.includes(key_of(record))
+            key = key_of(record)
         except (BadRecord, RecursionError):
             return not self.held_out
+        return self.includes(key)
 
     def includes(self, key: str) -> bool:
         """Whether what is chosen by this text belongs to this split. Differences of white space, case and
@@ -54,36 +53,28 @@ class Split(NamedTuple):
         is_held_out = int.from_bytes(digest[:8]) < self.share * 2**64
         return is_held_out == self.held_out
 
-    def fingerprint(self) -> dict[str, float]:
-        """The share, where there is one, for the run fingerprint."""
-        return {"eval_share": self.share} if self.share else {}
-
     def no_records_error(self, where: str) -> UserError:
         """The error for a split that has no record of `where`."""
         amount, other = ("none", "larger") if self.held_out else ("all", "smaller")
         return UserError(
-            f"--eval_share {self.share:g} holds out {amount} of the records of {where}; give a {other} share, or "
-            "held-out data in files of their own (--eval_data_path)"
+            f"--eval_share {self.share:g} holds out {amount} of the records of {where}; give a {other} "
+            "share, or held-out data in files of their own (--eval_data_path)"
         )
 
-    def passages(self, document: DocumentPart) -> Iterator[tuple[DocumentPart, int]]:
-        """The stretches of a document (or a part of one) in this split, and the number of passages of each.
-        They do not bring what stands before them, which may belong to the other split."""
-        passages, position = PASSAGE.findall(document["text"]), 0
+    def passages(self, document: DocumentPart) -> Iterator[DocumentPart]:
+        """The stretches of a document (or a part of one) in this split; each counts for as many records as it
+        has passages. They do not bring the text before them, which may belong to the other split."""
+        passages = PASSAGE.findall(document["text"])
+        position = 0
         for is_included, group in itertools.groupby(passages, self.includes):
-            count = len(list(group))
-            begins, ends = (
-                position == 0 and document.begins,
-                position + count == len(passages) and document.ends,
-            )
-            stretch = DocumentPart(begins=begins, ends=ends)
-            stretch["text"] = "".join(passages[position : position + count])
-            position += count
+            stretch = list(group)
+            begins = document.begins and position == 0
+            position += len(stretch)
+            ends = document.ends and position == len(passages)
             if is_included:
-                yield stretch, count
-
-
-ALL = Split()
+                part = DocumentPart("".join(stretch), begins, ends)
+                part.num_records = len(stretch)
+                yield part
 
 
 def is_one_passage(document: DocumentPart) -> bool:

@@ -2,81 +2,100 @@
 
 A sample is {"input_ids": unsigned [T], "loss_mask": bool [T], "sample_id": int, "target_bytes": int};
 `loss_mask[t]` marks token t as a target, predicted from the tokens before it, so a sample's first token never
-is one. An item of a dataset is a list of samples: one, or with `packing` those of a row of at most
-`max_length` tokens (packing neither changes nor drops samples; it only makes the items nearly equal in size),
-or the two of a pair.
+is one. An item of a dataset is a list of samples: one, or with `packing` those of a packed sequence of at
+most `max_length` tokens (packing neither changes nor drops samples; it only makes the items nearly equal in
+size), or the two of a pair.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dataset.held_out import Split
-from dataset.token_cache import STAGE_LENGTH, TokenCache, build_token_cache
-from dataset.tokenizing import SPECIAL_TEXTS
+from dataset.token_cache import STAGE_LENGTH, CacheOptions, TokenCache, build_token_cache
 
 
-def collate_pairs(rows: list[list[dict]]) -> dict:
-    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside
-    `collate_shared`'s
-    fields: target_counts, the number of targets of each sample."""
-    counts = [int(sample["loss_mask"].sum()) for row in rows for sample in row]
-    return collate_shared(rows) | {"target_counts": counts}
+def collate_pairs(items: list[list[dict]]) -> dict:
+    """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside the fields
+    of `collate_shared`: target_counts, the number of targets of each sample."""
+    counts = [int(sample["loss_mask"].sum()) for item in items for sample in item]
+    return collate_shared(items) | {"target_counts": counts}
 
 
-def collate_shared(rows: list[list[dict]]) -> dict:
-    """`collate_flat` for rows of samples that begin alike, such as the answers to one prompt. What a row's
-    samples share is a sample of its own and computed once; the others continue it, and see its keys. Losses
+def collate_shared(items: list[list[dict]]) -> dict:
+    """`collate_flat` for items whose samples begin alike, such as the answers to one prompt. What an item's
+    samples share becomes a sequence that is computed once; the others continue it, and see its keys. Losses
     and gradients are those of `collate_flat`, but for a load-balancing loss, which counts what is shared
     once, and for rounding.
 
     Beside `collate_flat`'s fields, whose S counts what is shared (but not in sample_ids): key_index int64
-    [R], for each sample in turn the rows whose keys its last query sees; cu_seqlens_k, host_cu_seqlens_k and
-    max_seqlen_k of these. None of them if nothing is shared.
+    [K], for each sequence in turn the positions whose keys its last query sees; cu_seqlens_k,
+    host_cu_seqlens_k and max_seqlen_k of these. None of them if nothing is shared.
+
+    Example: the prompt 1 2 3 with the answers 7 8 and 9. They share 1 2 (3 predicts a target), so input_ids
+    is [1, 2, 3, 7, 8, 3, 9] in three sequences, with position_ids [0, 1, 2, 3, 4, 2, 3] and cu_seqlens
+    [0, 2, 5, 7]. key_index is [0, 1,  0, 1, 2, 3, 4,  0, 1, 5, 6] and cu_seqlens_k [0, 2, 7, 11].
     """
-    pieces: list[dict] = []
-    shared: list[np.ndarray] = []  # for each piece, the rows that it continues
-    begin = 0
-    for row in rows:
-        count = shared_tokens(row)
-        before = np.arange(begin, begin + count)
+    sequences: list[dict] = []
+    shared_before: list[int] = []  # for each sequence, how many shared tokens it continues
+    keys: list[np.ndarray] = []
+    position = 0  # in the batch, of the next sequence
+    for item in items:
+        count = shared_tokens(item)
+        shared_keys = np.arange(position, position + count)
         if count:
-            pieces.append(row[0] | {name: row[0][name][:count] for name in ("input_ids", "loss_mask")})
-            pieces[-1]["target_bytes"] = 0
-            shared.append(before[:0])
-        pieces += [each | {name: each[name][count:] for name in ("input_ids", "loss_mask")} for each in row]
-        shared += [before] * len(row)
-        begin += count + sum(len(each["input_ids"]) - count for each in row)
-    batch = collate_flat([pieces])
-    batch["sample_ids"] = torch.tensor([each["sample_id"] for row in rows for each in row], dtype=torch.int64)
-    if not any(map(len, shared)):
+            sequences.append(_cut(item[0], 0, count) | {"target_bytes": 0})
+            shared_before.append(0)
+            keys.append(shared_keys)
+            position += count
+        for sample in item:
+            length = len(sample["input_ids"]) - count
+            sequences.append(_cut(sample, count, count + length))
+            shared_before.append(count)
+            keys += [shared_keys, np.arange(position, position + length)]
+            position += length
+    batch = collate_flat([sequences])
+    sample_ids = [sample["sample_id"] for item in items for sample in item]
+    batch["sample_ids"] = torch.tensor(sample_ids, dtype=torch.int64)
+    if not any(shared_before):
         return batch
-    ends, counts = batch["host_cu_seqlens"], np.array([len(each) for each in shared])
-    own = np.split(np.arange(begin), ends[1:-1])
-    cu_seqlens = np.concatenate([[0], np.cumsum(np.diff(ends) + counts)]).astype(np.int32)
-    batch["position_ids"] += torch.from_numpy(np.repeat(counts, np.diff(ends)))
-    keys = np.concatenate([index for both in zip(shared, own, strict=True) for index in both])
-    batch |= {"key_index": torch.from_numpy(keys), "cu_seqlens_k": torch.from_numpy(cu_seqlens)}
-    return batch | {"host_cu_seqlens_k": cu_seqlens, "max_seqlen_k": int(np.diff(cu_seqlens).max())}
+    lengths = np.diff(batch["host_cu_seqlens"])
+    cu_seqlens_k = np.concatenate([[0], np.cumsum(lengths + shared_before)]).astype(np.int32)
+    batch["position_ids"] += torch.from_numpy(np.repeat(shared_before, lengths))
+    batch["key_index"] = torch.from_numpy(np.concatenate(keys))
+    batch["cu_seqlens_k"] = torch.from_numpy(cu_seqlens_k)
+    batch["host_cu_seqlens_k"] = cu_seqlens_k
+    batch["max_seqlen_k"] = int(np.diff(cu_seqlens_k).max())
+    return batch
+
+
+def _cut(sample: dict, begin: int, end: int) -> dict:
+    """The sample with its tokens from `begin` to `end` alone."""
+    tokens, mask = sample["input_ids"][begin:end], sample["loss_mask"][begin:end]
+    return sample | {"input_ids": tokens, "loss_mask": mask}
 
 
 def shared_tokens(samples: list[dict]) -> int:
-    """With how many tokens all of the samples begin, up to those that predict targets."""
+    """How many tokens at the beginning of all the samples are the same, up to those that predict targets."""
     if len(samples) < 2:
         return 0
-    first_targets = [np.flatnonzero(np.append(each["loss_mask"][1:], True))[0] for each in samples]
-    limit = int(min(first_targets))
-    heads = np.stack([each["input_ids"][:limit].astype(np.int64) for each in samples])
-    differs = (heads != heads[0]).any(axis=0)
-    return int(differs.argmax()) if differs.any() else limit
+    limit = len(samples[0]["input_ids"])
+    for sample in samples:
+        predicts_target = np.append(sample["loss_mask"][1:], True)
+        limit = min(limit, int(predicts_target.argmax()))
+    first = samples[0]["input_ids"][:limit]
+    for sample in samples[1:]:
+        differs = sample["input_ids"][:limit] != first[:limit]
+        if differs.any():
+            limit = int(differs.argmax())
+    return limit
 
 
-def collate_flat(rows: list[list[dict]]) -> dict:
+def collate_flat(items: list[list[dict]]) -> dict:
     """Concatenate the samples of all items: S samples, N tokens, M targets. An empty list gives an empty
     batch.
 
@@ -85,7 +104,7 @@ def collate_flat(rows: list[list[dict]]) -> dict:
     target_index int64 [M], the positions whose next token is a target; targets int64 [M], these next tokens;
     sample_ids int64 [S]; target_bytes int, UTF-8 bytes of the targets' text.
     """
-    samples = [sample for row in rows for sample in row]
+    samples = [sample for item in items for sample in item]
     lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     cu_seqlens = offsets.astype(np.int32)
@@ -116,10 +135,35 @@ class TokenDataset(Dataset):
         self.cache, self.packing = cache, packing
 
     def __len__(self) -> int:
-        return len(self.cache.row_offsets) - 1 if self.packing else len(self.cache)
+        return len(self.cache.packed_offsets) - 1 if self.packing else len(self.cache)
 
     def __getitem__(self, index: int) -> list[dict]:
-        return [self._sample(sample_id) for sample_id in self.samples_of(range(len(self))[index])]
+        index = range(len(self))[index]
+        if not self.packing:
+            return [self.sample(index)]
+        begin, end = self.cache.packed_offsets[index : index + 2]
+        return [self.sample(sample_id) for sample_id in self.cache.packed_samples[begin:end].tolist()]
+
+    def __getitems__(self, indices: list[int]) -> list[list[dict]]:
+        """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
+        items = [self[index] for index in indices]
+        self.cache.release()
+        return items
+
+    def sample(self, sample_id: int) -> dict:
+        """One sample; its arrays are copies, so that the memory maps can be released."""
+        cache = self.cache
+        begin, end = cache.offsets[sample_id], cache.offsets[sample_id + 1]
+        if cache.loss_mask is None:
+            loss_mask = np.arange(end - begin) > 0
+        else:
+            loss_mask = np.array(cache.loss_mask[begin:end])
+        return {
+            "input_ids": np.array(cache.tokens[begin:end]),
+            "loss_mask": loss_mask,
+            "sample_id": sample_id,
+            "target_bytes": int(cache.target_bytes[sample_id]),
+        }
 
     @property
     def item_tokens(self) -> np.ndarray:
@@ -127,7 +171,8 @@ class TokenDataset(Dataset):
         lengths = np.diff(self.cache.offsets)
         if not self.packing:
             return lengths
-        return np.add.reduceat(lengths[self.cache.row_samples], self.cache.row_offsets[:-1].astype(np.int64))
+        starts = self.cache.packed_offsets[:-1].astype(np.int64)
+        return np.add.reduceat(lengths[self.cache.packed_samples], starts)
 
     @property
     def num_tokens(self) -> int:
@@ -149,45 +194,15 @@ class TokenDataset(Dataset):
         """Records that were read, bad ones too."""
         return self.cache.report["records"]
 
-    def samples_of(self, item: int) -> Sequence[int]:
-        """The ids of the samples of an item: one, or those of a packed row."""
-        if not self.packing:
-            return [item]
-        begin, end = self.cache.row_offsets[item : item + 2]
-        return self.cache.row_samples[begin:end].tolist()
-
-    def describe(self) -> str:
-        """How full the packed rows are; empty without packing."""
-        if not self.packing:
-            return ""
-        samples, row = len(self.cache), self.cache.meta["max_length"]
-        text = f"packing: {samples:,} samples in {len(self):,} rows of {row} tokens, "
-        return text + f"{self.num_tokens / (len(self) * row):.1%} filled, no sample split"
-
-    def __getitems__(self, indices: list[int]) -> list[list[dict]]:
-        """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
-        items = [self[index] for index in indices]
-        self.cache.release()
-        return items
-
-    def _sample(self, sample_id: int) -> dict:
-        cache = self.cache
-        begin, end = cache.offsets[sample_id], cache.offsets[sample_id + 1]
-        tokens = np.array(cache.tokens[begin:end])  # copies, so that the memory map can be released
-        loss_mask = (
-            np.arange(len(tokens)) > 0 if cache.loss_mask is None else np.array(cache.loss_mask[begin:end])
-        )
-        target_bytes = int(cache.target_bytes[sample_id])
-        return {
-            "input_ids": tokens,
-            "loss_mask": loss_mask,
-            "sample_id": sample_id,
-            "target_bytes": target_bytes,
-        }
+    def describe_packing(self) -> str:
+        """How full the packed sequences are."""
+        samples, length = len(self.cache), self.cache.meta["max_length"]
+        text = f"packing: {samples:,} samples in {len(self):,} sequences of {length} tokens, "
+        return text + f"{self.num_tokens / (len(self) * length):.1%} filled, no sample split"
 
 
 class StageDataset(TokenDataset):
-    """The data of a training stage. For the arguments, `options` included, see `build_token_cache`."""
+    """The data of a training stage. For `options` see CacheOptions."""
 
     kind: str
     collate: Callable[[list], dict] = staticmethod(collate_flat)  # makes a batch of items
@@ -197,23 +212,24 @@ class StageDataset(TokenDataset):
         data_path: str,
         tokenizer,
         max_length: int | None = None,
-        packing=False,
-        cache_dir=None,
-        **options,
+        packing: bool = False,
+        cache_dir: str | None = None,
+        **options: Any,
     ):
-        max_length = STAGE_LENGTH[self.kind] if max_length is None else max_length
-        cache = build_token_cache(self.kind, data_path, tokenizer, max_length, cache_dir, **options)
-        super().__init__(cache, packing)
+        length = STAGE_LENGTH[self.kind] if max_length is None else max_length
+        how = CacheOptions(self.kind, length, cache_dir, packing=packing, **options)
+        super().__init__(build_token_cache(data_path, tokenizer, how), packing)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Identifies the tokenised data."""
-        meta, special = self.cache.meta, SPECIAL_TEXTS * bool(self.cache.report.get("special_texts"))
-        content = json.dumps([meta[key] for key in ("format", "kind", "data", "split") if key in meta])
-        data = hashlib.sha256(content.encode()).hexdigest()[:16] + special
-        return {"data": data, "tokenizer": meta["tokenizer"][:16]} | Split(
-            *meta.get("split", ())
-        ).fingerprint()
+        meta = self.cache.meta
+        keys = ("format", "kind", "data", "text_separator", "split")
+        content = json.dumps([meta.get(key) for key in keys]).encode()
+        fingerprint = {"data": hashlib.sha256(content).hexdigest()[:16], "tokenizer": meta["tokenizer"][:16]}
+        if "split" in meta:
+            fingerprint["eval_share"] = meta["split"][0]
+        return fingerprint
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a sample."""
@@ -241,11 +257,11 @@ class DPODataset(StageDataset):
     def __len__(self) -> int:
         return len(self.cache) // 2
 
+    def __getitem__(self, index: int) -> list[dict]:
+        index = range(len(self))[index]
+        return [self.sample(2 * index), self.sample(2 * index + 1)]
+
     @property
     def item_tokens(self) -> np.ndarray:
         """Tokens of each pair, integers [pairs]."""
         return np.diff(self.cache.offsets).reshape(-1, 2).sum(axis=1)
-
-    def samples_of(self, item: int) -> Sequence[int]:
-        """The ids of the chosen and the rejected answer of a pair."""
-        return [2 * item, 2 * item + 1]

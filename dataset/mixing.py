@@ -7,27 +7,64 @@ targets are reported.
 
 import hashlib
 import json
+import os
+import re
 
 import numpy as np
 
-from common.errors import say, warn
+from common.errors import UserError, say, warn
 from dataset.lm_dataset import StageDataset
 
 MANY_PASSES = 4  # over a source; more of them teach little (arXiv:2305.16264)
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"  # a weight
+
+
+def split_weights(data_path: str) -> tuple[list[str], list[float]]:
+    """The sources of a data path and their weights: `a.jsonl:0.7,b/*.jsonl:0.3` -> (["a.jsonl", "b/*.jsonl"],
+    [0.7, 0.3]). Without weights ([data_path], []). A path that exists as typed has no weight.
+    Raises UserError for a weight that is not a number above 0, and where some sources have one and others
+    have not.
+    """
+    if os.path.lexists(data_path):
+        return [data_path], []
+    paths, weights = [], []
+    for part in data_path.split(","):
+        part = part.strip()
+        path, _, weight = part.rpartition(":")
+        if path and re.fullmatch(NUMBER, weight.strip()) and not os.path.lexists(part):
+            paths.append(path)
+            weights.append(float(weight))
+            if not 0 < weights[-1] < float("inf"):
+                raise UserError(f"--data_path: the weight of {part} must be a number above 0")
+        elif part:
+            paths.append(part)
+    if not weights:
+        return [data_path], []
+    if len(weights) < len(paths):
+        raise UserError(
+            f"--data_path {data_path}: give each of the {len(paths)} sources a weight, or none of them"
+        )
+    return paths, weights
 
 
 def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
     """A random order of items of these lengths, int [items], in which the tokens of any stretch (the first
     item follows the last) differ from as many mean lengths by less than the longest item: long and short
-    ones, each in random order, take turns. The next one is a long one where the items so far are not longer
-    than the mean."""
+    ones, each in random order, take turns.
+
+    An item comes where the items of its own kind before it have used up as much above (long) or below (short)
+    the mean length. Example: lengths 9, 1, 1, 5 (mean 4) in the random order 1, 9, 1, 5. The long ones 9, 5
+    are 5, 1 above the mean, so they come at 0 and 5; the short ones 1, 1 are 3 below, so they come at 0 and
+    3. Sorted, long before short where equal: 9, 1, 1, 5.
+    """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths))
     excess = lengths[order] - lengths.mean()
     is_long = excess >= 0
-    sums = [np.cumsum(np.where(side, np.abs(excess), 0.0)) for side in (is_long, ~is_long)]
-    # what the items of its own kind before it differ from the mean
-    before = np.where(is_long, *sums) - np.abs(excess)
-    return order[np.lexsort((~is_long, before))]
+    place = np.empty(len(order))
+    for kind in (is_long, ~is_long):
+        differences = np.abs(excess[kind])
+        place[kind] = np.cumsum(differences) - differences
+    return order[np.lexsort((~is_long, place))]
 
 
 class MixedDataset(StageDataset):
@@ -36,15 +73,14 @@ class MixedDataset(StageDataset):
     items."""
 
     def __init__(self, sources: list[tuple[str, StageDataset]], weights: list[float]):
-        self.names, self.sources = [name for name, _ in sources], [source for _, source in sources]
-        self.packing, self.kind, self.collate = (
-            self.sources[0].packing,
-            self.sources[0].kind,
-            self.sources[0].collate,
-        )
+        self.names = [name for name, _ in sources]
+        self.sources = [source for _, source in sources]
+        first = self.sources[0]
+        self.packing, self.kind, self.collate = first.packing, first.kind, first.collate
         self.shares = [weight / sum(weights) for weight in weights]
-        shares = zip(self.shares, self.sources, strict=True)
-        self.counts = [max(1, round(share * self.num_tokens / each.mean_tokens)) for share, each in shares]
+        self.counts = []
+        for share, source in zip(self.shares, self.sources, strict=True):
+            self.counts.append(max(1, round(share * self.num_tokens / source.mean_tokens)))
         self.first_items = np.cumsum([0, *map(len, self.sources)])
         self.first_samples = np.cumsum([0, *(len(source.cache) for source in self.sources)])
 
@@ -54,11 +90,9 @@ class MixedDataset(StageDataset):
     def __getitem__(self, index: int) -> list[dict]:
         index = range(self.first_items[-1])[index]
         number = int(np.searchsorted(self.first_items, index, side="right")) - 1
-        row, first = (
-            self.sources[number][index - int(self.first_items[number])],
-            int(self.first_samples[number]),
-        )
-        return [sample | {"sample_id": first + sample["sample_id"]} for sample in row]
+        item = self.sources[number][index - int(self.first_items[number])]
+        first = int(self.first_samples[number])
+        return [sample | {"sample_id": first + sample["sample_id"]} for sample in item]
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
         items = [self[index] for index in indices]
@@ -68,12 +102,16 @@ class MixedDataset(StageDataset):
 
     def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
         """The items of an epoch, source by source: of each the next `counts` items of its order, which begins
-        anew where it ends. A function of seed and epoch, so there is no state to save."""
+        anew where it ends. A function of seed and epoch, so there is no state to save.
+
+        Example: a source of 3 items in the order 2, 0, 1 gives 2 items to each epoch: 2, 0, then 1, 2, then
+        0, 1.
+        """
         chosen = []
         for number, (source, count) in enumerate(zip(self.sources, self.counts, strict=True)):
             order = even_order(source.item_tokens, [seed, number, 0])
-            taken = np.arange(epoch * count, (epoch + 1) * count)
-            chosen.append(self.first_items[number] + np.take(order, taken, mode="wrap"))
+            turns = np.arange(epoch * count, (epoch + 1) * count) % len(order)
+            chosen.append(self.first_items[number] + order[turns])
         return np.concatenate(chosen)
 
     @property
@@ -97,17 +135,21 @@ class MixedDataset(StageDataset):
 
     def report(self, epochs: int) -> None:
         """Print a line for each source, and warn of those that are passed many times."""
-        passes_of = [count / len(source) for source, count in zip(self.sources, self.counts, strict=True)]
-        tokens = [passes * source.num_tokens for passes, source in zip(passes_of, self.sources, strict=True)]
-        targets = [
-            passes * source.num_targets for passes, source in zip(passes_of, self.sources, strict=True)
-        ]
-        for i, (name, source, passes) in enumerate(zip(self.names, self.sources, passes_of, strict=True)):
+        passes, tokens, targets = [], [], []  # an epoch, of each source
+        for source, count in zip(self.sources, self.counts, strict=True):
+            passes.append(count / len(source))
+            tokens.append(passes[-1] * source.num_tokens)
+            targets.append(passes[-1] * source.num_targets)
+        for i, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+            of_tokens, of_targets = tokens[i] / sum(tokens), targets[i] / sum(targets)
+            total = passes[i] * epochs
             say(
                 f"{name}: {len(source.cache):,} samples, {source.num_tokens:,} tokens; "
-                f"{tokens[i] / sum(tokens):.1%} of the tokens and {targets[i] / sum(targets):.1%} of the targets; "
-                f"{passes:.2f} passes an epoch, {passes * epochs:.2f} in all"
+                f"{of_tokens:.1%} of the tokens and {of_targets:.1%} of the targets; "
+                f"{passes[i]:.2f} passes an epoch, {total:.2f} in all"
             )
-            if passes * epochs > MANY_PASSES:
-                text = f"{name} is passed {passes * epochs:.1f} times; more than {MANY_PASSES} passes teach little: "
-                warn(text + "give it a smaller weight, or train fewer epochs")
+            if total > MANY_PASSES:
+                warn(
+                    f"{name} is passed {total:.1f} times; more than {MANY_PASSES} passes teach little: give "
+                    "it a smaller weight, or train fewer epochs"
+                )

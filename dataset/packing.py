@@ -1,9 +1,10 @@
-"""Best-fit decreasing: group samples into rows of at most `max_length` tokens, without splitting or dropping
-any.
+"""Best-fit decreasing: group samples into sequences of at most `max_length` tokens, without splitting or
+dropping any.
 
-Longest samples first, each into the fullest row that it fits. Samples of equal length are placed together, so
-the work grows with the number of distinct lengths and not with samples x rows (the histogram form of the
-packing in "Efficient Sequence Packing without Cross-contamination", Krell et al., arXiv:2107.02027).
+Longest samples first, each into the fullest sequence that it fits. Samples of equal length are placed
+together, so the work grows with the number of distinct lengths and not with samples x sequences (the
+histogram form of the packing in "Efficient Sequence Packing without Cross-contamination", Krell et al.,
+arXiv:2107.02027).
 """
 
 from bisect import bisect_left, insort
@@ -11,64 +12,74 @@ from bisect import bisect_left, insort
 import numpy as np
 
 
+class OpenSequences:
+    """Sequences that have room left, by the number of their free tokens."""
+
+    def __init__(self):
+        self.by_free: dict[int, list[np.ndarray]] = {}
+        self.sizes: list[int] = []  # the keys of by_free, ascending
+
+    def add(self, free: int, sequences: np.ndarray) -> None:
+        """Add sequences with so many free tokens; full ones are left out."""
+        if free == 0 or len(sequences) == 0:
+            return
+        if free not in self.by_free:
+            insort(self.sizes, free)
+            self.by_free[free] = []
+        self.by_free[free].append(sequences)
+
+    def take_fullest(self, length: int) -> tuple[int, np.ndarray]:
+        """Remove all sequences of the least free tokens that fit a sample of this length: their free tokens
+        (0: there are none) and their numbers."""
+        at = bisect_left(self.sizes, length)
+        if at == len(self.sizes):
+            return 0, np.empty(0, np.int64)
+        free = self.sizes.pop(at)
+        return free, np.concatenate(self.by_free.pop(free))
+
+
 def pack(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack samples into rows, deterministically.
+    """Pack samples into sequences, deterministically.
 
-    lengths: int [S], each between 1 and max_length. Returns `row_samples` int64 [S], the samples row by row
-    (ascending within a row), and `row_offsets` int64 [R+1]: row r holds
-    row_samples[row_offsets[r]:row_offsets[r + 1]].
+    lengths: int [S], each between 1 and max_length. Returns `packed_samples` int64 [S], the samples of one
+    sequence after another (ascending within each), and `packed_offsets` int64 [P+1]: sequence p holds
+    packed_samples[packed_offsets[p]:packed_offsets[p + 1]].
 
-    Example: lengths [3, 6, 3, 4, 3] in rows of 10. The 6 opens row 0 and leaves 4 free. The 4 fits there: it
-    is full. For the three of length 3 row 1 is opened, which holds 10 // 3 = 3 of them and leaves 1 free. So
-    rows are [1, 3] and [0, 2, 4]: row_samples is [1, 3, 0, 2, 4], row_offsets is [0, 2, 5].
+    Example: lengths [3, 6, 3, 4, 3] in sequences of 10. The 6 opens sequence 0 and leaves 4 free. The 4 fits
+    there: it is full. For the three of length 3 sequence 1 is opened, which holds 10 // 3 = 3 of them and
+    leaves 1 free. So the sequences are [1, 3] and [0, 2, 4]: packed_samples is [1, 3, 0, 2, 4],
+    packed_offsets is [0, 2, 5].
     """
     lengths = np.asarray(lengths)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= max_length:
         raise ValueError(f"every length must be between 1 and {max_length}")
     # narrow: there may be 10^8 samples
-    row_of = np.empty(len(lengths), dtype=np.min_scalar_type(len(lengths)))
-    by_length = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")
+    sequence_of = np.empty(len(lengths), dtype=np.min_scalar_type(len(lengths)))
+    longest_first = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")
     counts = np.bincount(lengths, minlength=1)
-    values = np.flatnonzero(counts)[::-1]
-    rows = 0  # rows opened so far
-    open_rows: dict[int, list[np.ndarray]] = {}  # free tokens -> the rows that have so many
-    sizes: list[int] = []  # the keys of open_rows, ascending
+    total = 0  # sequences so far
+    room = OpenSequences()
     done = 0
-    for length, count in zip(values, counts[values], strict=True):
-        waiting = by_length[done : done + count]
-        done += count
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        waiting = longest_first[done : done + counts[length]]  # all samples of this length
+        done += len(waiting)
         while len(waiting):
-            at = bisect_left(sizes, length)
-            if at < len(sizes):
-                free = sizes.pop(at)
-                candidates = np.concatenate(open_rows.pop(free))
-            else:
+            free, sequences = room.take_fullest(length)
+            if free == 0:
                 free = max_length
                 needed = -(-len(waiting) // (free // length))
-                candidates = np.arange(rows, rows + needed)
-                rows += needed
-            # as many as fit: a row just used remains the fullest that fits the next sample
-            each = free // length
-            used = -(-len(waiting) // each)
-            full, rest = candidates[:used], candidates[used:]
-            placed = min(len(waiting), each * len(full))
-            row_of[waiting[:placed]] = np.repeat(full, each)[:placed]
+                sequences = np.arange(total, total + needed)
+                total += needed
+            # as many samples in each as fit: a sequence just used stays the fullest that fits the next one
+            per_sequence = free // length
+            used = sequences[: -(-len(waiting) // per_sequence)]
+            placed = min(len(waiting), per_sequence * len(used))
+            sequence_of[waiting[:placed]] = np.repeat(used, per_sequence)[:placed]
             waiting = waiting[placed:]
-            last = placed - each * (len(full) - 1)  # samples in the last row
-            for left, group in (
-                (free - each * length, full[:-1]),
-                (free - last * length, full[-1:]),
-                (free, rest),
-            ):
-                _reopen(open_rows, sizes, int(left), group)
-    row_samples = np.argsort(row_of, kind="stable")
-    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))]).astype(np.int64)
-    return row_samples, row_offsets
-
-
-def _reopen(open_rows: dict[int, list[np.ndarray]], sizes: list[int], free: int, group: np.ndarray) -> None:
-    if free == 0 or len(group) == 0:
-        return
-    if free not in open_rows:
-        insort(sizes, free)
-    open_rows.setdefault(free, []).append(group)
+            in_last = placed - per_sequence * (len(used) - 1)
+            room.add(free - per_sequence * length, used[:-1])
+            room.add(free - in_last * length, used[-1:])
+            room.add(free, sequences[len(used) :])
+    packed_samples = np.argsort(sequence_of, kind="stable")
+    sizes = np.bincount(sequence_of, minlength=total)
+    return packed_samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

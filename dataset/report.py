@@ -2,12 +2,13 @@
 whether bad records are skipped or end the run."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.blocks import place
+from dataset.files import place
 
 COUNTS = {  # what becomes of the records of each kind of training, as the report calls it
     "documents": "documents",
@@ -33,12 +34,13 @@ def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_lengt
     """All counts under fixed names, and the lengths of the samples [S]. The same data give the same
     report."""
     percentiles = np.percentile(lengths, PERCENTILES) if len(lengths) else []
+    most_used = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
     return {
         **{name: int(counts[name]) for name in (*TOTALS, *COUNTS)},
         "length_mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
         "length_percentiles": dict(zip(map(str, PERCENTILES), map(int, percentiles), strict=False)),
         "padding_efficiency": round(counts["tokens"] / (max(1, len(lengths)) * max_length), 4),
-        "unused_fields": dict(sorted(unused.items(), key=lambda item: (-item[1], item[0]))[:MOST_FIELDS]),
+        "unused_fields": dict(most_used[:MOST_FIELDS]),
     }
 
 
@@ -46,27 +48,38 @@ def describe_records(report: dict) -> str:
     """What became of the records, in a line."""
     parts = []
     for name, text in COUNTS.items():
-        share = f" ({report[name] / report['records']:.1%})" if report[name] < report["records"] else ""
-        parts += [f"{text} {report[name]:,}{share}"] if report[name] else []
+        if report[name]:
+            share = ""
+            if report[name] < report["records"]:
+                share = f" ({report[name] / report['records']:.1%})"
+            parts.append(f"{text} {report[name]:,}{share}")
     return ", ".join(parts)
 
 
-def format_report(report: dict) -> str:
-    """The report as text."""
+def format_report(report: dict, paths: Sequence[str]) -> str:
+    """The report as text; paths: the files that were read."""
     r = report
-    share = r["targets"] / r["tokens"]
+    files = ", ".join(paths[:5])
+    if len(paths) > 5:
+        files += f" and {len(paths) - 5:,} more"
+    kind = r["kind"]
+    if r["held_out"]:
+        kind += ", held out"
+    records = f"{r['records']:,} records in {len(paths)} files"
+    targets = f"{r['targets']:,} ({r['targets'] / r['tokens']:.1%})"
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
-    kind = r["kind"] + ", held out" * r["held_out"]
     lines = [
-        f"{kind}, at most {r['max_length']} tokens a sample: {r['records']:,} records in {r['files']} files",
+        f"data: {files}",
+        f"{kind}, at most {r['max_length']} tokens a sample: {records}",
         f"  {describe_records(r)}",
-        f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {r['targets']:,} ({share:.1%})",
+        f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {targets}",
         f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",
         f"  a batch padded to {r['max_length']} would be {r['padding_efficiency']:.1%} real tokens",
     ]
-    fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in r["unused_fields"].items()]
-    lines += [f"  unused fields: {', '.join(fields)}"] if fields else []
-    return "\n".join(filter(str.strip, lines))
+    if r["unused_fields"]:
+        fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in r["unused_fields"].items()]
+        lines.append(f"  unused fields: {', '.join(fields)}")
+    return "\n".join(lines)
 
 
 def first_bad_record(report: dict, paths: list[str]) -> str:

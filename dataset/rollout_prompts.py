@@ -20,14 +20,12 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.blocks import place
-from dataset.data_files import expand_paths, iter_blocks, parse_block
-from dataset.formats import Chat, to_chat
-from dataset.held_out import ALL, Split, first_question
-from dataset.json_records import BadRecord
+from dataset.files import expand_paths, iter_blocks, parse_block, place
+from dataset.held_out import Split, first_question
+from dataset.records import BadRecord, Chat, to_chat
 from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import file_hash
-from dataset.tokenizing import SPECIAL_TEXTS, TokenizerSpec
+from dataset.tokenizing import TokenizerSpec
 from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class PromptDataset(Dataset):
         max_length: prompts of more tokens are left out and counted.
         cache_dir: where the hashes of the files are remembered.
         on_bad_data, max_bad_share: as of every stage.
-        split: the records to read.
+        split: the records to read, None for all.
         tools: JSON schemas of the tools of an environment; those of a record go before.
         **template: variables of the chat template, such as `open_thinking`.
 
@@ -83,7 +81,7 @@ class PromptDataset(Dataset):
         cache_dir: str,
         on_bad_data: str = "stop",
         max_bad_share: float = 0.1,
-        split: Split = ALL,
+        split: Split | None = None,
         tools: list[dict] | None = None,
         **template: Any,
     ):
@@ -95,21 +93,23 @@ class PromptDataset(Dataset):
             raise UserError(
                 "--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it"
             )
-        hashes = [file_hash(path, Path(cache_dir)) for path in self.paths]
-        described = json.dumps([hashes, tools, template, *([split] if split.share else [])], sort_keys=True)
-        data = hashlib.sha256(described.encode()).hexdigest()[:16]
+        described: list = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, template]
+        self.fingerprint: dict[str, Any] = {"tokenizer": spec.fingerprint()[:16]}
+        if split:
+            described.append(list(split))
+            self.fingerprint["eval_share"] = split.share
+        content = json.dumps(described, sort_keys=True).encode()
+        self.fingerprint["data"] = hashlib.sha256(content).hexdigest()[:16]
         self.prompts: list[RolloutPrompt] = []
-        self.too_long = self.special_texts = 0
+        self.too_long = 0
         self._read(on_bad_data, max_bad_share)
-        data += SPECIAL_TEXTS * bool(self.special_texts)
-        self.fingerprint = {"data": data, "tokenizer": spec.fingerprint()[:16]} | split.fingerprint()
 
     def _read(self, on_bad_data: str, max_bad_share: float) -> None:
         bad: list[str] = []
         self.records = 0  # bad ones too
         for block in iter_blocks(self.paths):
             for line, record in parse_block(block):
-                if not self.split.includes_record(record, _split_key):
+                if self.split and not self.split.includes_record(record, _split_key):
                     continue
                 self.records += 1
                 try:
@@ -121,18 +121,18 @@ class PromptDataset(Dataset):
                     stop_at_bad_record(bad[0], on_bad_data)
         if bad:
             judge_bad_records(bad[0], len(bad), self.records, f"the first: {bad[0]}", max_bad_share)
-        if not self.records:
+        if self.split and not self.records:
             raise self.split.no_records_error(self.paths[0])
         if not self.prompts:
             raise UserError(
-                f"{self.paths[0]}: none of the {self.records} records gives a prompt of at most {self.max_length} "
-                "tokens; raise --max_seq_len"
+                f"{self.paths[0]}: none of the {self.records} records gives a prompt of at most "
+                f"{self.max_length} tokens; raise --max_seq_len"
             )
         if launch().local_rank == 0:
-            left_out = (
-                f", {self.too_long:,} left out (more than {self.max_length} tokens)" if self.too_long else ""
-            )
-            say(f"{len(self):,} prompts{left_out}")
+            text = f"{len(self):,} prompts"
+            if self.too_long:
+                text += f", {self.too_long:,} left out (more than {self.max_length} tokens)"
+            say(text)
 
     def _add(self, source: str, record: dict) -> None:
         chat, answer = to_prompt(record)
@@ -142,7 +142,6 @@ class PromptDataset(Dataset):
         except ValueError as error:
             raise BadRecord(str(error)) from None
         input_ids = encode_pieces(self.tokenizer, pieces)
-        self.special_texts += len(pieces) > 1
         if len(input_ids) > self.max_length:
             self.too_long += 1
             return
@@ -174,21 +173,23 @@ def _split_key(record: dict) -> str:
 def to_prompt(record: dict) -> tuple[Chat, Any]:
     """The conversation before the turn to be written, and the reference answer or None. Raises BadRecord."""
     answer = record.get("answer")
-    if answer is None and (answer := record.get("gt")) and isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
-    if record.get("prompt") is not None:
-        prompt = record["prompt"]
-        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        others = {
-            name: value for name, value in record.items() if name not in ("prompt", "answer", "completion")
-        }
-        answer = record.get("completion") if answer is None else answer
-        return to_chat(others | {"conversations": messages}, answered=False), answer
+    if answer is None:
+        answer = record.get("gt")
+        if isinstance(answer, list) and len(answer) == 1:
+            answer = answer[0]
+    prompt = record.get("prompt")
+    if prompt is not None:
+        conversation = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        used = ("prompt", "answer", "completion")
+        others = {name: value for name, value in record.items() if name not in used}
+        chat = to_chat(others | {"conversations": conversation}, answered=False)
+        return chat, record.get("completion") if answer is None else answer
     chat = to_chat(record, answered=False)
     last = chat.messages[-1]
     if last["role"] == "assistant":
         chat = chat._replace(messages=chat.messages[:-1])
-        answer = last["content"] if answer is None and last["content"].strip() not in NO_ANSWER else answer
+        if answer is None and last["content"].strip() not in NO_ANSWER:
+            answer = last["content"]
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")
     return chat, answer

@@ -13,11 +13,11 @@ import signal
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, say
 from common.settings import StageArgs, add_flags, settings_of
-from dataset.data_files import describe_files, split_weights
 from dataset.held_out import Split
 from dataset.lm_dataset import TokenDataset
+from dataset.mixing import split_weights
 from dataset.report import format_report
-from dataset.token_cache import STAGE_LENGTH, build_token_cache, load_tokenizer
+from dataset.token_cache import STAGE_LENGTH, CacheOptions, build_token_cache, load_tokenizer
 from dataset.tokenizing import KINDS
 
 OPTIONS = ("text_separator", "cache_dir", "on_bad_data", "max_bad_share")
@@ -37,33 +37,31 @@ def marked_text(tokenizer, sample: dict) -> str:
 def show(dataset: TokenDataset, tokenizer, count: int) -> None:
     """Print the first `count` items of the dataset, then its report."""
     for index in range(min(count, len(dataset))):
-        row = dataset[index]
+        item = dataset[index]
         if dataset.packing:
-            say(f"row {index}: {len(row)} samples, {sum(len(sample['input_ids']) for sample in row)} tokens")
-        for sample in row:
+            tokens = sum(len(sample["input_ids"]) for sample in item)
+            say(f"sequence {index}: {len(item)} samples, {tokens} tokens")
+        for sample in item:
             targets, target_bytes = int(sample["loss_mask"].sum()), sample["target_bytes"]
             size = f"{len(sample['input_ids'])} tokens, {targets} targets of {target_bytes} bytes"
             say(f"sample {sample['sample_id']} from {dataset.cache.source(sample['sample_id'])}: {size}")
             say(f"{marked_text(tokenizer, sample)}\n")
-    say(describe_files(dataset.cache.files))
-    say(format_report(dataset.cache.report))
+    say(format_report(dataset.cache.report, dataset.cache.files))
     if dataset.packing:
-        say(f"  {dataset.describe()}")
+        say(f"  {dataset.describe_packing()}")
 
 
 def main() -> None:
     """Read the options, build or open the cache, print."""
     parser = Parser(prog="python -m dataset.show_samples", description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
-    rows = settings_of(StageArgs)
-    add_flags(
-        parser,
-        (rows[name] for name in ("data_path", "eval_share", "tokenizer_path", "max_seq_len", *OPTIONS)),
-    )
+    settings = settings_of(StageArgs)
+    shown = ("data_path", "eval_share", "tokenizer_path", "max_seq_len", *OPTIONS)
+    add_flags(parser, [settings[name] for name in shown])
     parser.set_defaults(max_seq_len=None)  # that of the stage
     parser.add_argument("--num_proc", type=int, help="processes that tokenise (one per core)")
-    parser.add_argument("--samples", type=int, default=2, help="samples (or packed rows) to show")
-    parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed rows")
+    parser.add_argument("--samples", type=int, default=2, help="samples (or packed sequences) to show")
+    parser.add_argument("--packing", type=int, choices=(0, 1), default=0, help="show packed sequences")
     args = parser.parse_args()
     if args.samples < 0:
         raise UserError(f"--samples {args.samples} is negative; use 0 for the report alone")
@@ -73,11 +71,15 @@ def main() -> None:
     options = {name: getattr(args, name) for name in ("num_proc", *OPTIONS)}
     length = args.max_seq_len or STAGE_LENGTH[args.kind]
     paths, _ = split_weights(args.data_path)
-    splits = [(path, Split(args.eval_share)) for path in paths]
-    splits += [(",".join(paths), Split(args.eval_share, held_out=True))] * bool(args.eval_share)
-    for path, split in splits:
-        cache = build_token_cache(args.kind, path, tokenizer, length, **options, split=split)
-        show(TokenDataset(cache, packing=bool(args.packing) and not split.held_out), tokenizer, args.samples)
+    parts: list[tuple[str, Split | None]] = [(path, None) for path in paths]
+    if args.eval_share:
+        parts = [(path, Split(args.eval_share)) for path in paths]
+        parts.append((",".join(paths), Split(args.eval_share, held_out=True)))
+    for path, split in parts:
+        packing = bool(args.packing) and not (split and split.held_out)
+        how = CacheOptions(args.kind, length, **options, split=split, packing=packing)
+        cache = build_token_cache(path, tokenizer, how)
+        show(TokenDataset(cache, packing), tokenizer, args.samples)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -36,10 +36,9 @@ from common.launcher import launch
 from common.locks import locked
 from common.machine import available_cores
 from common.settings import DataConfig
-from dataset import blocks
-from dataset.blocks import Block, place
-from dataset.data_files import describe_files, expand_paths, how_read, iter_blocks
-from dataset.held_out import ALL, Split
+from dataset import files as data_files
+from dataset.files import expand_paths, file_kind, iter_blocks, place
+from dataset.held_out import Split
 from dataset.packing import pack
 from dataset.report import (
     describe_records,
@@ -49,18 +48,18 @@ from dataset.report import (
     make_report,
     stop_at_bad_record,
 )
-from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
+from dataset.tokenizing import TOKENIZERS, TokenizerSpec
 from dataset.worker_pool import in_processes
 
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4  # raise it when the same data give other tokens or labels; checkpoints record it
+FORMAT_VERSION = 1  # raise it when the same data give other tokens or labels; checkpoints record it
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
-CODE = ("formats.py", "messages.py", "json_records.py", "text_files.py", "held_out.py", "tokenizing.py")
-CODE += ("chat_labels.py", "packing.py", "token_cache.py")  # what makes samples: another cache after a change
+CODE = ("files.py", "plain_text.py", "tables.py", "records.py", "held_out.py", "tokenizing.py")
+CODE += ("chat_labels.py", "packing.py", "token_cache.py")  # decide the samples: a change gives another cache
 RELEASE_PAGES_ABOVE = 1 << 28  # bytes; pages of larger caches are unmapped after use
-ARRAYS = {  # what a block's samples are appended to, each in a file; for their meaning see TokenCache
+ARRAYS = {  # to which a block's samples are appended, each in a file; for their meaning see TokenCache
     "tokens": "",  # the smallest type that holds every id
     "offsets": "int64",
     "loss_mask": "bool",
@@ -70,6 +69,28 @@ ARRAYS = {  # what a block's samples are appended to, each in a file; for their 
 }
 PROGRESS = {"delay": 10, "mininterval": 10, "leave": False}  # seconds: nothing is shown of a short build
 PARALLEL_ABOVE = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How data become a token cache.
+
+    kind: one of KINDS. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the
+    repository. num_proc: processes that tokenise, default one per core. on_bad_data: "stop" at a bad record,
+    or "skip" and list each. max_bad_share: the share of the records, 0 to 1, above which "skip" stops as
+    well. text_separator: the line between documents of .txt files. split: the records to read, None for all.
+    packing: whether to pack the samples into sequences of max_length tokens.
+    """
+
+    kind: str
+    max_length: int
+    cache_dir: str | os.PathLike | None = None
+    num_proc: int | None = None
+    on_bad_data: str = "stop"
+    max_bad_share: float = DataConfig.max_bad_share
+    text_separator: str | None = None
+    split: Split | None = None
+    packing: bool = False
 
 
 class TokenCache:
@@ -84,8 +105,8 @@ class TokenCache:
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
     num_targets: np.ndarray  # int64 [S]
     sources: np.ndarray  # int64 [S, 2]: file (index into `files`) and line of the record (`place`)
-    row_samples: np.ndarray  # unsigned [S]: the samples row by row, when packed into R rows
-    row_offsets: np.ndarray  # unsigned [R+1]: row r is row_samples[row_offsets[r]:row_offsets[r + 1]]
+    packed_samples: np.ndarray  # with packing, unsigned [S]: the samples of one packed sequence after another
+    packed_offsets: np.ndarray  # unsigned [P+1]: sequence p is packed_samples[packed_offsets[p]:...[p + 1]]
 
     def __init__(self, path: str | os.PathLike, files: list[str]):
         self.path, self.files = Path(path), files
@@ -125,67 +146,62 @@ def target_mask(cache: TokenCache, begin: int, end: int) -> np.ndarray:
     return mask
 
 
-def build_token_cache(
-    kind: str,
-    data_path: str,
-    tokenizer,
-    max_length: int,
-    cache_dir: str | os.PathLike | None = None,
-    num_proc: int | None = None,
-    on_bad_data: str = "stop",
-    *,
-    max_bad_share: float = DataConfig.max_bad_share,
-    text_separator: str | None = None,
-    split: Split = ALL,
-) -> TokenCache:
-    """Open the token cache of these data, tokenizer and settings, building it first if necessary.
+def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> TokenCache:
+    """Open the token cache of these data, tokenizer and options, building it first if necessary.
 
-    kind: one of KINDS. data_path: files, globs and folders, separated by commas. tokenizer: a transformers
-    tokenizer. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the repository.
-    num_proc: processes that tokenise, default one per core. on_bad_data: "stop" at a bad record, or "skip"
-    and list each.
-    max_bad_share: the share of the records, 0 to 1, above which "skip" stops as well. text_separator: the
-    line between documents of .txt files. split: the records to read. Raises UserError.
+    data_path: files, globs and folders, separated by commas. tokenizer: a transformers tokenizer. Raises
+    UserError.
     """
+    kind, max_length, split = options.kind, options.max_length, options.split
     if max_length < 2:
         raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
     paths = expand_paths(data_path, plain_text=kind == "pretrain")
     spec = TokenizerSpec.of(tokenizer)
-    cache_dir = Path(cache_dir or DataConfig.cache_dir).expanduser()
+    cache_dir = Path(options.cache_dir or DataConfig.cache_dir).expanduser()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        stamps = [_stamp(path) for path in paths]
-        hashes = [how_read(path, text_separator or "") + file_hash(path, cache_dir) for path in paths]
-        settings = {"format": FORMAT_VERSION, "kind": kind, "max_length": max_length, "data": hashes}
-        settings |= {"split": split} if split.share else {}
+        stamps = {path: _stamp(path) for path in paths}
+        data = [[file_kind(path), file_hash(path, cache_dir)] for path in paths]
+        settings: dict[str, Any] = {
+            "format": FORMAT_VERSION,
+            "kind": kind,
+            "max_length": max_length,
+            "data": data,
+        }
+        if any(file == data_files.PLAIN_TEXT for file, _ in data):
+            settings["text_separator"] = (options.text_separator or "").strip()
+        if split:
+            settings["split"] = list(split)
+        if options.packing:
+            settings["packing"] = True
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)
         settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
-            options = (num_proc or available_cores(), on_bad_data, text_separator or "", split)
-            _build_once(folder, dict(zip(paths, stamps, strict=True)), spec, settings, options)
+            _build_once(folder, stamps, spec, options, settings)
         cache = TokenCache(folder, paths)
     except MemoryError as error:
         raise UserError(
-            "out of memory while the token cache is built; build it ahead of time with fewer processes (--num_proc of "
-            "python -m dataset.show_samples), or split records that are very long"
+            "out of memory while the token cache is built; build it ahead of time with fewer processes "
+            "(--num_proc of python -m dataset.show_samples), or split records that are very long"
         ) from error
     except OSError as error:
         raise UserError(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
             f"make room or give another folder (--cache_dir)"
         ) from error
-    if count := cache.report["skipped_bad_records"]:
+    count = cache.report["skipped_bad_records"]
+    if count:
         first = first_bad_record(cache.report, cache.files)
+        stop_at_bad_record(first, options.on_bad_data)
         listed = f"all of them are listed in {cache.path / 'bad_records.txt'}"
-        stop_at_bad_record(first, on_bad_data)
-        judge_bad_records(first, count, cache.report["records"], listed, max_bad_share)
+        judge_bad_records(first, count, cache.report["records"], listed, options.max_bad_share)
     return cache
 
 
 def _build_once(
-    folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple
+    folder: Path, stamps: dict[str, list], spec: TokenizerSpec, options: CacheOptions, settings: dict
 ) -> None:
     """Build the cache in `folder` unless another process has; `stamps`: `_stamp` of each file when it was
     hashed."""
@@ -202,121 +218,108 @@ def _build_once(
         try:
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
-            _build(building, stamps, spec, settings, options)
+            begin = time.monotonic()
+            report, types = _write_arrays(building, list(stamps), spec, options)
+            for path, stamp in stamps.items():
+                if not os.path.exists(path) or _stamp(path) != stamp:
+                    raise UserError(f"{path} changed while it was read; start again when it is complete")
+            hashes = {path.name: [_sha256(path), _stamp(path)] for path in sorted(building.iterdir())}
+            meta = {**settings, "report": report, "types": types, "files": hashes}
+            write_json(building / "meta.json", meta)
+            sync_folder(building)
             if not _is_complete(folder):  # without locks another process may have been faster
                 shutil.rmtree(folder, ignore_errors=True)  # exists but is incomplete: damaged
                 os.rename(building, folder)
             sync_folder(folder.parent)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-
-
-def _build(
-    folder: Path, stamps: dict[str, list], spec: TokenizerSpec, settings: dict, options: tuple
-) -> None:
-    begin = time.monotonic()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    report, types = _build_arrays(
-        folder, list(stamps), spec, settings["kind"], settings["max_length"], *options
-    )
-    changed = [path for path, stamp in stamps.items() if not os.path.exists(path) or _stamp(path) != stamp]
-    if changed:
-        raise UserError(f"{changed[0]} changed while it was read; start again when it is complete")
-    files = {path.name: [_sha256(path), _stamp(path)] for path in sorted(folder.iterdir())}
-    write_json(folder / "meta.json", {**settings, "report": report, "types": types, "files": files})
-    sync_folder(folder)
     seconds = time.monotonic() - begin
-    say(describe_files(list(stamps)))
-    say(f"token cache {folder.stem} built in {seconds:.1f} s ({report['tokens'] / seconds:,.0f} tokens/s)")
-    say(format_report(report))
+    rate = report["tokens"] / seconds
+    say(format_report(report, list(stamps)))
+    say(f"  token cache {folder.name} built in {seconds:.1f} s ({rate:,.0f} tokens/s)")
 
 
-def _build_arrays(
-    folder: Path,
-    paths: list[str],
-    spec: TokenizerSpec,
-    kind: str,
-    max_length: int,
-    num_proc: int,
-    on_bad_data: str,
-    text_separator: str,
-    split: Split,
+def _write_arrays(
+    folder: Path, paths: list[str], spec: TokenizerSpec, options: CacheOptions
 ) -> tuple[dict, dict[str, str]]:
     """Tokenise the files into `folder`: an array in NAME.bin for each array of TokenCache, and
     bad_records.txt. Returns the report, and the type of each array. Several processes tokenise blocks, which
     are written in order, so the result does not depend on their number, nor the memory on the size of the
     corpus."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+    kind, max_length, split = options.kind, options.max_length, options.split
     total = sum(os.path.getsize(path) for path in paths)
     tokenizer = TOKENIZERS[kind](spec, max_length, split)  # also validates the tokenizer
-    num_proc = min(num_proc, 1 + total // blocks.BLOCK_BYTES)
-    unread = iter_blocks(paths, text_separator)
+    num_proc = min(options.num_proc or available_cores(), 1 + total // data_files.BLOCK_BYTES)
+    blocks = iter_blocks(paths, options.text_separator or "")
+    types = ARRAYS | {"tokens": tokenizer.dtype.name}
+    if kind == "pretrain":
+        del types["loss_mask"]  # every token but a sample's first is a target
     counts, unused = Counter(), Counter()
     first_bad: tuple[int, int, str] | None = None  # index of the file, line, reason
     with ExitStack() as stack:
-        names = [name for name in ARRAYS if kind != "pretrain" or name != "loss_mask"]
-        files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in names}
+        files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in types}
         files["offsets"].write(np.zeros(1, dtype=np.int64).data)
-        text = {"encoding": "utf-8", "errors": "backslashreplace"}
-        listed = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
-        progress = stack.enter_context(
-            tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS)
-        )
+        text: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+        bad_records = stack.enter_context(open(folder / "bad_records.txt", "w", **text))
+        progress = tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS)
+        stack.enter_context(progress)
         if num_proc > 1 and total > PARALLEL_ABOVE:
-            results = in_processes(unread, (spec, kind, max_length, split), num_proc)
+            results = in_processes(blocks, (spec, kind, max_length, split), num_proc)
         else:
-            results = ((block, tokenizer(block)) for block in unread)
+            results = ((block, tokenizer(block)) for block in blocks)
         for block, samples in stack.enter_context(closing(results)):
+            for line, why in samples.bad:
+                first_bad = first_bad or (block.file, line, why)
+                message = f"{place(block.path, line)}: {why}"
+                stop_at_bad_record(message, options.on_bad_data)
+                bad_records.write(f"{message}\n")
+            arrays = {
+                "tokens": samples.tokens,
+                "offsets": counts["tokens"] + np.cumsum(samples.lengths),
+                "loss_mask": samples.loss_mask,
+                "target_bytes": samples.target_bytes,
+                "num_targets": samples.num_targets,
+                "sources": np.stack([np.full_like(samples.lines, block.file), samples.lines], axis=1),
+            }
+            for name, file in files.items():
+                file.write(arrays[name].data)
             counts.update(samples.counts)
+            counts["skipped_bad_records"] += len(samples.bad)
+            counts["samples"] += len(samples.lengths)
+            counts["tokens"] += len(samples.tokens)
+            counts["targets"] += int(samples.num_targets.sum())
+            counts["target_bytes"] += int(samples.target_bytes.sum())
             unused.update(samples.unused_fields)
-            if samples.bad:
-                first_bad = first_bad or (block.file, *samples.bad[0])
-                counts["skipped_bad_records"] += len(samples.bad)
-                lines = [f"{place(block.path, line)}: {reason}" for line, reason in samples.bad]
-                stop_at_bad_record(lines[0], on_bad_data)
-                listed.writelines(f"{line}\n" for line in lines)
-            _write(files, block, samples, counts)
             progress.update(block.size)
-    lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64)).astype(
-        np.min_scalar_type(max_length)
-    )
-    report = {"kind": kind, "max_length": max_length, "files": len(paths), "first_bad_record": first_bad}
-    report["held_out"] = split.held_out
+    lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64))
+    lengths = lengths.astype(np.min_scalar_type(max_length))
+    report = {"kind": kind, "max_length": max_length, "first_bad_record": first_bad}
+    report |= {"held_out": split is not None and split.held_out}
     report |= make_report(counts, unused, lengths, max_length)
-    first = first_bad_record(report, paths) if first_bad else ""
     if not counts["samples"]:
-        where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
-        if not counts["records"]:
-            raise split.no_records_error(where)
-        raise UserError(
-            f"{where}: none of the {counts['records']} records gives a sample with something to train on "
-            f"({describe_records(report)}{first and f'; the first bad one: {first}'}); raise --max_seq_len or check "
-            "the data with python -m dataset.show_samples"
-        )
-    types = {name: dtype for name, dtype in ARRAYS.items() if name in files} | {
-        "tokens": tokenizer.dtype.name
-    }
-    for name, values in zip(("row_samples", "row_offsets"), pack(lengths, max_length), strict=True):
-        types[name] = np.min_scalar_type(len(lengths)).name
-        values.astype(types[name]).tofile(folder / f"{name}.bin")
+        raise _no_samples_error(report, paths, split)
+    if options.packing:
+        packed = dict(zip(("packed_samples", "packed_offsets"), pack(lengths, max_length), strict=True))
+        for name, values in packed.items():
+            types[name] = np.min_scalar_type(len(lengths)).name
+            values.astype(types[name]).tofile(folder / f"{name}.bin")
     return report, types
 
 
-def _write(files: Mapping[str, BinaryIO], block: Block, samples: Samples, counts: Counter) -> None:
-    """Append the samples of one block, and count them."""
-    arrays = {
-        "tokens": samples.tokens,
-        "offsets": counts["tokens"] + np.cumsum(samples.lengths),
-        "loss_mask": samples.loss_mask,
-        "target_bytes": samples.target_bytes,
-        "num_targets": samples.num_targets,
-        "sources": np.stack([np.full_like(samples.lines, block.file), samples.lines], axis=1),
-    }
-    for name, file in files.items():
-        file.write(arrays[name].data)
-    counts["samples"] += len(samples.lengths)
-    counts["tokens"] += len(samples.tokens)
-    counts["targets"] += int(samples.num_targets.sum())
-    counts["target_bytes"] += int(samples.target_bytes.sum())
+def _no_samples_error(report: dict, paths: list[str], split: Split | None) -> UserError:
+    """The error for data without a single sample."""
+    where = paths[0]
+    if len(paths) > 1:
+        where += f" and {len(paths) - 1} more files"
+    if split and not report["records"]:
+        return split.no_records_error(where)
+    text = f"{where}: none of the {report['records']} records gives a sample with something to train on "
+    text += f"({describe_records(report)}"
+    if report["first_bad_record"]:
+        text += f"; the first bad one: {first_bad_record(report, paths)}"
+    how = "raise --max_seq_len or check the data with python -m dataset.show_samples"
+    return UserError(f"{text}); {how}")
 
 
 def _is_complete(folder: Path) -> bool:
@@ -324,22 +327,20 @@ def _is_complete(folder: Path) -> bool:
     its size or its times have changed since it was built, and since it was last read (`file_hash`)."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        changed = {
-            name: digest for name, (digest, stamp) in meta["files"].items() if _stamp(folder / name) != stamp
-        }
-        return all(file_hash(str(folder / name), folder.parent) == digest for name, digest in changed.items())
+        for name, (digest, stamp) in meta["files"].items():
+            path = folder / name
+            if _stamp(path) != stamp and file_hash(str(path), folder.parent) != digest:
+                return False
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False
+    return True
 
 
 def file_hash(path: str, cache_dir: Path) -> str:
     """SHA-256 of a file's content, remembered in the cache folder by path, size and times, so that later runs
     do not read the file again."""
-    known = (
-        cache_dir
-        / "hashes"
-        / (hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32] + ".json")
-    )
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
+    known = cache_dir / "hashes" / f"{name}.json"
     stamp, begin = _stamp(path), time.time()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads(known.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from common.errors import UserError
-from dataset.blocks import Block
+from dataset.files import Block
 from dataset.held_out import Split
 from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
 
@@ -28,7 +28,7 @@ START = f"import sys; sys.path.insert(0, {ROOT!r}); from dataset.worker_pool imp
 
 
 def in_processes(
-    blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int, Split], num_proc: int
+    blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int, Split | None], num_proc: int
 ) -> Generator[tuple[Block, Samples], None, None]:
     """Yield each block with its samples, in order.
 
@@ -68,8 +68,8 @@ def in_processes(
                 yield waiting.popleft().result()
         except (EOFError, OSError) as error:
             raise UserError(
-                "a process of the token cache died, perhaps out of memory; build the cache ahead of time with fewer "
-                "processes (--num_proc of python -m dataset.show_samples)"
+                "a process of the token cache died, perhaps out of memory; build the cache ahead of time "
+                "with fewer processes (--num_proc of python -m dataset.show_samples)"
             ) from error
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -77,8 +77,7 @@ def in_processes(
 
 def _start_worker(stack: ExitStack) -> Connection:
     """The pipe to a new worker, which ends when `stack` is left. In a process group of its own it gets no
-    signal that
-    is meant for the whole run: that is for this process, which then ends it."""
+    signal that is meant for the whole run: that is for this process, which then ends it."""
     here, there = multiprocessing.Pipe()
     stack.callback(here.close)
     with there:

@@ -35,8 +35,9 @@ import torch
 from common.durable_files import atomic_write
 from common.errors import UserError, say
 from common.settings import AUTO, ROOT, ModelConfig, StageArgs, add_flags, settings_of
-from dataset.data_files import expand_paths, parts_of, split_weights
+from dataset.files import expand_paths, parts_of
 from dataset.lm_dataset import StageDataset
+from dataset.mixing import split_weights
 from dataset.token_cache import load_tokenizer
 from scripts.planning.machine import (
     MEASURED,

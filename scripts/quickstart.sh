@@ -27,7 +27,7 @@ sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.j
 sft+=(--epochs 3 --batch_size 8 --learning_rate 3e-4)
 
 echo "== 1/5 a small invented world, in Chinese and English"
-python -m dataset.demo_corpus --output_dir dataset/demo
+python -m scripts.demo.corpus --output_dir dataset/demo
 echo "== 2/5 pretraining: what the world is like"
 python trainer/train_pretrain.py --data_path dataset/demo/pretrain.jsonl \
     --eval_data_path dataset/demo/pretrain_eval.jsonl --epochs 4 --batch_size 8 --learning_rate 1e-3 "${run[@]}"
@@ -38,7 +38,7 @@ python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sf
 echo "== 5/5 the exam: people whom fine-tuning never mentioned"
 python scripts/evaluate.py --task exam --model "$weights/full_sft_256.pth" --against "$weights/sft_only_256.pth" \
     --max_new_tokens 32 --show 6 --json "$weights/exam.json"
-python scripts/demo_report.py --save_dir "$weights" --report "$report"
+python scripts/demo/report.py --save_dir "$weights" --report "$report"
 python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END
 

@@ -23,7 +23,7 @@ source scripts/environment.sh
 
 [ "${1:-}" != --fresh ] || rm -rf out/tour checkpoints/tour
 trap 'echo "The tour stopped. It goes on with: bash scripts/tour.sh" >&2' ERR
-python -m dataset.demo_corpus --output_dir "$data"
+python -m scripts.demo.corpus --output_dir "$data"
 
 # Show a command and run it.
 run() {

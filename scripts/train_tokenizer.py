@@ -32,9 +32,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from common.errors import UserError
 from common.settings import ROOT, StageArgs, add_flags, settings_of
-from dataset.data_files import expand_paths, iter_blocks, parse_block
-from dataset.formats import PREFERENCE, to_chat, to_pair, to_text
-from dataset.json_records import BadRecord
+from dataset.files import expand_paths, iter_blocks, parse_block
+from dataset.records import PREFERENCE, BadRecord, to_chat, to_pair, to_text
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 

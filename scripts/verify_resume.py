@@ -41,7 +41,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError, reason
-from dataset.demo_corpus import make_corpus, make_tour
+from scripts.demo.corpus import make_corpus, make_tour
 from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.report.metrics import read_metrics
 from trainer.run.checkpoint import UNREADABLE, read_file, read_state_folder

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from common.config_sources import parse_args
 from common.errors import UserError
 from common.settings import Setting, aliases_of, settings_of
-from dataset.formats import to_chat, to_text
+from dataset.records import to_chat, to_text
 from dataset.token_cache import load_tokenizer
 from llm.training.core.callbacks import HOOKS
 from llm.training.core.config import SETTINGS, Config
@@ -88,7 +88,7 @@ SCRIPTS = {
     "scripts/chat.py": None,
     "scripts/benchmark.py": None,
     "scripts/convert_model.py": None,
-    "scripts/demo_report.py": None,
+    "scripts/demo/report.py": None,
     "scripts/evaluate.py": None,
     "scripts/plan.py": None,
     "scripts/plot_metrics.py": None,
@@ -99,7 +99,7 @@ SCRIPTS = {
     "scripts/verify_resume.py": None,
     "scripts/write_flag_pages.py": None,
     "dataset/show_samples.py": "dataset.show_samples",
-    "dataset/demo_corpus.py": "dataset.demo_corpus",
+    "scripts/demo/corpus.py": "scripts.demo.corpus",
     "llm/training/train.py": "llm.training.train",
 }
 ENGINE = "llm/training/train.py"

@@ -24,7 +24,7 @@ def read_exam(path: str | Path) -> list[dict]:
     """The questions of an exam file. Raises UserError if the file is missing or empty, or a line is not a
     question."""
     what = f"an exam question (needs {', '.join(FIELDS)})"
-    remedy = "generate it with: python -m dataset.demo_corpus"
+    remedy = "generate it with: python -m scripts.demo.corpus"
     return read_questions(path, "--exam_path", lambda question: check_types(question, FIELDS), what, remedy)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
-from dataset.blocks import place
+from dataset.files import place
 from dataset.lm_dataset import StageDataset, collate_flat
 from scripts.evaluation.questions import check_types, read_questions
 from scripts.evaluation.scores import Item

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from dataset.blocks import place
-from dataset.data_files import iter_blocks, parse_block
-from dataset.json_records import BadRecord
+from dataset.files import iter_blocks, parse_block, place
+from dataset.records import BadRecord
 
 
 def read_questions(

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.chat_labels import ChatTemplate, cut_at_turn, token_ranges
-from dataset.formats import Chat, to_chat
-from dataset.json_records import BadRecord
+from dataset.chat_labels import ChatTemplate, token_ranges
+from dataset.records import BadRecord, Chat, to_chat
 from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
@@ -58,7 +57,8 @@ GOLDEN = {
         [
             (
                 False,
-                "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n",
+                "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+                "<|im_start|>assistant\n",
             ),
             (True, "a<|im_end|>"),
             (False, "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
@@ -288,7 +288,8 @@ def test_growing_prefixes_find_the_same_turns_as_the_marks(tokenizer, turns, wit
             "writes turn 2 differently when more turns follow",
         ),
         (  # ends only the last turn
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if loop.last %}</s>{% endif %}\n{% endfor %}"
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+            "{% if loop.last %}</s>{% endif %}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}",
             [USER, BOT, USER, BOT],
             "ambiguous; put {% generation %}",
@@ -356,11 +357,6 @@ def test_tokens_across_a_border_count_as_inside():
         (0, 2),
         (4, 5),
     ]
-
-
-def test_cut_at_turn():
-    ranges = [(3, 6), (6, 6), (10, 15), (20, 30)]
-    assert [cut_at_turn(ranges, n) for n in (5, 6, 14, 15, 29, 30)] == [0, 6, 6, 15, 15, 30]
 
 
 def test_to_chat_feeds_the_template_of_minimind_data(tokenizer):

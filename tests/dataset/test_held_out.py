@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset import blocks
+from dataset import files
 from dataset.chat_labels import ChatTemplate
-from dataset.formats import to_chat
-from dataset.held_out import ALL, PASSAGE, Split, first_question, question_in
-from dataset.json_records import BadRecord
+from dataset.held_out import PASSAGE, Split, first_question, question_in
+from dataset.plain_text import DocumentPart
+from dataset.records import BadRecord, to_chat
 from dataset.rollout_prompts import PromptDataset
-from dataset.text_files import DocumentPart
-from dataset.token_cache import build_token_cache
 from dataset.tokenizing import ChatTokenizer, DocumentTokenizer, PairTokenizer, TokenizerSpec
+from tests.dataset.conftest import build
 
 QUESTIONS = [f"question {i} 问题" for i in range(300)]
 
@@ -90,10 +89,7 @@ def split(tokenizer, cache_dir):
     def of(kind, path, share=0.1, **options):
         options = {"max_length": 64, "cache_dir": cache_dir} | options
         splits = (Split(share), Split(share, held_out=True))
-        return [
-            texts(tokenizer, build_token_cache(kind, path, tokenizer, **options, split=each))
-            for each in splits
-        ]
+        return [texts(tokenizer, build(kind, path, tokenizer, **options, split=each)) for each in splits]
 
     return of
 
@@ -102,9 +98,7 @@ def split(tokenizer, cache_dir):
 def test_the_same_records_in_any_order_of_records_and_files_and_in_any_form(
     kind, write, split, tokenizer, cache_dir, monkeypatch
 ):
-    whole = texts(
-        tokenizer, build_token_cache(kind, write("a.jsonl", RECORDS[kind]), tokenizer, 64, cache_dir)
-    )
+    whole = texts(tokenizer, build(kind, write("a.jsonl", RECORDS[kind]), tokenizer, 64, cache_dir))
     train, held_out = split(kind, write("a.jsonl", RECORDS[kind]))
     assert sorted(train + held_out) == sorted(whole) and not set(train) & set(held_out)
     assert 15 <= len(held_out) / len(whole) * len(QUESTIONS) <= 50
@@ -112,15 +106,15 @@ def test_the_same_records_in_any_order_of_records_and_files_and_in_any_form(
     write("b/1.jsonl", shuffled[:100])
     write("b/0.json", json.dumps(shuffled[100:] + shuffled[:9]).encode())  # nine of them twice
     monkeypatch.setattr("dataset.token_cache.PARALLEL_ABOVE", 0)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 12)
     again = split(kind, write("b/2.jsonl", shuffled[:50]).rsplit("/", 1)[0], num_proc=2)
     assert [set(each) for each in again] == [set(train), set(held_out)]
 
 
 def test_the_share_is_part_of_a_cache_only_where_there_is_one(write, tokenizer, cache_dir):
     path = write("a.jsonl", RECORDS["pretrain"])
-    splits = (ALL, Split(0.1), Split(0.1, True), Split(0.2), Split(0.2, True))
-    caches = [build_token_cache("pretrain", path, tokenizer, 64, cache_dir, split=each) for each in splits]
+    splits = (None, Split(0.1), Split(0.1, True), Split(0.2), Split(0.2, True))
+    caches = [build("pretrain", path, tokenizer, 64, cache_dir, split=each) for each in splits]
     assert len({cache.path for cache in caches}) == 5
     assert ["split" in cache.meta for cache in caches] == [False, True, True, True, True]
     assert caches[0].report["records"] == sum(cache.report["records"] for cache in caches[1:3]) == 300
@@ -150,14 +144,13 @@ def test_bad_records_count_as_training_data(write, tokenizer, cache_dir, capsys)
     ]
     path, options = write("a.jsonl", records), {"on_bad_data": "skip", "cache_dir": cache_dir}
     reports = [
-        build_token_cache("sft", path, tokenizer, 64, split=Split(0.1, h), **options).report
-        for h in (False, True)
+        build("sft", path, tokenizer, 64, split=Split(0.1, h), **options).report for h in (False, True)
     ]
     assert [report["skipped_bad_records"] for report in reports] == [25, 0]
     assert sum(report["records"] for report in reports) == 325
     assert capsys.readouterr().out.count("bad records are skipped: 25 of") == 1
     with pytest.raises(UserError, match=r"a.jsonl:2: no 'conversations'"):
-        build_token_cache("sft", path, tokenizer, 64, cache_dir, split=Split(0.1))
+        build("sft", path, tokenizer, 64, cache_dir, split=Split(0.1))
 
 
 def test_a_record_that_cannot_be_chosen_is_training_data():
@@ -368,9 +361,7 @@ def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write,
     def lines(name: str, is_held_out: bool) -> set[int]:
         kind, data = stages[name]
         path, split = write(f"{name}.jsonl", data), Split(0.2, is_held_out)
-        return set(
-            build_token_cache(kind, path, tokenizer, 256, cache_dir, split=split).sources[:, 1].tolist()
-        )
+        return set(build(kind, path, tokenizer, 256, cache_dir, split=split).sources[:, 1].tolist())
 
     held_out = lines("sft", True)
     assert 20 < len(held_out) < 60
@@ -403,7 +394,7 @@ def test_conversations_of_the_same_trained_tokens_are_on_one_side(write, tokeniz
     answers = ["first", "second " * 40]
     records = [conversation(f"question {i}", answers[: 1 + i // 60]) for i in list(range(60)) * 2]
     caches = [
-        build_token_cache("sft", write("a.jsonl", records), tokenizer, 32, cache_dir, split=Split(0.3, h))
+        build("sft", write("a.jsonl", records), tokenizer, 32, cache_dir, split=Split(0.3, h))
         for h in (False, True)
     ]
     train, held_out = (set(texts(tokenizer, cache)) for cache in caches)
@@ -452,14 +443,13 @@ def test_the_question_of_a_text_that_another_template_made(template):
 def test_passages_make_up_the_text(text, begins, ends):
     passages = PASSAGE.findall(text)
     assert "".join(passages) == text and all(len(each) <= 2_000 for each in passages)
-    document = DocumentPart(b"before", begins, ends)
-    document["text"] = text
+    document = DocumentPart(text, begins, ends, "before")
     stretches = {h: list(Split(0.3, h).passages(document)) for h in (False, True)}
     for is_held_out, found in stretches.items():
         mine = [passage for passage in passages if Split(0.3, is_held_out).includes(passage)]
-        assert "".join(stretch["text"] for stretch, _ in found) == "".join(mine)
-        assert sum(count for _, count in found) == len(mine)
-    both = [stretch for found in stretches.values() for stretch, _ in found]
+        assert "".join(stretch["text"] for stretch in found) == "".join(mine)
+        assert sum(stretch.num_records for stretch in found) == len(mine)
+    both = [stretch for found in stretches.values() for stretch in found]
     assert all(stretch["text"] in text and not stretch.context for stretch in both)
     if text:
         assert sum(stretch.begins for stretch in both) == begins
@@ -475,13 +465,10 @@ def book(rng: random.Random) -> str:
 @pytest.mark.parametrize("block", [1 << 13, 1 << 20])
 def test_a_book_is_split_by_its_passages(block, write, tokenizer, cache_dir, monkeypatch):
     """Whole lines, each in one part; every token but the first of a stretch is a target once."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block)
+    monkeypatch.setattr(files, "BLOCK_BYTES", block)
     text = book(random.Random(3))
     path = write("book.txt", text.encode())
-    caches = [
-        build_token_cache("pretrain", path, tokenizer, 64, cache_dir, split=Split(0.2, h))
-        for h in (False, True)
-    ]
+    caches = [build("pretrain", path, tokenizer, 64, cache_dir, split=Split(0.2, h)) for h in (False, True)]
     train, held_out = (cache.report for cache in caches)
     assert held_out["records"] + train["records"] >= len(PASSAGE.findall(text.strip("\n")))
     assert 0.05 < held_out["target_bytes"] / len(text.encode()) < 0.4

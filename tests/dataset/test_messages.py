@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from dataset.json_records import BadRecord
-from dataset.messages import Turn, parse_message
+from dataset.records import BadRecord, Turn, parse_message
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -69,100 +68,37 @@ def test_calls_may_be_a_list_of_json_texts():
 
 BAD = [
     (answer(), "'content' of message 1 is an empty list; write the text"),
-    (answer(5), "part 1 of 'content' of message 1 is a number instead of an object with 'type' and 'text'"),
+    (answer(5), "part 1 of 'content' of message 1 is a number instead of an object with 'type' and"),
     (answer({}), "no 'text' of part 1 of 'content' of message 1 (its keys: none); add it"),
-    (
-        answer(part("table", text="a")),
-        "part 1 of 'content' of message 1 is of type 'table': the model reads text only",
-    ),
-    (
-        answer(part(["text"], text="a")),
-        "part 1 of 'content' of message 1 is of type ['text']: the model reads",
-    ),
+    (answer(part("table", text="a")), "part 1 of 'content' of message 1 is of type 'table': the model"),
+    (answer(part(["text"], text="a")), "part 1 of 'content' of message 1 is of type ['text']: the model"),
     (answer(part("text")), "no 'text' of part 1 of 'content' of message 1 (its keys: 'type'); add it"),
-    (answer(part("text", text=3)), "'text' of part 1 of 'content' of message 1 is a number instead of text"),
-    (
-        answer(part("image_url", value="1.jpg")),
-        "is of type 'image_url': the model reads text only; leave it out",
-    ),
+    (answer(part("text", text=3)), "'text' of part 1 of 'content' of message 1 is a number instead of"),
+    (answer(part("image_url", value="1.jpg")), "is of type 'image_url': the model reads text only;"),
     (answer(part("image", image="1.jpg")), "is of type 'image': the model reads text only"),
-    (
-        answer("a", part("input_audio", input_audio={})),
-        "part 2 of 'content' of message 1 is of type 'input_audio': the",
-    ),
+    (answer("a", part("input_audio", input_audio={})), "part 2 of 'content' of message 1 is of type"),
     (answer(part("video", value="1.mp4")), "is of type 'video': the model reads text only"),
-    (
-        answer("a", part("reasoning", value="r")),
-        "part 2 of 'content' of message 1 comes too late; write reasoning,",
-    ),
-    (
-        answer(part("tool_call", value="[]")),
-        "'value' of part 1 of 'content' of message 1 holds no call; write {",
-    ),
-    (
-        answer(part("tool_call", value=[CALL]), tool_calls=[CALL]),
-        "message 1 gives its 'tool_calls' in 'content' and",
-    ),
-    (
-        {"role": "user", "content": [part("reasoning", value="r")]},
-        "message 1 has 'reasoning_content' but the role user",
-    ),
-    (
-        {"role": "user", "content": "", "reasoning_content": "r"},
-        "message 1 has 'reasoning_content' but the role user",
-    ),
-    (
-        {"role": "user", "content": "", "tool_calls": [CALL]},
-        "message 1 has 'tool_calls' but the role user; only",
-    ),
+    (answer("a", part("reasoning", value="r")), "part 2 of 'content' of message 1 comes too late; write"),
+    (answer(part("tool_call", value="[]")), "'value' of part 1 of 'content' of message 1 holds no call;"),
+    (answer(part("tool_call", value=[CALL]), tool_calls=[CALL]), "message 1 gives its 'tool_calls' in"),
+    ({"role": "user", "content": [part("reasoning", value="r")]}, "message 1 has 'reasoning_content'"),
+    ({"role": "user", "content": "", "reasoning_content": "r"}, "message 1 has 'reasoning_content' but"),
+    ({"role": "user", "content": "", "tool_calls": [CALL]}, "message 1 has 'tool_calls' but the role"),
     ({"from": "function_call", "value": "[]"}, "'value' of message 1 holds no call; write {"),
-    (
-        {**ANSWER, "tool_calls": [CALL, 5]},
-        "entry 2 of 'tool_calls' of message 1 is a number instead of a JSON object",
-    ),
-    (
-        {**ANSWER, "tool_calls": "[[]]"},
-        "entry 1 of 'tool_calls' of message 1 is a list instead of a JSON object",
-    ),
-    (
-        {**ANSWER, "tool_calls": "17"},
-        "'tool_calls' of message 1 is a number instead of a list of JSON objects",
-    ),
+    ({**ANSWER, "tool_calls": [CALL, 5]}, "entry 2 of 'tool_calls' of message 1 is a number instead of"),
+    ({**ANSWER, "tool_calls": "[[]]"}, "entry 1 of 'tool_calls' of message 1 is a list instead of a"),
+    ({**ANSWER, "tool_calls": "17"}, "'tool_calls' of message 1 is a number instead of a list of JSON"),
     ({**ANSWER, "tool_calls": ["{"]}, "entry 1 of 'tool_calls' of message 1 does not parse as JSON"),
-    (
-        {**ANSWER, "images": ["1.jpg"]},
-        "'images' of message 1: the model reads text only; leave the record out, or this",
-    ),
-    (
-        {**ANSWER, "loss_weight": 0.5},
-        "'loss_weight' of message 1 is 0.5; it is a switch: write true or 1, false or 0",
-    ),
-    (
-        {**ANSWER, "train": "no"},
-        "'train' of message 1 is 'no'; it is a switch: write true or 1, false or 0, or remove",
-    ),
+    ({**ANSWER, "images": ["1.jpg"]}, "'images' of message 1: the model reads text only; leave the"),
+    ({**ANSWER, "loss_weight": 0.5}, "'loss_weight' of message 1 is 0.5; it is a switch: write true or"),
+    ({**ANSWER, "train": "no"}, "'train' of message 1 is 'no'; it is a switch: write true or 1, false"),
     ({**ANSWER, "weight": [0]}, "'weight' of message 1 is [0]; it is a switch"),
     ({**ANSWER, "loss": 2}, "'loss' of message 1 is 2; it is a switch"),
-    (
-        {**ANSWER, "train": True, "weight": 0},
-        "message 1 is to be trained and not to be trained (train, weight); keep",
-    ),
-    (
-        {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 3}]},
-        "'train_detail' of message 1: a turn is trained",
-    ),
-    (
-        {**ANSWER, "train_on_inputs": True},
-        "'train_on_inputs' of message 1: only the assistant's turns are trained",
-    ),
-    (
-        {**ANSWER, "train_on_prompt": True},
-        "'train_on_prompt' of message 1: only the assistant's turns are trained",
-    ),
-    (
-        {"role": "user", "content": "q", "loss": True},
-        "'loss' of message 1 asks to train the role user; only the assist",
-    ),
+    ({**ANSWER, "train": True, "weight": 0}, "message 1 is to be trained and not to be trained (train,"),
+    ({**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 3}]}, "'train_detail' of message 1:"),
+    ({**ANSWER, "train_on_inputs": True}, "'train_on_inputs' of message 1: only the assistant's turns"),
+    ({**ANSWER, "train_on_prompt": True}, "'train_on_prompt' of message 1: only the assistant's turns"),
+    ({"role": "user", "content": "q", "loss": True}, "'loss' of message 1 asks to train the role user;"),
 ]
 
 

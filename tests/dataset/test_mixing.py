@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.data_files import split_weights
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, TokenDataset, collate_flat
-from dataset.mixing import MixedDataset, even_order
+from dataset.mixing import MixedDataset, even_order, split_weights
 from trainer.data.order import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(
@@ -159,8 +158,10 @@ def test_the_report_names_each_source(capsys):
     train.report(epochs=2)
     done = capsys.readouterr()
     assert done.out.splitlines() == [
-        "s0: 90 samples, 900 tokens; 50.0% of the tokens and 83.3% of the targets; 0.56 passes an epoch, 1.11 in all",
-        "s1: 2 samples, 100 tokens; 50.0% of the tokens and 16.7% of the targets; 5.00 passes an epoch, 10.00 in all",
+        "s0: 90 samples, 900 tokens; 50.0% of the tokens and 83.3% of the targets; "
+        "0.56 passes an epoch, 1.11 in all",
+        "s1: 2 samples, 100 tokens; 50.0% of the tokens and 16.7% of the targets; "
+        "5.00 passes an epoch, 10.00 in all",
     ]
     assert done.err.startswith("warning: s1 is passed 10.0 times; more than 4 passes teach little")
     assert done.err.count("warning") == 1

@@ -13,8 +13,8 @@ from dataset.packing import pack
 
 
 def rows_of(lengths, max_length):
-    row_samples, row_offsets = pack(np.array(lengths, dtype=np.int64), max_length)
-    return [row_samples[a:b].tolist() for a, b in itertools.pairwise(row_offsets)]
+    packed_samples, packed_offsets = pack(np.array(lengths, dtype=np.int64), max_length)
+    return [packed_samples[a:b].tolist() for a, b in itertools.pairwise(packed_offsets)]
 
 
 def best_fit_decreasing(lengths, max_length):
@@ -30,8 +30,8 @@ def best_fit_decreasing(lengths, max_length):
 
 
 def test_the_example_of_the_docstring():
-    row_samples, row_offsets = pack(np.array([3, 6, 3, 4, 3]), 10)
-    assert row_samples.tolist() == [1, 3, 0, 2, 4] and row_offsets.tolist() == [0, 2, 5]
+    packed_samples, packed_offsets = pack(np.array([3, 6, 3, 4, 3]), 10)
+    assert packed_samples.tolist() == [1, 3, 0, 2, 4] and packed_offsets.tolist() == [0, 2, 5]
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,26 +49,23 @@ def test_rows_are_those_of_best_fit_decreasing(case):
 def test_large_ragged_data_fill_rows_to_98_percent():
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(4.5, 0.8, 200_000).astype(np.int64), 8, 768)
-    row_samples, row_offsets = pack(lengths, 768)
-    assert len(row_samples) == len(lengths)
-    assert lengths.sum() / (768 * (len(row_offsets) - 1)) > 0.98
+    packed_samples, packed_offsets = pack(lengths, 768)
+    assert len(packed_samples) == len(lengths)
+    assert lengths.sum() / (768 * (len(packed_offsets) - 1)) > 0.98
 
 
-def test_the_report_tells_how_full_the_rows_are(tmp_path):
+def test_the_report_says_how_full_the_sequences_are():
     def packed(lengths):
-        row_samples, row_offsets = pack(np.array(lengths), 100)
-        offsets = np.cumsum([0, *lengths])
-        cache = MagicMock(
-            offsets=offsets, meta={"max_length": 100}, row_samples=row_samples, row_offsets=row_offsets
-        )
+        samples, ends = pack(np.array(lengths), 100)
+        cache = MagicMock(offsets=np.cumsum([0, *lengths]), meta={"max_length": 100})
+        cache.packed_samples, cache.packed_offsets = samples, ends
         cache.__len__.return_value = len(lengths)
-        return TokenDataset(cache, packing=True).describe()
+        return TokenDataset(cache, packing=True).describe_packing()
 
-    assert (
-        packed([60, 40, 50, 50])
-        == "packing: 4 samples in 2 rows of 100 tokens, 100.0% filled, no sample split"
+    assert packed([60, 40, 50, 50]).startswith(
+        "packing: 4 samples in 2 sequences of 100 tokens, 100.0% filled"
     )
-    assert packed([51, 51, 51]) == "packing: 3 samples in 3 rows of 100 tokens, 51.0% filled, no sample split"
+    assert packed([51, 51, 51]).startswith("packing: 3 samples in 3 sequences of 100 tokens, 51.0% filled")
 
 
 def test_lengths_that_cannot_be():

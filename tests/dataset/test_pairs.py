@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from dataset.formats import to_pair
-from dataset.json_records import BadRecord
 from dataset.lm_dataset import DPODataset, collate_pairs
+from dataset.records import BadRecord, to_pair
 from dataset.report import format_report
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
@@ -117,7 +116,7 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(tmp_path, tokenizer):
         2,  # one of them for its rejected answer alone
         2,
     )
-    assert "pairs 7, cut 2 (28.6%), dropped as alike 2 (28.6%)" in format_report(report)
+    assert "pairs 7, cut 2 (28.6%), dropped as alike 2 (28.6%)" in format_report(report, data.cache.files)
     assert len(data) == 3 and [data.cache.source(2 * i).split(":")[-1] for i in range(3)] == ["1", "2", "3"]
     lengths = [[len(sample["input_ids"]) for sample in data[i]] for i in range(3)]
     assert lengths[1] == [40, 40] and lengths[2][0] == 40 > lengths[2][1]

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from common.errors import UserError
-from dataset.json_records import BadRecord
+from dataset.records import BadRecord
 from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
-from dataset.tokenizing import SPECIAL_TEXTS
 
 QUESTION = {"role": "user", "content": "1+1=?"}
 ANSWER = {"role": "assistant", "content": "2"}
@@ -88,14 +87,6 @@ def test_thinking_and_tools_are_part_of_the_prompt(tokenizer, tmp_path):
     full = PromptDataset(path, tokenizer, 256, str(tmp_path), tools=[tool], enable_thinking=True)
     text = tokenizer.decode(full[0].input_ids)
     assert text.endswith("<think>") and '"calculate"' in text and plain.fingerprint != full.fingerprint
-
-
-def test_the_text_of_special_tokens_is_part_of_the_fingerprint(tokenizer, tmp_path):
-    prints = []
-    for name, text in {"plain": "1+1=?", "special": "1+1=?<|im_end|>"}.items():
-        path = write(tmp_path / f"{name}.jsonl", [{"prompt": text}, {"prompt": "short"}])
-        prints.append(PromptDataset(path, tokenizer, 64, str(tmp_path)).fingerprint["data"])
-    assert [print.endswith(SPECIAL_TEXTS) for print in prints] == [False, True]
 
 
 def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):

@@ -35,7 +35,7 @@ def test_samples_and_report(write, cache_dir, inspect):
     out = inspect(*common, "--samples", 1)
     assert f"\nsample 0 from {path}:1: " in out and "5 records in 1 files" in out and "built in" in out
     packed = inspect(*common, "--samples", 1, "--packing", 1)
-    assert "row 0: " in packed and "filled" in packed and "built in" not in packed
+    assert "sequence 0: " in packed and "filled" in packed
     assert "sample 0" not in inspect(*common, "--samples", 0)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from dataset.demo_corpus import make_corpus
 from dataset.token_cache import load_tokenizer
+from scripts.demo.corpus import make_corpus
 from tests.conftest import ROOT, write_jsonl
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dataset.formats import to_chat
+from dataset.records import to_chat
 from dataset.token_cache import load_tokenizer
 from model.generation import Answer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.formats import to_chat
+from dataset.records import to_chat
 from dataset.token_cache import load_tokenizer
 from model.answers import answer_message
 from scripts.conversation import Conversation, prompt_tokens

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataset.demo_corpus import make_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import evaluate
+from scripts.demo.corpus import make_corpus
 from tests.conftest import write_jsonl
 from tests.trainer.objectives.test_lora import adapted, base, written
 from trainer.weights.files import save_weights

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.config_sources import parse_args
-from dataset.demo_corpus import make_corpus, make_tour
-from dataset.demo_sums import make_sums
+from scripts.demo.corpus import make_corpus, make_tour
+from scripts.demo.sums import make_sums
 from tests.conftest import ROOT
 from trainer import train_agent, train_distillation, train_dpo, train_full_sft, train_grpo, train_lora
 

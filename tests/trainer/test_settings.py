@@ -113,7 +113,7 @@ def test_the_default_data_that_are_not_there(corpus, tmp_path, stage):
     )
     assert process.error_lines == [
         f"error: {ROOT}/dataset/{data}: no such file; put your data there, or give --data_path "
-        f"(python -m dataset.demo_corpus writes {ROOT}/dataset/demo to try)"
+        f"(python -m scripts.demo.corpus writes {ROOT}/dataset/demo to try)"
     ]
 
 

@@ -44,7 +44,7 @@ def test_without_data_one_line_says_how_to_get_some(clone, stage):
     done = typed(clone, f"train_{stage}.py", status=2)
     name = {"pretrain": "pretrain_t2t_mini", "full_sft": "sft_t2t_mini"}[stage]
     assert re.fullmatch(
-        rf"error: \S+/dataset/{name}\.jsonl: no such file; .*python -m dataset\.demo_corpus.*\n", done.err
+        rf"error: \S+/dataset/{name}\.jsonl: no such file; .*python -m scripts\.demo\.corpus.*\n", done.err
     )
 
 

@@ -84,7 +84,7 @@ def test_a_forgotten_environment_is_one_line(tmp_path):
     files = [path for folder in ("trainer", "scripts") for path in (ROOT / folder).glob("*.py")]
     commands = [[str(path)] for path in files if '__name__ == "__main__"' in path.read_text()]
     commands += [
-        ["-m", name] for name in ("llm.training.train", "dataset.show_samples", "dataset.demo_corpus")
+        ["-m", name] for name in ("llm.training.train", "dataset.show_samples", "scripts.demo.corpus")
     ]
     assert len(commands) > 20
     for command in commands:

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
-from dataset.data_files import expand_paths, split_weights
-from dataset.held_out import ALL, Split
+from dataset.files import expand_paths
+from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
-from dataset.mixing import MixedDataset
+from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
 from trainer.data.order import epoch_loader, epoch_order, eval_loader
 from trainer.devices.process_group import world_size
@@ -30,7 +30,7 @@ def check_data_paths(args: StageArgs) -> None:
     if not args.data_path:
         raise UserError("--data_path is missing: give a file, a folder or a pattern")
     if args.data_path == type(args).data_path and not Path(args.data_path).exists():
-        demo = f"python -m dataset.demo_corpus writes {ROOT / 'dataset/demo'} to try"
+        demo = f"python -m scripts.demo.corpus writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
     if args.sample_prompts not in ("auto", "none") and not Path(args.sample_prompts).is_file():
         raise UserError(
@@ -40,11 +40,11 @@ def check_data_paths(args: StageArgs) -> None:
         expand_paths(data_path)
 
 
-def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split], D]) -> D | None:
+def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split | None], D]) -> D | None:
     """The held-out data, if the settings name some. `open_split` opens a split of the records of a data
     path."""
     if not args.eval_share:
-        return open_split(args.eval_data_path, ALL) if args.eval_data_path else None
+        return open_split(args.eval_data_path, None) if args.eval_data_path else None
     held_out = open_split(
         ",".join(split_weights(cast(str, args.data_path))[0]), Split(args.eval_share, held_out=True)
     )
@@ -67,11 +67,12 @@ def open_datasets(
         name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")
     }
 
-    def open_split(data_path: str, split: Split, packing: bool = False) -> StageDataset:
+    def open_split(data_path: str, split: Split | None, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
 
     paths, weights = split_weights(cast(str, args.data_path))
-    sources = [open_split(path, Split(args.eval_share), args.packing) for path in paths]
+    split = Split(args.eval_share) if args.eval_share else None
+    sources = [open_split(path, split, args.packing) for path in paths]
     train = MixedDataset(list(zip(paths, sources, strict=True)), weights) if weights else sources[0]
     ranks = launch().world_size
     if ranks > len(train):
@@ -80,7 +81,7 @@ def open_datasets(
         )
     if launch().rank == 0:
         for source in sources if args.packing else ():
-            say(source.describe())
+            say(source.describe_packing())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
     return train, open_held_out(args, train, open_split)
@@ -140,8 +141,8 @@ def open_prompts(
     }
     options |= {"tools": tools, "enable_thinking": args.open_thinking}
 
-    def open_split(data_path: str, split: Split) -> PromptDataset:
+    def open_split(data_path: str, split: Split | None) -> PromptDataset:
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
-    train = open_split(args.data_path, Split(args.eval_share))
+    train = open_split(args.data_path, Split(args.eval_share) if args.eval_share else None)
     return train, open_held_out(args, train, open_split)

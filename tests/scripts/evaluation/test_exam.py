@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from common.errors import UserError
-from dataset.demo_corpus import make_corpus
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.conversation import prompt_tokens
+from scripts.demo.corpus import make_corpus
 from scripts.evaluation.exam import ask, is_right, names_value, read_exam
 from trainer.trainer_utils import load_tokenizer
 
@@ -87,7 +87,7 @@ def test_bad_exam_line_is_named(tmp_path, line):
 def test_missing_or_empty_exam(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     for name in ("none.jsonl", "empty.jsonl"):
-        with pytest.raises(UserError, match=r"python -m dataset\.demo_corpus"):
+        with pytest.raises(UserError, match=r"python -m scripts\.demo\.corpus"):
             read_exam(tmp_path / name)
 
 

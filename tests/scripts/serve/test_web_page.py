@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from transformers import AutoTokenizer
 
-from dataset.formats import to_chat
+from dataset.records import to_chat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.serve import curves as curves_of_runs
 from scripts.serve.api import create_app

@@ -1,7 +1,7 @@
 """The built-in demo data: a small invented world in Chinese and English, generated from a seed without
 downloads.
 
-    python -m dataset.demo_corpus --output_dir dataset/demo --seed 0
+    python -m scripts.demo.corpus --output_dir dataset/demo --seed 0
 
 It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a
 valley, each in many wordings and in both languages. The SFT data show how to answer questions, about some of
@@ -11,19 +11,19 @@ pretraining and answering from SFT.
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl:
 questions, each with the values accepted and rejected in its answer. For the stages after SFT:
 
-persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam has other
-              wordings.
-terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without the name.
-              Held-out pairs are about other people.
+persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam
+              has other wordings.
+terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without
+              the name. Held-out pairs are about other people.
 distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in
               other wordings; their answers are right.
-reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer in three
-              states both in `reasoning_content`. The exam asks about people whom the conversations never
-              mention.
-sums/         sums for reinforcement learning, see demo_sums.py.
+reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer
+              in three states both in `reasoning_content`. The exam asks about people whom the conversations
+              never mention.
+sums/         sums for reinforcement learning, see sums.py.
 
 A seed gives the same bytes everywhere; files that are up to date are not rewritten. Of the words in
-demo_world.json {n} is the name of a person, {v} the value, {p} a place.
+world.json {n} is the name of a person, {v} the value, {p} a place.
 A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li,
 arXiv:2309.14316.
 """
@@ -36,7 +36,7 @@ from pathlib import Path
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write
 from common.errors import UserError
-from dataset.demo_sums import make_sums
+from scripts.demo.sums import make_sums
 
 LANGUAGES = ("zh", "en")
 # Inhabitants per group: multiples of the 12 values, so that every value is equally common in a group.
@@ -75,7 +75,7 @@ class Person:
     facts: dict[str, int] = field(default_factory=dict)
 
 
-WORLD = json.loads(Path(__file__).with_name("demo_world.json").read_text(encoding="utf-8"))
+WORLD = json.loads(Path(__file__).with_name("world.json").read_text(encoding="utf-8"))
 ATTRIBUTES = tuple(Attribute(key, **WORLD[key]) for key in ("home", "trade", "animal", "color"))
 HOME, PLACES, TALK = ATTRIBUTES[0], WORLD["places"], WORLD["talk"]
 PERSONA, TWO_FACTS = WORLD["persona"], WORLD["two facts"]
@@ -375,7 +375,7 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
 def main() -> None:
     """Write the files of a seed, and print their sizes."""
     parser = Parser(description="Generate the built-in demo data; nothing is downloaded.")
-    default = str(Path(__file__).resolve().parent / "demo")
+    default = str(Path(__file__).resolve().parents[2] / "dataset" / "demo")
     parser.add_argument("--output_dir", default=default, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="number that selects the world")
     args = parser.parse_args()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from scripts import demo_report
-from scripts.demo_report import RUNS
+from scripts.demo import report as demo_report
+from scripts.demo.report import RUNS
 from tests.conftest import write_jsonl
 
 

@@ -6,7 +6,7 @@ order. rl_shuffled.jsonl has the questions of rl.jsonl with each other's answers
 teach. Sums of three digits, which the model cannot do alone but may leave to a calculator: agent_sft.jsonl
 shows with a few how that is called; agent_rl.jsonl and agent_test.jsonl have other pairs.
 
-All are conversations that end with the answer. `python -m dataset.demo_corpus` writes them.
+All are conversations that end with the answer. `python -m scripts.demo.corpus` writes them.
 """
 
 import random

@@ -10,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset import blocks, formats, token_cache
-from dataset.data_files import iter_blocks, parse_block
-from dataset.formats import Chat, conversation_fields, known_fields, to_chat, to_text, unread_fields
-from dataset.json_records import BadRecord
-from dataset.messages import FIELDS
-from dataset.token_cache import build_token_cache
+from dataset import records as record_formats
+from dataset.files import iter_blocks, parse_block
+from dataset.records import MESSAGE_FIELDS, BadRecord, Chat, known_fields, to_chat, to_text, unread_fields
 from tests.conftest import ROOT
-from tests.dataset.conftest import block_of
+from tests.dataset.conftest import block_of, build
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -135,7 +132,7 @@ def test_the_labels_of_kto(record, key):
 
 def test_fields_that_nothing_reads():
     def unread(record):
-        return sorted(unread_fields(record, conversation_fields(record)))
+        return sorted(unread_fields(record))
 
     record = chat_of({**USER, "date": "today", "loss": False, "x": None}, BOT, id=7, meta=None)
     assert unread(record) == ["conversations.date", "id"]
@@ -165,19 +162,11 @@ def test_nothing_is_changed_in_a_text():
 
 # (kind, line of the file, expected message)
 BAD_LINES = [
-    (
-        "pretrain",
-        b'{"text": "abc',
-        "not valid JSON (Unterminated string starting at at column 10); each line must hold",
-    ),
+    ("pretrain", b'{"text": "abc', "not valid JSON (Unterminated string starting at at column 10); each"),
     ("pretrain", b'{"text": "abc"', "not valid JSON (Expecting ',' delimiter at column 15)"),
     ("pretrain", b"hello", "not valid JSON (Expecting value at column 1)"),
     ("pretrain", b'{"text": "a"} {"text": "b"}', "not valid JSON (Extra data at column 15)"),
-    (
-        "pretrain",
-        b"{'text': 'a'}",
-        "not valid JSON (Expecting property name enclosed in double quotes at column 2)",
-    ),
+    ("pretrain", b"{'text': 'a'}", "not valid JSON (Expecting property name enclosed in double quotes"),
     ("pretrain", b'{"text": "a\x00b"}', "not valid JSON (Invalid control character at at column 12)"),
     ("pretrain", b"\x00" * 64, "not valid JSON"),
     ("pretrain", b'["text"]', "a list instead of a JSON object; write {...}"),
@@ -198,193 +187,73 @@ BAD_LINES = [
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate \\ud83d (half a character)"),
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
-    (
-        "pretrain",
-        '{"text": "中文"}'.encode("gb18030"),
-        "not UTF-8 (byte 0xd6); save the file as UTF-8: iconv",
-    ),
+    ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6); save the file as UTF-8:"),
     ("pretrain", b'{"text": "\xed\xa0\xbd"}', "not UTF-8 (byte 0xed)"),
-    (
-        "pretrain",
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        "'chosen' and 'rejected': a preference file (DPO)",
-    ),
+    ("pretrain", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a"),
     ("pretrain", {"prompt": "q", "completion": "a"}, "is this SFT data?"),
-    (
-        "sft",
-        {"chosen": "qa", "rejected": "qb"},
-        "a preference file (DPO), which is another stage; for SFT write the",
-    ),
-    (
-        "sft",
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        "'chosen' and 'rejected': a preference file (DPO), which",
-    ),
-    (
-        "sft",
-        {"prompt": [USER], "chosen": [BOT], "rejected": [BOT]},
-        "a preference file (DPO), which is another stage",
-    ),
-    (
-        "sft",
-        {"chosen": [USER, BOT], "rejected": [USER, BOT], "messages": [USER, BOT]},
-        "a preference file (DPO)",
-    ),
+    ("sft", {"chosen": "qa", "rejected": "qb"}, "a preference file (DPO), which is another stage; for"),
+    ("sft", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a preference"),
+    ("sft", {"prompt": [USER], "chosen": [BOT], "rejected": [BOT]}, "a preference file (DPO), which is"),
+    ("sft", {"chosen": [USER, BOT], "rejected": [USER, BOT], "messages": [USER, BOT]}, "a preference"),
     ("sft", chat_of(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO)"),
     ("sft", {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}, "a preference file (DPO)"),
-    (
-        "sft",
-        {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]},
-        "'chosen_messages' and 'rejected_mess",
-    ),
-    (
-        "sft",
-        {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]},
-        "a preference file (DPO), which",
-    ),
+    ("sft", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]}, "'chosen_messages' and"),
+    ("sft", {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]}, "a preference file"),
     ("sft", chat_of(USER, BOT, rejected_response="b"), "'rejected_response': a preference file (DPO)"),
-    (
-        "sft",
-        chat_of(USER, BOT, images=["1.jpg"]),
-        "'images' beside the conversation: the model reads text only; leave",
-    ),
-    ("sft", chat_of(USER, BOT, image="1.jpg"), "'image' beside the conversation: the model reads text only"),
-    (
-        "sft",
-        chat_of(USER, BOT, videos=["1"], audios=["1"]),
-        "'audios' beside the conversation: the model reads text",
-    ),
-    (
-        "sft",
-        chat_of(USER, BOT, kto_tag=False),
-        "'kto_tag' is false: a bad answer (KTO), which SFT must not train",
-    ),
-    (
-        "sft",
-        chat_of(USER, BOT, mask_history="some"),
-        "'mask_history' is 'some'; it is a switch: write true or 1",
-    ),
-    ("sft", chat_of(USER, {**BOT, "loss_weight": 0.3}), "'loss_weight' of message 2 is 0.3; it is a switch"),
+    ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads"),
+    ("sft", chat_of(USER, BOT, image="1.jpg"), "'image' beside the conversation: the model reads text"),
+    ("sft", chat_of(USER, BOT, videos=["1"], audios=["1"]), "'audios' beside the conversation: the"),
+    ("sft", chat_of(USER, BOT, kto_tag=False), "'kto_tag' is false: a bad answer (KTO), which SFT must"),
+    ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it is a switch: write"),
+    ("sft", chat_of(USER, {**BOT, "loss_weight": 0.3}), "'loss_weight' of message 2 is 0.3; it is a"),
     ("sft", {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
     ("sft", {"question": "q", "answers": ["a"]}, "no 'answer' (its keys: 'question', 'answers'); add it"),
-    (
-        "sft",
-        {"prompt": "q", "completion": ["a"]},
-        "completion's message 1 is text instead of an object with 'role'",
-    ),
-    (
-        "sft",
-        {"prompt": [USER], "completion": [BOT], "context": "c"},
-        "'prompt' is a list of messages, so 'history', ",
-    ),
+    ("sft", {"prompt": "q", "completion": ["a"]}, "completion's message 1 is text instead of an object"),
+    ("sft", {"prompt": [USER], "completion": [BOT], "context": "c"}, "'prompt' is a list of messages,"),
     ("sft", {"prompt": [], "completion": "a"}, "'prompt' is an empty list"),
-    (
-        "sft",
-        {"prompt": "q", "completion": "a", "question": "q", "answer": "a"},
-        "both 'prompt' and 'question' in one",
-    ),
-    (
-        "sft",
-        {"messages": [USER, BOT], "prompt": "q", "completion": "a"},
-        "both 'messages' and 'prompt' in one record",
-    ),
+    ("sft", {"prompt": "q", "completion": "a", "question": "q", "answer": "a"}, "both 'prompt' and"),
+    ("sft", {"messages": [USER, BOT], "prompt": "q", "completion": "a"}, "both 'messages' and 'prompt'"),
     ("sft", chat_of(USER, BOT, tools=[TOOL], functions=[TOOL]), "'tools' are given more than once"),
     ("sft", b'{"text": "a"}', "is this pretraining data?"),
     ("sft", b'{"conversations": null}', "no 'conversations', 'messages' or 'instruction' in this record"),
     ("sft", b'{"conversations": "hi"}', "'conversations' is text instead of a list of messages"),
-    (
-        "sft",
-        b'{"conversations": {"role": "user"}}',
-        "'conversations' is an object instead of a list of messages",
-    ),
+    ("sft", b'{"conversations": {"role": "user"}}', "'conversations' is an object instead of a list of"),
     ("sft", b'{"conversations": []}', "'conversations' is an empty list"),
     ("sft", b'{"messages": []}', "'messages' is an empty list"),
     ("sft", chat_of("hi", BOT), "message 1 is text instead of an object with 'role' and 'content'"),
     ("sft", chat_of(USER, None), "message 2 is null instead of an object"),
-    (
-        "sft",
-        chat_of(USER, {"content": "a"}),
-        "message 2 has no 'role' (its keys: 'content'); write one of system, user",
-    ),
-    (
-        "sft",
-        chat_of({"role": "robot", "content": "a"}),
-        "message 1 has the unknown role 'robot'; known are system, user",
-    ),
+    ("sft", chat_of(USER, {"content": "a"}), "message 2 has no 'role' (its keys: 'content'); write one"),
+    ("sft", chat_of({"role": "robot", "content": "a"}), "message 1 has the unknown role 'robot'; known"),
     ("sft", chat_of({"from": "bot3", "value": "a"}), "message 1 has the unknown role 'bot3'"),
     ("sft", chat_of({"role": 5, "content": "a"}), "message 1 has the unknown role 5"),
     ("sft", chat_of({"role": ["user"], "content": "a"}), "message 1 has the unknown role ['user']"),
     ("sft", chat_of(USER, {"role": "assistant"}), "no 'content' of message 2 (its keys: 'role'); add it"),
-    (
-        "sft",
-        chat_of(USER, {"role": "assistant", "content": None}),
-        "'content' of message 2 is null instead of text",
-    ),
-    (
-        "sft",
-        chat_of(USER, {"role": "assistant", "content": 3.5}),
-        "'content' of message 2 is a number instead of text",
-    ),
-    (
-        "sft",
-        chat_of({"role": "user", "content": [{"type": "text"}]}, BOT),
-        "no 'text' of part 1 of 'content' of message 1",
-    ),
-    (
-        "sft",
-        chat_of({"from": "human", "content": "q"}, BOT),
-        "no 'value' of message 1 (its keys: 'from', 'content')",
-    ),
-    ("sft", chat_of(USER, {**BOT, "reasoning_content": 1}), "'reasoning_content' of message 2 is a number"),
+    ("sft", chat_of(USER, {"role": "assistant", "content": None}), "'content' of message 2 is null"),
+    ("sft", chat_of(USER, {"role": "assistant", "content": 3.5}), "'content' of message 2 is a number"),
+    ("sft", chat_of({"role": "user", "content": [{"type": "text"}]}, BOT), "no 'text' of part 1 of"),
+    ("sft", chat_of({"from": "human", "content": "q"}, BOT), "no 'value' of message 1 (its keys:"),
+    ("sft", chat_of(USER, {**BOT, "reasoning_content": 1}), "'reasoning_content' of message 2 is a"),
     ("sft", chat_of(USER), "no assistant turn, so nothing to learn"),
     ("sft", chat_of({"role": "system", "content": "s"}), "no assistant turn"),
-    (
-        "sft",
-        chat_of(*[{"role": "system", "content": "s"}] * 2, USER, BOT),
-        "two system messages in one conversation",
-    ),
+    ("sft", chat_of(*[{"role": "system", "content": "s"}] * 2, USER, BOT), "two system messages in one"),
     ("sft", chat_of({"role": "system", "content": "s"}, USER, BOT, system="t"), "two system messages"),
-    (
-        "sft",
-        chat_of(USER, {"role": "system", "content": "s"}, BOT),
-        "the system message is not the first one",
-    ),
-    (
-        "sft",
-        chat_of(USER, {**BOT, "tool_calls": "{oops"}),
-        "'tool_calls' of message 2 does not parse as JSON",
-    ),
-    (
-        "sft",
-        chat_of(USER, {**BOT, "tool_calls": "[1]"}),
-        "entry 1 of 'tool_calls' of message 2 is a number instead of a JSON object",
-    ),
-    (
-        "sft",
-        chat_of(USER, {**BOT, "tool_calls": [{"x": 1}]}),
-        "'tool_calls' of message 2 holds a call without a 'name'",
-    ),
+    ("sft", chat_of(USER, {"role": "system", "content": "s"}, BOT), "the system message is not the"),
+    ("sft", chat_of(USER, {**BOT, "tool_calls": "{oops"}), "'tool_calls' of message 2 does not parse as"),
+    ("sft", chat_of(USER, {**BOT, "tool_calls": "[1]"}), "entry 1 of 'tool_calls' of message 2 is a"),
+    ("sft", chat_of(USER, {**BOT, "tool_calls": [{"x": 1}]}), "'tool_calls' of message 2 holds a call"),
     ("sft", chat_of(USER, {**BOT, "tool_calls": [{"function": 1}]}), "holds a call without a 'name'"),
     ("sft", chat_of({**USER, "tool_calls": [CALL]}, BOT), "message 1 has 'tool_calls' but the role user"),
     ("sft", chat_of(USER, BOT, tools="nope"), "'tools' does not parse as JSON"),
     ("sft", chat_of(USER, BOT, tools=5), "'tools' is a number instead of a list of JSON objects"),
     ("sft", chat_of({**USER, "tools": [TOOL]}, BOT, tools=[TOOL]), "'tools' are given more than once"),
-    ("sft", chat_of(USER, BOT, messages=[USER, BOT]), "both 'conversations' and 'messages' in one record"),
-    (
-        "sft",
-        chat_of(USER, BOT, instruction="q", output="a"),
-        "both 'conversations' and 'instruction' in one record",
-    ),
+    ("sft", chat_of(USER, BOT, messages=[USER, BOT]), "both 'conversations' and 'messages' in one"),
+    ("sft", chat_of(USER, BOT, instruction="q", output="a"), "both 'conversations' and 'instruction' in"),
     ("sft", {"instruction": "q"}, "no 'output' (its keys: 'instruction'); add it"),
     ("sft", {"instruction": "q", "output": None}, "'output' is null instead of text"),
     ("sft", {"instruction": 1, "output": "a"}, "'instruction' is a number instead of text"),
     ("sft", {"instruction": "q", "input": 4, "output": "a"}, "'input' is a number instead of text"),
-    ("sft", {"instruction": "q", "output": "a", "history": "h"}, "'history' is text instead of a list of"),
-    (
-        "sft",
-        {"instruction": "q", "output": "a", "history": [["q"]]},
-        "turn 1 of 'history' is not [question, answer]",
-    ),
+    ("sft", {"instruction": "q", "output": "a", "history": "h"}, "'history' is text instead of a list"),
+    ("sft", {"instruction": "q", "output": "a", "history": [["q"]]}, "turn 1 of 'history' is not"),
     ("sft", b'{"conversations": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate \\ud800"),
 ]
 
@@ -397,7 +266,7 @@ def test_bad_records_end_in_one_line_that_names_file_and_line(
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     path = write("data.jsonl", good + b"\n\n" + line + b"\n" + good + b"\n" + line + b"\n")
     with pytest.raises(UserError) as caught:
-        build_token_cache(kind, path, other_tokenizer, 64, cache_dir)
+        build(kind, path, other_tokenizer, 64, cache_dir)
     text = str(caught.value)
     assert text.startswith(f"{path}:3: ") and message in text and "\n" not in text
     assert "--on_bad_data skip" in text
@@ -412,13 +281,13 @@ def test_all_bad_records_at_once_can_be_skipped(kind, write, cache_dir, other_to
     ]
     good = json.dumps({"text": "x"} if kind == "pretrain" else chat_of(USER, BOT)).encode()
     path = write("data.jsonl", b"\n".join([good, *lines, good, b""]))
-    cache = build_token_cache(kind, path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
+    cache = build(kind, path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
     report, bad = cache.report, len(lines)
     assert (report["records"], report["samples"], report["skipped_bad_records"]) == (bad + 2, 2, bad)
     listed = (cache.path / "bad_records.txt").read_text().splitlines()
     assert [entry.split(": ")[0] for entry in listed] == [f"{path}:{number}" for number in range(2, bad + 2)]
     with pytest.raises(UserError) as caught:  # a cache built with skip is no way around stop
-        build_token_cache(kind, path, other_tokenizer, 64, cache_dir)
+        build(kind, path, other_tokenizer, 64, cache_dir)
     assert str(caught.value).startswith(listed[0])
 
 
@@ -427,13 +296,13 @@ def test_a_file_where_every_record_is_bad_is_refused_with_skip_too(write, cache_
     with pytest.raises(
         UserError, match=r"none of the 3 .*\(bad 3; the first bad one: .*data.jsonl:1: no 'text'"
     ):
-        build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
+        build("pretrain", path, other_tokenizer, 64, cache_dir, on_bad_data="skip")
 
 
 def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_tokenizer, capsys):
     records = [chat_of({**USER, "id": 1}, {**BOT, "id": 2, "reasoning": "hm"}, source="x")] * 3
     records += [{"messages": [USER, BOT], "source": None, "a\nb": 1}]
-    cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
+    cache = build("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
     told = {"conversations.id": 6, "conversations.reasoning": 3, "source": 3, "a\nb": 1}
     assert list(cache.report["unused_fields"].items()) == list(told.items())
     out = capsys.readouterr().out
@@ -441,40 +310,16 @@ def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_t
     assert f"\n  unused fields: {names}\n" in out
 
 
-def test_pretraining_warns_of_what_it_does_not_read(write, cache_dir, other_tokenizer, capsys):
-    records = [{"text": "a", "images": ["1.jpg"], "label": False, "url": "x", "meta": None}] * 2
-    cache = build_token_cache("pretrain", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
-    assert cache.report["unused_fields"] == {"images": 2, "label": 2, "url": 2}
-    out = capsys.readouterr().out
-    assert "\n  unused fields: images 2, label 2, url 2\n" in out
-
-
-def test_the_same_report_from_several_processes(write, cache_dir, other_tokenizer, monkeypatch):
-    monkeypatch.setattr(token_cache, "PARALLEL_ABOVE", 0)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
-    records = [chat_of(USER, {**BOT, "x": 1}, **{f"k{n % 5}": 1}) for n in range(200)]
-    path = write("data.jsonl", records)
-    reports = [
-        build_token_cache("sft", path, other_tokenizer, 64, cache_dir / str(n), n).report for n in (1, 2)
-    ]
-    assert reports[0] == reports[1]
-    assert list(reports[0]["unused_fields"].items()) == [("conversations.x", 200)] + [
-        (f"k{n}", 40) for n in range(5)
-    ]
-
-
 def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, capsys):
     path = write("data.jsonl", [{"text": "a", **{f"x{number:03}": 1 for number in range(250)}}])
-    cache = build_token_cache("pretrain", path, other_tokenizer, 64, cache_dir)
+    cache = build("pretrain", path, other_tokenizer, 64, cache_dir)
     assert list(cache.report["unused_fields"]) == [f"x{number:03}" for number in range(12)]
     out = capsys.readouterr().out
     assert "unused fields: x000 1, x001 1," in out and "x011 1\n" in out and "warning" not in out
 
 
 def test_a_report_without_unused_fields_says_nothing_of_them(write, cache_dir, other_tokenizer, capsys):
-    build_token_cache(
-        "sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir
-    )
+    build("sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir)
     out = capsys.readouterr().out
     assert "records in 1 files" in out
     assert not [told for told in ("unused fields", "not to be trained", "warning") if told in out]
@@ -484,17 +329,15 @@ def test_bad_answers_of_kto_are_skipped(write, cache_dir, other_tokenizer):
     records = [chat_of(USER, {**BOT, "content": f"a{n}"}, label=n % 3 == 0) for n in range(9)]
     path = write("data.jsonl", records)
     with pytest.raises(UserError, match=r"data.jsonl:2: 'label' is false: a bad answer"):
-        build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
-    cache = build_token_cache(
-        "sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1
-    )
+        build("sft", path, other_tokenizer, 64, cache_dir)
+    cache = build("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
     assert cache.sources[:, 1].tolist() == [1, 4, 7]
 
 
 def test_a_file_without_a_turn_to_train(write, cache_dir, other_tokenizer):
     path = write("data.jsonl", [chat_of(USER, {**BOT, "train": False})] * 2)
     with pytest.raises(UserError, match=r"turns not to be trained 2, dropped for lack of a label 2\)"):
-        build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
+        build("sft", path, other_tokenizer, 64, cache_dir)
 
 
 def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, write):
@@ -516,7 +359,7 @@ def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, writ
     ]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
     caches = [
-        build_token_cache("sft", path, other_tokenizer, 512, cache_dir)
+        build("sft", path, other_tokenizer, 512, cache_dir)
         for path in (str(tmp_path / "x.parquet"), write("x.jsonl", records))
     ]
     assert pq.read_table(tmp_path / "x.parquet")["messages"].to_pylist()[0][0]["tool_calls"] is None
@@ -531,20 +374,8 @@ def test_labels_in_parquet_are_read(tmp_path, cache_dir, other_tokenizer):
     )
     pq.write_table(table, tmp_path / "x.parquet")
     options = {"on_bad_data": "skip", "max_bad_share": 1}
-    cache = build_token_cache("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir, **options)
+    cache = build("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir, **options)
     assert cache.sources[:, 1].tolist() == [1] and cache.report["unused_fields"] == {"other": 1}
-
-
-def test_formats_may_be_mixed_in_one_file(write, cache_dir, other_tokenizer):
-    records = [
-        chat_of(USER, BOT),
-        {"messages": [USER, BOT]},
-        {"instruction": "q", "output": "a"},
-        chat_of({"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}),
-    ]
-    cache = build_token_cache("sft", write("data.jsonl", records), other_tokenizer, 64, cache_dir)
-    samples = {bytes(cache.tokens[cache.offsets[i] : cache.offsets[i + 1]]) for i in range(4)}
-    assert len(cache) == 4 and len(samples) == 1
 
 
 def recipe(word):
@@ -558,24 +389,24 @@ def recipe(word):
 
 def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, monkeypatch):
     """As the manual shows it; in JSON Lines, Parquet and CSV, with the fields that nothing reads."""
-    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
-    exec(recipe("FORMATS["), vars(formats))
+    monkeypatch.setattr(record_formats, "FORMATS", dict(record_formats.FORMATS))
+    exec(recipe("FORMATS["), vars(record_formats))
     records = [{"dialogue": ["q", "a", "q", "b"], "id": 1}, {"dialogue": ["q"], "id": 2}]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
     table = write("x.csv", b'dialogue,id\n"[""q"", ""a"", ""q"", ""b""]",1\n"[""q""]",2\n')
     for path in (write("x.jsonl", records), str(tmp_path / "x.parquet"), table):
         with pytest.raises(UserError, match=rf"{path}:\d: no assistant turn"):
-            build_token_cache("sft", path, other_tokenizer, 64, cache_dir)
-        cache = build_token_cache(
-            "sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=0.5
-        )
+            build("sft", path, other_tokenizer, 64, cache_dir)
+        cache = build("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=0.5)
         text = other_tokenizer.decode(cache.tokens)
         assert "user\nq<|im_end|>" in text and "assistant\nb<|im_end|>" in text
         assert cache.report["unused_fields"] == {"id": 1}
 
 
 def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch):
-    monkeypatch.setitem(formats.FORMATS, "dialogue", formats.RecordFormat(lambda record, key: []))
+    monkeypatch.setitem(
+        record_formats.FORMATS, "dialogue", record_formats.RecordFormat(lambda record, key: [])
+    )
     with pytest.raises(BadRecord, match="both 'messages' and 'dialogue' in one record; keep one of them"):
         to_chat({"messages": [USER, BOT], "dialogue": ["q"]})
 
@@ -590,7 +421,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 KEYS = sorted(known_fields())
-MESSAGE_KEYS = sorted(FIELDS)
+MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
 NAMES = st.sampled_from(
     ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
 )

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from dataset.demo_sums import CALCULATE, TEST, make_sums
+from scripts.demo.sums import CALCULATE, TEST, make_sums
 from trainer.rollouts.environments import Calculator
 
 FILES = ("sft", "rl", "test", "agent_sft", "agent_rl", "agent_test")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from dataset.demo_corpus import (
+from scripts.demo.corpus import (
     ATTRIBUTES,
     GROUPS,
     LANGUAGES,
@@ -23,10 +23,10 @@ from dataset.demo_corpus import (
     tell,
     write_files,
 )
-from dataset.demo_sums import make_sums
+from scripts.demo.sums import make_sums
 from scripts.evaluation.exam import is_right
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "exam.jsonl"]
 
 
@@ -55,7 +55,7 @@ def mentioned(people: list[Person], group: str, records: list[dict]) -> set[str]
 
 def test_a_seed_gives_the_same_bytes(tmp_path):
     # in a process of its own: an order taken from a set or a hash would differ there
-    command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
+    command = [sys.executable, "-m", "scripts.demo.corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = (
         make_corpus(3) | make_tour(3) | {f"sums/{name}": records for name, records in make_sums(3).items()}
@@ -215,7 +215,7 @@ def test_output_dir_that_is_a_file_is_one_error_line(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"--output_dir .*file cannot be created"):
         write_files(tmp_path / "file", make_corpus(0))
-    command = [sys.executable, "-m", "dataset.demo_corpus", "--output_dir", str(tmp_path / "file")]
+    command = [sys.executable, "-m", "scripts.demo.corpus", "--output_dir", str(tmp_path / "file")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --output_dir")
@@ -223,7 +223,7 @@ def test_output_dir_that_is_a_file_is_one_error_line(tmp_path):
 
 
 def test_seed_must_be_a_number():
-    command = [sys.executable, "-m", "dataset.demo_corpus", "--seed", "x"]
+    command = [sys.executable, "-m", "scripts.demo.corpus", "--seed", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "error: " in done.stderr.splitlines()[-1]

@@ -7,35 +7,35 @@ import tracemalloc
 from collections import Counter
 
 import numpy as np
-import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.settings import StageArgs
-from dataset import blocks
-from dataset.data_files import expand_paths, iter_blocks, parse_block
-from dataset.json_records import BadRecord
+from dataset import files, plain_text
+from dataset.files import expand_paths, iter_blocks, parse_block
 from dataset.lm_dataset import PretrainDataset
-from dataset.token_cache import build_token_cache
-from dataset.tokenizing import BlockTokenizer, DocumentTokenizer, TokenizerSpec
+from dataset.records import BadRecord
+from dataset.tokenizing import DocumentTokenizer, TokenizerSpec
+from tests.dataset.conftest import build, records_of
 from trainer.data.datasets import open_datasets
 
 
-def documents(path, separator=""):
-    return [(line, record) for block in iter_blocks([path], separator) for line, record in parse_block(block)]
+def set_part_bytes(monkeypatch, size):
+    monkeypatch.setattr(plain_text, "PART_BYTES", size)
+    monkeypatch.setattr(files, "BLOCK_BYTES", size)
 
 
 def test_a_file_is_a_document(write):
     path = write("novel.txt", "\ufeff\r\n\r\n第一章\r\n\r\nIt was night.\r\n\r\n".encode())
-    assert documents(path) == [(3, {"text": "第一章\n\nIt was night."})]
-    assert documents(write("old.TXT", b"one\rtwo\r")) == [(1, {"text": "one\ntwo"})]
+    assert records_of(path) == [(3, {"text": "第一章\n\nIt was night."})]
+    assert records_of(write("old.TXT", b"one\rtwo\r")) == [(1, {"text": "one\ntwo"})]
 
 
 @pytest.mark.parametrize("block_bytes", [16, 40, 1 << 20])
 def test_lines_equal_to_the_separator_divide_documents(write, monkeypatch, block_bytes):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    set_part_bytes(monkeypatch, block_bytes)
     content = (
         b"***\none\n*** not\n ***\n\n***  \r\n\n***\n\nt\xc3\xa9\xe6\xbc\xa2 wo\n****\n***\n  three\n***"
     )
@@ -57,13 +57,7 @@ def test_lines_equal_to_the_separator_divide_documents(write, monkeypatch, block
 
 def test_compressed_text(write):
     text = "北京 the river\n" * 50
-    assert documents(write("a.txt.gz", gzip.compress(text.encode()))) == [(1, {"text": text.strip("\n")})]
-    packed = pyarrow.compress(text.encode(), "zstd", asbytes=True)
-    assert documents(write("a.txt.zst", packed)) == [(1, {"text": text.strip("\n")})]
-    with pytest.raises(
-        UserError, match=r"b.txt.zst:1: after this line the compressed file is damaged or cut off"
-    ):
-        documents(write("b.txt.zst", packed[:-9]))
+    assert records_of(write("a.txt.gz", gzip.compress(text.encode()))) == [(1, {"text": text.strip("\n")})]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +70,7 @@ def test_compressed_text(write):
     ],
 )
 def test_text_in_another_encoding(write, content, line, message):
-    ((found, record),) = documents(write("x.txt", content))
+    ((found, record),) = records_of(write("x.txt", content))
     assert isinstance(record, BadRecord) and found == line and message in str(record)
 
 
@@ -94,13 +88,7 @@ def test_a_folder_of_records_and_text_is_refused(write, tmp_path):
     assert expand_paths(tmp_path / "novels") == [f"{tmp_path}/novels/a/z.txt.gz", f"{tmp_path}/novels/b.txt"]
 
 
-def test_text_is_not_for_sft(write, tokenizer, cache_dir):
-    with pytest.raises(UserError, match=r"novel.txt is plain text, which only pretraining takes"):
-        build_token_cache("sft", write("novel.txt", b"Call me Ishmael."), tokenizer, 64, cache_dir)
-
-
 # --- a document in parts
-# ---------------------------------------------------------------------------------------------
 
 PIECES = ["the river ", "北京", "🙂", "𠮷", "\n", "\n\n", "  ", "é", "a" * 9, "\u3000第", "\r\n", "龘"]
 
@@ -133,7 +121,7 @@ def test_the_parts_of_a_document_are_the_document(other_tokenizer, write, text, 
     if not text.strip():
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+        set_part_bytes(patch, block_bytes)
         found, samples, spelled, counts = targets(other_tokenizer, path, max_length)
     assert other_tokenizer.decode(found) == text + other_tokenizer.eos_token
     assert found.count(other_tokenizer.eos_token_id) == 1 and found[-1] == other_tokenizer.eos_token_id
@@ -148,42 +136,33 @@ def test_the_tokens_of_parts_are_those_of_the_whole(tokenizer, write, monkeypatc
     lines = [f"Chapter {i}. The harbour, 港口在河口 {i * 7919}, was quiet; 很安静。" for i in range(900)]
     path, record = write("x.txt", "\n".join(lines).encode()), write("x.jsonl", [{"text": "\n".join(lines)}])
     whole = targets(tokenizer, record, 100)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
+    set_part_bytes(monkeypatch, 5000)
     parts = targets(tokenizer, path, 100)
     assert len(list(iter_blocks([path]))) > 10
     assert parts[0] == whole[0] and parts[2] == whole[2]
 
 
 def test_a_part_that_cannot_be_read_costs_only_itself(other_tokenizer, write, cache_dir, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 400)
+    set_part_bytes(monkeypatch, 400)
     text = "".join(f"line {i} of the river\n" for i in range(100)).encode()
     path = write("x.txt", text[:1000] + b"\xff" + text[1000:])
-    build = {"max_length": 32, "cache_dir": cache_dir, "num_proc": 1}
+    given = ("pretrain", path, other_tokenizer, 32, cache_dir, 1)
     with pytest.raises(UserError, match=r"x.txt:\d+: not UTF-8 .byte 0xff"):
-        build_token_cache("pretrain", path, other_tokenizer, **build)
-    cache = build_token_cache(
-        "pretrain", path, other_tokenizer, **build, on_bad_data="skip", max_bad_share=1.0
-    )
-    report = cache.report
+        build(*given)
+    report = build(*given, on_bad_data="skip", max_bad_share=1.0).report
     assert report["documents"] == 1 and report["skipped_bad_records"] == 1 and report["records"] == 2
     assert len(text) - 900 < report["target_bytes"] < len(text)
 
 
-def test_memory_stays_flat_however_long_a_document_is(write, other_tokenizer, cache_dir, monkeypatch):
-    def encode(self, pieces):  # tokenising takes long and is not what is measured here
-        ((text, _),) = pieces
-        starts = np.arange(0, len(text), 4)
-        return starts % 400, np.stack([starts, np.minimum(starts + 4, len(text))], axis=1)
-
-    monkeypatch.setattr(BlockTokenizer, "encode", encode)
+def test_memory_stays_flat_however_long_a_document_is(write, fake_backend, other_tokenizer, cache_dir):
     peaks = []
     for megabytes in (3, 12):
         path = write(f"{megabytes}.txt", (b"x" * 3999 + b"\n") * (megabytes * 250))
         tracemalloc.start()
-        cache = build_token_cache("pretrain", path, other_tokenizer, 512, cache_dir, 1)
+        report = build("pretrain", path, other_tokenizer, 512, cache_dir, 1).report
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert cache.report["documents"] == 1 and cache.report["target_bytes"] == megabytes * 1_000_000 - 1
+        assert report["documents"] == 1 and report["target_bytes"] == megabytes * 1_000_000 - 1
     assert peaks[1] < peaks[0] + 2e6, peaks
 
 
@@ -199,17 +178,17 @@ def test_the_separator_and_the_kind_of_file_are_part_of_the_cache(other_tokenize
     record = json.dumps({"text": "one"}) + "\n---\n" + json.dumps({"text": "two"})
     text, other = write("x.txt", record.encode()), write("x.log", record.encode())
 
-    def build(path, **options):
-        return build_token_cache("pretrain", path, other_tokenizer, 32, cache_dir, 1, **options)
+    def made(path, **options):
+        return build("pretrain", path, other_tokenizer, 32, cache_dir, 1, **options)
 
-    whole, divided = build(text), build(text, text_separator="---")
+    whole, divided = made(text), made(text, text_separator="---")
     assert (whole.report["documents"], divided.report["documents"]) == (1, 2)
     with pytest.raises(UserError, match=r"x.log:2: not valid JSON"):
-        build(other)
-    skipped = build(other, on_bad_data="skip", max_bad_share=1.0)
+        made(other)
+    skipped = made(other, on_bad_data="skip", max_bad_share=1.0)
     assert (
         len({whole.path, divided.path, skipped.path}) == 3
         and skipped.report["tokens"] < divided.report["tokens"]
     )
     records = write("y.jsonl", [{"text": "a"}])
-    assert build(records, text_separator="-").path == build(records).path
+    assert made(records, text_separator="-").path == made(records).path

@@ -1,7 +1,7 @@
 """Write the quickstart's report from what `evaluate.py --task exam --json` found, and from the metrics of its
 runs.
 
-python scripts/demo_report.py --save_dir out/demo --report out/demo_report.json
+python scripts/demo/report.py --save_dir out/demo --report out/demo_report.json
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 # run the code beside this file, installed or not
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError

@@ -6,7 +6,11 @@ import random
 import pytest
 
 from common.settings import ROOT
-from dataset.demo_corpus import (
+from dataset.lm_dataset import SFTDataset
+from dataset.rollout_prompts import to_prompt
+from dataset.token_cache import load_tokenizer
+from model.prompts import prompt_tokens
+from scripts.demo.corpus import (
     ATTRIBUTES,
     GROUPS,
     LANGUAGES,
@@ -18,10 +22,6 @@ from dataset.demo_corpus import (
     make_people,
     make_tour,
 )
-from dataset.lm_dataset import SFTDataset
-from dataset.rollout_prompts import to_prompt
-from dataset.token_cache import load_tokenizer
-from model.prompts import prompt_tokens
 from scripts.evaluation.exam import FIELDS, is_right
 from tests.conftest import write_jsonl
 
