@@ -40,7 +40,7 @@ def sample_texts() -> list[str]:
     """Several hundred texts in both languages."""
     corpus = make_corpus(seed=0)
     texts = [record["text"] for record in corpus["pretrain.jsonl"]]
-    texts += [question["question"] for question in corpus["exam.jsonl"]]
+    texts += [record["conversations"][0]["content"] for record in corpus["quiz.jsonl"]]
     return [*HARD_TEXTS, *texts[:: max(1, len(texts) // TEXTS)]]
 
 

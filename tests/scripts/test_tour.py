@@ -63,7 +63,7 @@ def test_each_command_is_possible(started):
     made |= {"out/tour/alone_128.pth", "out/tour/student_128.pth"}
     for words in (words for words in commands if words[0] == "scripts/evaluate.py"):
         given = dict(zip(words[1::2], words[2::2], strict=True))
-        assert os.path.relpath(given["--exam_path"], "dataset/demo") in files
+        assert os.path.relpath(given["--data_path"], "dataset/demo") in files
         assert {given[name] for name in ("--model", "--lora", "--against") if name in given} <= made
 
 
