@@ -7,7 +7,7 @@ peer.
 
 It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
 only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
-(see scripts/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
+(see tools/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
 """
 
 import json
@@ -35,7 +35,7 @@ import torch
 from common.config_sources import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, setting, settings_of
-from scripts.bench.comparison import Peer, check_peer
+from tools.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.devices.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels

@@ -28,9 +28,9 @@ from common.durable_files import new_path
 from common.errors import UserError, say
 from dataset.tokenizing import TokenizerSpec
 from model.model_minimind import MiniMindForCausalLM
-from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
-from scripts.convert.hugging_face import read_stock, write_folder
-from scripts.convert.parity import compare, text_logits
+from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
+from tools.convert.hugging_face import read_stock, write_folder
+from tools.convert.parity import compare, text_logits
 from trainer.run.checkpoint import file_digest
 from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import (

@@ -15,7 +15,7 @@ case "${1:-}" in
         exit 2
         ;;
 esac
-source scripts/environment.sh
+source tools/environment.sh
 
 weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
 [ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo out/tour checkpoints/tour

@@ -19,7 +19,7 @@ if [ ! -f "$model" ]; then
     echo "error: $model, the quickstart's model, is missing; make it with: bash scripts/quickstart.sh" >&2
     exit 2
 fi
-source scripts/environment.sh
+source tools/environment.sh
 
 [ "${1:-}" != --fresh ] || rm -rf out/tour checkpoints/tour
 trap 'echo "The tour stopped. It goes on with: bash scripts/tour.sh" >&2' ERR

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from common.errors import UserError, reason
 from dataset.demo_corpus import make_corpus, make_tour
-from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
+from tools.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.report.metrics import read_metrics
 from trainer.run.checkpoint import UNREADABLE, read_file, read_state_folder
 from trainer.trainer_utils import init_model, load_tokenizer, model_config

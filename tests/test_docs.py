@@ -94,7 +94,7 @@ SCRIPTS = {
     "scripts/plot_metrics.py": None,
     "scripts/serve_openai_api.py": None,
     "tests/scripts/serve/hostile.py": None,
-    "scripts/bench/decoding.py": None,
+    "tools/bench/decoding.py": None,
     "scripts/train_tokenizer.py": None,
     "scripts/verify_resume.py": None,
     "scripts/write_flag_pages.py": None,

@@ -13,10 +13,10 @@ from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
-from scripts.bench.comparison import Peer, first_samples
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
+from tools.bench.comparison import Peer, first_samples
 from trainer.data.order import epoch_loader
 from trainer.report.flops import training_flops
 from trainer.trainer_utils import load_tokenizer

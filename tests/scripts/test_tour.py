@@ -22,10 +22,10 @@ RUNS = ["persona", "terse", "alone", "student", "sums", "sums_grpo", "calls", "c
 def started(tmp_path):
     """started(fails): the tour with a `python` that only notes its arguments -> its end, and the lists of
     arguments."""
-    for folder in ("scripts", "bin", "out/demo"):
+    for folder in ("scripts", "tools", "bin", "out/demo"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "tour.sh", tmp_path / "scripts")
-    (tmp_path / "scripts" / "environment.sh").write_text("")
+    (tmp_path / "tools" / "environment.sh").write_text("")
     (tmp_path / "out/demo/full_sft_256.pth").write_bytes(b"weights")
     python = tmp_path / "bin" / "python"
 

@@ -19,11 +19,11 @@ import torch
 
 from common.command_line import one_line_errors
 from scripts import verify_resume
-from scripts.verify import launch as launches
-from scripts.verify.launch import Launch, Run
 from scripts.verify_resume import Kill, compare_runs, differences, draw_kills, train
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
+from tools.verify import launch as launches
+from tools.verify.launch import Launch, Run
 
 # --- comparing
 # -----------------------------------------------------------------------------------------------------
