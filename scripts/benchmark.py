@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # before torch, as in the stages

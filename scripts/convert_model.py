@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors

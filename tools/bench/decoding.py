@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformers import AutoModelForCausalLM
