@@ -121,8 +121,9 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     for prompt, (answer,) in zip(prompts, generated, strict=True):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
         scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, REWARD_SECONDS)
-        question = prompt.messages[-1]["content"]
-        answers.append({"source": prompt.source, "question": question, "answer": text, "scores": scores})
+        about = {"source": prompt.source, "question": prompt.messages[-1]["content"]}
+        reference = prompt.record.get("answer")
+        answers.append(about | {"reference": reference, "answer": text, "scores": scores})
     figures = {reward.name: mean([each["scores"][reward.name] for each in answers]) for reward in rewards}
     figures["characters"] = {"value": float(np.mean([len(each["answer"]) for each in answers]))}
     show(answers, args.show)
@@ -133,8 +134,10 @@ def show(answers: list[dict[str, Any]], count: int) -> None:
     """Print some answers, evenly chosen."""
     for index in np.linspace(0, len(answers) - 1, min(count, len(answers))).astype(int):
         each = answers[index]
-        scores = ", ".join(f"{name} {value:g}" for name, value in each["scores"].items())
-        print(f"  Q: {each['question']}\n  A: {each['answer']}   [{scores}]")
+        notes = [f"{name} {value:g}" for name, value in each["scores"].items()]
+        if each["reference"] is not None:
+            notes.append(f"reference: {each['reference']}")
+        print(f"  Q: {each['question']}\n  A: {each['answer']}   [{', '.join(notes)}]")
 
 
 def mean(values: list[float]) -> dict[str, float]:

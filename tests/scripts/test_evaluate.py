@@ -103,8 +103,8 @@ def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path
     args = ["--task", "answers", "--model", models[0], "--data_path", quiz, "--max_new_tokens", 4]
     done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:given", "--show", 2)
     assert done.returncode == 0, done.stderr
-    assert f"  Q: {QUESTIONS[0]}\n" in done.stdout and "[given 1]" in done.stdout
-    assert f"  Q: {QUESTIONS[-1]}\n" in done.stdout and "[given 0]" in done.stdout
+    assert f"  Q: {QUESTIONS[0]}\n" in done.stdout and "[given 1, reference: In Saltport.]" in done.stdout
+    assert f"  Q: {QUESTIONS[-1]}\n" in done.stdout and "[given 0, reference: In Saltport.]" in done.stdout
     given = next(line for line in done.stdout.splitlines() if line.startswith("given "))
     assert given.split()[:3] == ["given", "4", "0.750"]
 
