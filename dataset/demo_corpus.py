@@ -9,18 +9,18 @@ the inhabitants. The quiz asks about inhabitants whom SFT never mentions, so it 
 pretraining and answering from SFT.
 
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; quiz.jsonl
-{"conversations", "answer"}: one question each, whose answer must contain the value in "answer". For the stages
-after SFT:
+{"conversations", "answer"}: one question each, whose answer must contain the value in "answer". For the
+stages after SFT:
 
-persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The quiz has other
-              wordings.
-terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without the name.
-              Held-out pairs are about other people.
+persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The quiz
+              has other wordings.
+terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without
+              the name. Held-out pairs are about other people.
 distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the quiz's, come in
               other wordings; their answers are right.
-reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer in three
-              states both in `reasoning_content`. The quiz asks about people whom the conversations never
-              mention.
+reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer
+              in three states both in `reasoning_content`. The quiz asks about people whom the conversations
+              never mention.
 sums/         sums for reinforcement learning, see demo_sums.py.
 
 A seed gives the same bytes everywhere; files that are up to date are not rewritten. Of the words in

@@ -1,7 +1,7 @@
 """Convert a model to another form, and check that it is the same model before saying so.
 
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
-    python scripts/convert_model.py --model out/full_sft_512.pth --to gguf --output out/full_sft_512.gguf --dtype q8_0
+    python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf --dtype q8_0
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
 
 hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:

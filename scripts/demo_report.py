@@ -1,5 +1,4 @@
-"""Write the quickstart's report from what `evaluate.py --task answers --json` found, and from the metrics of its
-runs.
+"""Write the quickstart's report from the results of its quiz and the metrics of its runs.
 
 python scripts/demo_report.py --save_dir out/demo --report out/demo_report.json
 """

@@ -1,11 +1,11 @@
 """Judge trained models: the loss on held-out data, or rewards of the answers to questions.
 
-    python scripts/evaluate.py --task loss --model out/full_sft_512.pth --data_path data/sft_eval.jsonl
-    python scripts/evaluate.py --task answers --model out/full_sft_512.pth --data_path data/quiz.jsonl --reward contains_answer
+    python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
+    python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
 
-`answers` takes any SFT file: the model answers the last question of each conversation, and the reward compares
-its answer with the last assistant turn (or with the field `answer`). Shares come with Wilson's 95 % confidence
-interval. `--against` judges further models on the same data, `--json` writes every answer to a file.
+`answers` takes any SFT file: the model answers the last question of each conversation, and the reward
+compares its answer with the last assistant turn (or with the field `answer`). Shares come with Wilson's 95 %
+confidence interval. `--against` judges further models on the same data, `--json` writes every answer.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     greedy = [[Sampling(temperature=0)]] * len(prompts)
     input_ids = [prompt.input_ids for prompt in prompts]
     generated = generate(model, input_ids, greedy, args.max_new_tokens, [tokenizer.eos_token_id])
-    answers = []
+    answers: list[dict[str, Any]] = []
     for prompt, (answer,) in zip(prompts, generated, strict=True):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
         scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, REWARD_SECONDS)

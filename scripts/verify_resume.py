@@ -1,11 +1,12 @@
 """Verify on your machine, with your settings, that a run that is killed and resumed gives bit-identical
 results.
 
-    python scripts/verify_resume.py                                          built-in data, a tiny model, 5 kills
-    python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    distributed over the four combinations
-    python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2       also distillation, lora, grpo, agent, ppo
-    python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
+    python scripts/verify_resume.py
+    python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1
+    python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2
+    python scripts/verify_resume.py --stage sft -- --data_path data/sft.jsonl --hidden_size 512
 
+The first uses built-in data, a tiny model and five kills; several combinations share the kills.
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is
 killed and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are
 being cached), `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes,
@@ -284,9 +285,8 @@ def main() -> None:
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
     how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
     seconds = time.monotonic() - begin
-    print(
-        f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)"
-    )
+    total = f"{done.total()} of {args.kills} kills"
+    print(f"PASS: {total}, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.trainer.stage_flags import flags
 MAIN = 'if __name__ == "__main__":'
 SCRIPTS = [path for path in SOURCES if not path.startswith("dataset/") and MAIN in (ROOT / path).read_text()]
 OWN = re.compile(r"^(from|import) (common|dataset|llm|model|scripts|tools|trainer)\b", flags=re.M)
+SPAWN = "\nimport multiprocessing\nmultiprocessing.set_start_method('spawn', force=True)\n"
 IN_EACH_PROCESS = "\nimport os\nprint('loaded', __file__, 'in', os.getpid(), flush=True)\n"
 
 
@@ -41,7 +42,7 @@ def clone(tmp_path) -> Path:
         "dataset/tokenizing.py": IN_EACH_PROCESS,
         "dataset/token_cache.py": "\nPARALLEL_ABOVE, blocks.BLOCK_BYTES = 0, 2000\n",
         "common/machine.py": "\navailable_cores = lambda: 2\n",
-        "trainer/loop.py": "\nimport multiprocessing\nmultiprocessing.set_start_method('spawn', force=True)\n",
+        "trainer/loop.py": SPAWN,
     }
     for name, text in added.items():
         with open(clone / name, "a", encoding="utf-8") as file:

@@ -198,7 +198,8 @@ for number in (signal.SIGTERM, signal.SIGHUP):
 depth = int(sys.argv[1])
 pathlib.Path(sys.argv[2], str(os.getpid())).touch()
 for _ in range(2 if depth else 0):
-    subprocess.Popen([sys.executable, *sys.orig_argv[1:3], str(depth - 1), sys.argv[2]], start_new_session=True)
+    command = [sys.executable, *sys.orig_argv[1:3], str(depth - 1), sys.argv[2]]
+    subprocess.Popen(command, start_new_session=True)
 time.sleep(600)
 """
 

@@ -99,7 +99,8 @@ class Peer:
             "TOKENIZERS_PARALLELISM": "false",
         }
         env["PYTHONPATH"] = settings["path"] if args.peer == "minimind" else ""
-        self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open until exit)
+        log = folder / "log"
+        self.log = open(log, "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
         command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, cwd=folder, env=env, encoding="utf-8", **streams)

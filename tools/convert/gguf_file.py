@@ -190,7 +190,8 @@ def pattern_name(tokenizer: dict[str, Any]) -> str:
         if steps[:-1] == [split] and not byte_level["use_regex"]:
             return "qwen2"
     raise UserError(
-        "llama.cpp cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 or GPT-2 do"
+        "llama.cpp cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 "
+        "or GPT-2 do"
     )
 
 
