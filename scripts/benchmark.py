@@ -2,12 +2,12 @@
 peer.
 
     python scripts/benchmark.py --preset 30m --stage sft --data_path data/sft.jsonl --batch_size 8
-    python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --packing 1 --json out/speed.json
-    python scripts/benchmark.py --data_path data/sft.jsonl --peer minimind --peer_path ../minimind --json out/ratio.json
+    python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --packing 1
+    python scripts/benchmark.py --data_path data/sft.jsonl --peer minimind --peer_path ../minimind
 
 It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
 only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
-(see scripts/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
+(see tools/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
 """
 
 import json
@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # before torch, as in the stages
@@ -35,7 +35,7 @@ import torch
 from common.config_sources import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, setting, settings_of
-from scripts.bench.comparison import Peer, check_peer
+from tools.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.devices.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
@@ -152,15 +152,18 @@ class Ours:
 def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     """Rates and shares of the timed blocks over all ranks, as multiples of rank 0's."""
     total, ranks = Block(*np.sum(blocks, axis=0).tolist()), world_size()
-    return {
+    flops_per_second = total.flops / total.seconds
+    figures = {
         "tokens_per_second": total.rate * ranks,
-        "mfu": ours.peak.share(total.flops / total.seconds),
-        **({"mfu_of_sheet": total.flops / total.seconds / ours.peak.sheet} if ours.peak.sheet else {}),
+        "mfu": ours.peak.share(flops_per_second),
         "matmul_peak_tflops": ours.peak.best * ranks / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,
         "peak_memory_mb": peak_memory_mb(ours.state.device),
     }
+    if ours.peak.sheet:
+        figures["mfu_of_sheet"] = flops_per_second / ours.peak.sheet
+    return figures
 
 
 def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
@@ -179,27 +182,24 @@ def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
         utils.Logger(
             f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}"
         )
-    tokens, targets, size, loss = (
-        np.concatenate([each[n] for each in seen]) for n in ("tokens", "targets", "size", "loss")
-    )
-    sums, counts = ((x.reshape(-1, args.accumulation_steps)).sum(1) for x in (loss * targets, targets))
+    columns = {}
+    for name in ("tokens", "targets", "size", "loss"):
+        columns[name] = np.concatenate([block[name] for block in seen])
+    targets = columns["targets"].reshape(-1, args.accumulation_steps)
+    losses = columns["loss"].reshape(-1, args.accumulation_steps)
+    update_losses = ((losses * targets).sum(1) / targets.sum(1)).tolist()
     figures = {
         "peer": args.peer,
         "pairs": pairs,
         "ratio_median": statistics.median(pair["ratio"] for pair in pairs),
         "peer_tokens_per_second": statistics.median(pair["peer"] for pair in pairs),
-        "peer_padded_share": 1 - tokens.sum() / size.sum(),
+        "peer_padded_share": 1 - columns["tokens"].sum() / columns["size"].sum(),
     }
     if not args.packing:  # else our micro-batches hold more samples
-        theirs = (sums / counts).tolist()
-        largest = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs, strict=True))
-        agree = largest <= TOLERANCE
-        figures["losses"] = {
-            "ours": ours.losses,
-            "peer": theirs,
-            "largest_difference": largest,
-            "agree": agree,
-        }
+        both = zip(ours.losses, update_losses, strict=True)
+        largest = max(abs(mine - theirs) / abs(theirs) for mine, theirs in both)
+        losses = {"ours": ours.losses, "peer": update_losses, "largest_difference": largest}
+        figures["losses"] = losses | {"agree": largest <= TOLERANCE}
     return blocks, figures
 
 
@@ -237,13 +237,8 @@ def main() -> None:
     if args.json and utils.is_main_process():
         device = ours.state.device
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        about = {
-            "command": shlex.join(sys.argv),
-            "date": str(date.today()),
-            "machine": machine,
-            "device": str(device),
-        }
-        about |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine}
+        about |= {"device": str(device), "torch": torch.__version__, "threads": torch.get_num_threads()}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)
     utils.leave_process_group()

@@ -29,11 +29,11 @@ from scripts.conversation import Conversation
 from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
-from scripts.toolbox import ROUNDS, Toolbox
-from trainer.rollouts.environments import SHIPPED
+from trainer.rollouts.environments import SHIPPED, Toolbox
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
 DRAWN = ("temperature", "top_p", "top_k")
+ROUNDS = 8  # of tool calls and results to one question
 HELP = """/reset          start a new conversation
 /system TEXT    set the system prompt (without TEXT: none) and start a new conversation
 /save FILE      append this conversation to FILE as a record that SFT can train on

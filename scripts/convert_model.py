@@ -1,7 +1,7 @@
 """Convert a model to another form, and check that it is the same model before saying so.
 
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
-    python scripts/convert_model.py --model out/full_sft_512.pth --to gguf --output out/full_sft_512.gguf --dtype q8_0
+    python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf --dtype q8_0
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
 
 hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
@@ -28,9 +28,9 @@ from common.durable_files import new_path
 from common.errors import UserError, say
 from dataset.tokenizing import TokenizerSpec
 from model.model_minimind import MiniMindForCausalLM
-from scripts.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
-from scripts.convert.hugging_face import read_stock, write_folder
-from scripts.convert.parity import compare, text_logits
+from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
+from tools.convert.hugging_face import read_stock, write_folder
+from tools.convert.parity import compare, text_logits
 from trainer.run.checkpoint import file_digest
 from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import (

@@ -1,178 +1,225 @@
-"""Judge trained models: held-out loss, the demo exam, multiple choice by likelihood.
+"""Judge trained models: the loss on held-out data, or rewards of the answers to questions.
 
-    python scripts/evaluate.py --task loss --model out/full_sft_512.pth --data_path data/sft_eval.jsonl
-    python scripts/evaluate.py --task exam choices --model out/full_sft_512.pth --choices_path questions.jsonl
-    python scripts/evaluate.py --task exam --model out/full_sft_512.pth --against out/full_sft_768.pth --json e.json
+    python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
+    python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
 
-Every value comes with its 95 % confidence interval. Of several models, each is compared with the first on the
-same items; a star marks a difference whose interval leaves out zero, of at least 30 items.
+`answers` takes any SFT file: the model answers the last question of each conversation, and the reward
+compares its answer with the last assistant turn (or with the field `answer`). Shares come with Wilson's 95 %
+confidence interval. `--against` judges further models on the same data, `--json` writes every answer.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
+
+# isort: split
+import numpy as np
+import torch
+
 from common.errors import UserError, reason
-from common.settings import ROOT, StageArgs, add_flags, settings_of
-from dataset.lm_dataset import PretrainDataset, SFTDataset
-from scripts.evaluation.exam import ask, is_right, read_exam
-from scripts.evaluation.likelihood import held_out, multiple_choice, read_choices
-from scripts.evaluation.scores import Item, summarize, table
+from common.settings import ROOT
+from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+from dataset.rollout_prompts import PromptDataset
+from model.generation import generate
+from model.sampling import Sampling
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.lora import merge_adapter
+from trainer.objectives.next_token import held_out_loss, to_device
+from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 
 DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
+Z = 1.959964  # standard normal quantile of 97.5 %
+REWARD_SECONDS = 10.0  # a reward that takes longer ends the evaluation
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line. Raises UserError if a value is out of range, or a task lacks its file."""
+    """The command line. Raises UserError if a value is out of range."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag(
-        "--task", nargs="+", choices=list(TASKS), required=True, help="what to measure; several are possible"
-    )
+    flag("--task", choices=("loss", "answers"), required=True, help="what to measure")
+    flag("--data_path", required=True, help="data that the model was not trained on: file, folder or glob")
+    flag("--against", nargs="+", default=[], metavar="PATH", help="further models to judge on the same data")
+    flag("--json", metavar="FILE", help="file to write the results to, with every answer")
     add_trained_model_flags(parser)
-    flag(
-        "--against",
-        nargs="+",
-        metavar="PATH",
-        help="further models, each compared with the first on the same items",
+    flag("--max_seq_len", type=int, help="longest sample (loss) or prompt (answers), in tokens")
+
+    loss = parser.add_argument_group("--task loss")
+    loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents or conversations")
+    loss.add_argument("--text_separator", help="line between the documents of plain text files")
+    loss.add_argument("--batch_tokens", type=int, default=4096, help="tokens of a forward pass")
+
+    answers = parser.add_argument_group("--task answers")
+    answers.add_argument("--reward", default="exact_answer", help="rewards, as --reward of train_grpo.py")
+    answers.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
+    answers.add_argument("--show", type=int, default=0, help="number of answers to print, of each model")
+    answers.add_argument(
+        "--open_thinking", type=int, choices=(0, 1), default=0, help="1: reason before the answer"
     )
-    flag(
-        "--json", metavar="FILE", help="file to write the results to, with the score and answer of each item"
-    )
-    flag("--batch_tokens", type=int, default=4096, help="tokens of a forward pass (loss, choices)")
-    rows = settings_of(StageArgs)
-    held_out_data = replace(
-        rows["data_path"], default=None, help="data that the model was not trained on (loss)"
-    )
-    add_flags(parser, [held_out_data, rows["text_separator"], replace(rows["max_seq_len"], default=None)])
-    flag(
-        "--kind", choices=list(DATASETS), default="sft", help="data of documents, or of conversations (loss)"
-    )
-    flag(
-        "--exam_path", default=str(ROOT / "dataset/demo/exam.jsonl"), help="JSONL file with questions (exam)"
-    )
-    flag("--choices_path", metavar="FILE", help="JSONL file with question, choices and answer (choices)")
-    flag("--show", type=int, default=0, help="number of questions to print with each model's answers (exam)")
-    thinking_help = "1: have the model reason before it answers (exam)"
-    flag("--open_thinking", type=int, choices=(0, 1), default=0, help=thinking_help)
-    flag("--max_new_tokens", type=int, default=256, help="longest answer, in tokens (exam)")
     args = parser.parse_args()
     if min(args.batch_tokens, args.max_new_tokens) < 1 or args.show < 0:
         raise UserError("--batch_tokens and --max_new_tokens must be at least 1, and --show not negative")
-    if "loss" in args.task and not args.data_path:
-        raise UserError("--task loss needs --data_path, a file that the model was not trained on")
-    if "choices" in args.task and not args.choices_path:
-        raise UserError("--task choices needs --choices_path")
     return args
 
 
-# --- the tasks: each gives a function of (model, tokenizer) that returns the items, after it has read its
-# file --------
-
-Judge = Callable[[Any, Any], list[Item]]
+# --- held-out loss ---------------------------------------------------------------------------------
 
 
-def judge_loss(args: argparse.Namespace) -> Judge:
-    """Loss and bits per byte on held-out data, as the trainer's `eval_loss` and `eval_bpb`."""
-
-    def judge(model: Any, tokenizer: Any) -> list[Item]:
-        options = {"text_separator": args.text_separator}
-        dataset = DATASETS[args.kind](args.data_path, tokenizer, args.max_seq_len, **options)
-        return held_out(model, dataset, args.batch_tokens)
-
-    return judge
-
-
-def judge_exam(args: argparse.Namespace) -> Judge:
-    """The demo's exam, in chat: questions about people whom SFT never mentioned."""
-    questions = read_exam(args.exam_path)
-    step = max(1, len(questions) // args.show - 1) if args.show else 1  # odd: both languages are shown
-
-    def judge(model: Any, tokenizer: Any) -> list[Item]:
-        texts = [each["question"] for each in questions]
-        answers = ask(model, tokenizer, texts, args.max_new_tokens, bool(args.open_thinking))
-        pairs = list(zip(questions, answers, strict=True))
-        for each, answer in pairs[::step][: args.show]:
-            verdict = "right" if is_right(answer, each) else f"wrong: {each['accepted'][0]}"
-            print(f"  Q: {each['question']}\n  A: {answer}   [{verdict}]")
-        scores = [
-            {"right": (float(is_right(a, q)), 1.0), "characters": (float(len(a)), 1.0)} for q, a in pairs
-        ]
-        return [Item(q["key"], score, q["language"], a) for (q, a), score in zip(pairs, scores, strict=True)]
-
-    return judge
+def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Loss in nats per target and bits per byte, as the trainer's `eval_loss` and `eval_bpb`."""
+    dataset_class = DATASETS[args.kind]
+    dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, text_separator=args.text_separator)
+    nats, targets, target_bytes = 0.0, 0, 0
+    for items in batches(dataset.item_tokens, args.batch_tokens):
+        batch = to_device(collate_flat([dataset[int(item)] for item in items]), model.device)
+        with torch.no_grad():
+            loss = held_out_loss(model, batch)["loss"]
+        nats += float(loss)
+        targets += len(batch["targets"])
+        target_bytes += batch["target_bytes"]
+        dataset.cache.release()
+    figures = {"loss": {"value": nats / targets}, "bits per byte": {"value": nats / log(2) / target_bytes}}
+    return {"items": dataset.records, "figures": figures}
 
 
-def judge_choices(args: argparse.Namespace) -> Judge:
-    """Multiple choice by likelihood."""
-    questions = read_choices(args.choices_path)
-    return lambda model, tokenizer: multiple_choice(model, tokenizer, questions, args.batch_tokens)
+def batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Indices of items, the longest first, in batches of at most `max_tokens` tokens (or one item)."""
+    found: list[list[int]] = []
+    tokens = 0
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        tokens += int(lengths[index])
+        if not found or tokens > max_tokens:
+            found.append([])
+            tokens = int(lengths[index])
+        found[-1].append(index)
+    return found
 
 
-TASKS = {"loss": judge_loss, "exam": judge_exam, "choices": judge_choices}
+# --- rewards of answers ----------------------------------------------------------------------------
 
 
-# --- the results
-# -----------------------------------------------------------------------------------------------------
+def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Each reward of the model's greedy answers, and their length in characters, as means."""
+    rewards = load_rewards(args.reward)
+    longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
+    prompts = PromptDataset(
+        args.data_path, tokenizer, longest, str(ROOT / "dataset" / "cache"),
+        enable_thinking=bool(args.open_thinking),
+    ).prompts  # fmt: skip
+    greedy = [[Sampling(temperature=0)]] * len(prompts)
+    input_ids = [prompt.input_ids for prompt in prompts]
+    generated = generate(model, input_ids, greedy, args.max_new_tokens, [tokenizer.eos_token_id])
+    answers: list[dict[str, Any]] = []
+    for prompt, (answer,) in zip(prompts, generated, strict=True):
+        text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+        scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, REWARD_SECONDS)
+        about = {"source": prompt.source, "question": prompt.messages[-1]["content"]}
+        reference = prompt.record.get("answer")
+        answers.append(about | {"reference": reference, "answer": text, "scores": scores})
+    figures = {reward.name: mean([each["scores"][reward.name] for each in answers]) for reward in rewards}
+    figures["characters"] = {"value": float(np.mean([len(each["answer"]) for each in answers]))}
+    show(answers, args.show)
+    return {"items": len(answers), "figures": figures, "answers": answers}
 
 
-def names_of(paths: list[Path]) -> list[str]:
-    """A short name for each model: the name of its file, or its path where that is not clear. Raises
-    UserError if a model is given twice."""
+def show(answers: list[dict[str, Any]], count: int) -> None:
+    """Print some answers, evenly chosen."""
+    for index in np.linspace(0, len(answers) - 1, min(count, len(answers))).astype(int):
+        each = answers[index]
+        notes = [f"{name} {value:g}" for name, value in each["scores"].items()]
+        if each["reference"] is not None:
+            notes.append(f"reference: {each['reference']}")
+        print(f"  Q: {each['question']}\n  A: {each['answer']}   [{', '.join(notes)}]")
+
+
+def mean(values: list[float]) -> dict[str, float]:
+    """The mean, with Wilson's interval if it is a share of right answers: all values are 0 or 1."""
+    if set(values) <= {0.0, 1.0}:
+        return wilson(int(sum(values)), len(values))
+    return {"value": float(np.mean(values))}
+
+
+def wilson(right: int, count: int) -> dict[str, float]:
+    """A share and Wilson's 95 % score interval (Wilson 1927), which holds near 0 and 1 and for few items."""
+    share = right / count
+    center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
+    half = Z / (1 + Z**2 / count) * sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    return {"value": share, "low": max(0.0, center - half), "high": min(1.0, center + half)}
+
+
+# --- the results -----------------------------------------------------------------------------------
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The figures of all models as text, a column for each model."""
+    first = next(iter(results.values()))
+    lines = [["metric", "items", *results]]
+    for metric in first["figures"]:
+        cells = [shown(result["figures"][metric]) for result in results.values()]
+        lines.append([metric, str(first["items"]), *cells])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def shown(figure: dict[str, float]) -> str:
+    """A value, with its interval if it has one."""
+    if "low" in figure:
+        return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
+    return f"{figure['value']:.3f}"
+
+
+def model_names(paths: list[Path]) -> list[str]:
+    """A short name for each model: that of its file, or its path where names are equal. Raises UserError if
+    a model is given twice."""
     if len(set(paths)) < len(paths):
         raise UserError("--against names a model twice; leave one of them out")
     names = [path.stem if path.is_file() else path.name for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+    if len(set(names)) < len(names):
+        return [str(path) for path in paths]
+    return names
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write the report as JSON. Raises UserError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written ({reason(error)}); give another file") from error
 
 
 def main() -> None:
-    """Judge each model by each task, print the table, write the report."""
+    """Judge each model, print the table, write the report."""
     args = parse_args()
-    judges = {task: TASKS[task](args) for task in dict.fromkeys(args.task)}
-    paths = [model_path(args), *map(Path, args.against or ())]
-    if missing := [str(path) for path in paths if not path.exists()]:
-        raise UserError(f"--against {missing[0]}: no such file or folder")
+    load_rewards(args.reward)  # a wrong one is named before a model is loaded
+    paths = [model_path(args), *map(Path, args.against)]
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"--against {path}: no such file or folder")
     adapter = Path(args.lora) if args.lora else None
-    names = names_of([adapter or paths[0], *paths[1:]])
+    names = model_names([adapter or paths[0], *paths[1:]])
     device = select_device(args.device)
     prepare_device(device)
-    results: dict[str, dict[str, list[Item]]] = {task: {} for task in judges}
-    models = {}
-    for number, (name, path) in enumerate(zip(names, paths, strict=True)):
+    results = {}
+    for name, path in zip(names, paths, strict=True):
         model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
-        if adapter and number == 0:
+        if adapter and not results:
             model = merge_adapter(model, adapter)
-        models[name] = {"path": str(path), "parameters": sum(p.numel() for p in model.parameters())}
-        for task, judge in judges.items():
-            results[task][name] = judge(model, tokenizer)
-    rows = [row for task, items in results.items() for row in summarize(task, items)]
-    print(table(rows))
+        judge = judge_loss if args.task == "loss" else judge_answers
+        about = {"path": str(path), "parameters": sum(p.numel() for p in model.parameters())}
+        results[name] = about | judge(args, model, tokenizer)
+    print(table(results))
     if args.json:
-        items = {
-            task: {name: [vars(item) for item in judged] for name, judged in by_model.items()}
-            for task, by_model in results.items()
-        }
-        report = {"models": models, "settings": vars(args), "results": rows, "items": items}
-        try:
-            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.json).write_text(
-                json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            raise UserError(
-                f"--json {args.json} cannot be written ({reason(error)}); give another file"
-            ) from error
+        write_report(Path(args.json), {"settings": vars(args), "models": results})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,6 @@
 #   bash scripts/gpu_check.sh --collect-only               what there is
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+source tools/environment.sh
 install_requirements requirements-test.txt
 exec python -m pytest tests/gpu -vv --tb=short -p no:cacheprovider --gpu_check out/gpu_check.json "$@"

@@ -15,7 +15,7 @@ case "${1:-}" in
         exit 2
         ;;
 esac
-source scripts/environment.sh
+source tools/environment.sh
 
 weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
 [ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo out/tour checkpoints/tour
@@ -35,9 +35,9 @@ echo "== 3/5 fine-tuning: how to answer, shown with some of its people"
 python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
 python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
-echo "== 5/5 the exam: people whom fine-tuning never mentioned"
-python scripts/evaluate.py --task exam --model "$weights/full_sft_256.pth" --against "$weights/sft_only_256.pth" \
-    --max_new_tokens 32 --show 6 --json "$weights/exam.json"
+echo "== 5/5 the quiz: people whom fine-tuning never mentioned"
+python scripts/evaluate.py --task answers --model "$weights/full_sft_256.pth" --against "$weights/sft_only_256.pth" \
+    --data_path dataset/demo/quiz.jsonl --reward contains_answer --max_new_tokens 32 --show 6 --json "$weights/quiz.json"
 python scripts/demo/report.py --save_dir "$weights" --report "$report"
 python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END

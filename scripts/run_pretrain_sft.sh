@@ -15,7 +15,7 @@
 set -euo pipefail
 here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+source tools/environment.sh
 
 for name in PRETRAIN_DATA SFT_DATA; do
     if [ -z "${!name:-}" ]; then

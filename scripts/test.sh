@@ -3,10 +3,10 @@
 # Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+source tools/environment.sh
 install_requirements requirements-serve.txt
 install_requirements requirements-test.txt
-[ "$(id -u)" != 0 ] || bash scripts/install_chromium.sh
+[ "$(id -u)" != 0 ] || bash tools/install_chromium.sh
 ruff check .
 ruff format --check .
 pyrefly check

@@ -1,11 +1,12 @@
 """Verify on your machine, with your settings, that a run that is killed and resumed gives bit-identical
 results.
 
-    python scripts/verify_resume.py                                          built-in data, a tiny model, 5 kills
-    python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1    distributed over the four combinations
-    python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2       also distillation, lora, grpo, agent, ppo
-    python scripts/verify_resume.py --stage sft --kills 5 -- --data_path data/sft.jsonl --hidden_size 512 --batch_size 8
+    python scripts/verify_resume.py
+    python scripts/verify_resume.py --kills 100 --ranks 1,2 --use_moe 0,1
+    python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2
+    python scripts/verify_resume.py --stage sft -- --data_path data/sft.jsonl --hidden_size 512
 
+The first uses built-in data, a tiny model and five kills; several combinations share the kills.
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is
 killed and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are
 being cached), `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes,
@@ -29,7 +30,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
@@ -42,9 +43,9 @@ from torch import Tensor
 
 from common.errors import UserError, reason
 from scripts.demo.corpus import make_corpus, make_tour
-from scripts.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
+from tools.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.report.metrics import read_metrics
-from trainer.run.checkpoint import UNREADABLE, read_file, read_state_folder
+from trainer.run.checkpoint import UNREADABLE, read_file
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 from trainer.weights.files import save_weights
 
@@ -52,6 +53,7 @@ TIMED = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 # built-in data: least updates, records, tokens
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40
+OWN_FLAGS = {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir"}
 MAX_DELAY = 0.02  # seconds from an event to its kill
 
 
@@ -100,8 +102,10 @@ def contents(path: Path) -> dict:
     """What must be the same in a file of a run: of a checkpoint, the fields STATE."""
     if path.suffix == ".safetensors":  # an adapter
         return load_file(path)
-    found = read_state_folder(path) if path.is_dir() else read_file(path)
-    return {key: found.get(key) for key in STATE} if "optimizer" in found else found
+    state = read_file(path)
+    if "optimizer" not in state:
+        return state
+    return {key: state.get(key) for key in STATE}
 
 
 class Kill(NamedTuple):
@@ -135,28 +139,32 @@ def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int =
 
 
 def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
-    """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its final kind, "" if the run
-    ended."""
-    (kind, target, fraction, weights, _), run = kill, launch.run
-    if kind == "start":
-        return kind if launch.wait(launch.training, fraction * start) else ""
+    """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its kind, "" if the run ended
+    before."""
+    run, kind = launch.run, kill.kind
     if kind == "cache":
-        if (
-            launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training())
-            and not launch.training()
-        ):
-            return kind if launch.wait(seconds=fraction * MAX_DELAY) else ""
-        kind = "update"  # too late: the caches are complete
-    if not launch.wait(lambda: launch.training() and run.last_update() >= target):
-        return ""
-    launch.find_processes()
-    if kind == "update":
-        return kind if launch.wait(seconds=fraction * update) else ""
-    path = run.weights if weights and kind == "save" else run.checkpoint
-    path = path.with_name(f".{path.name}.tmp") if kind == "save" else path
-    old = stamp(path)  # from the last save or an earlier kill
-    seen = launch.wait(lambda: stamp(path) not in (None, old), update if kind == "evaluation" else inf)
-    return kind if seen and launch.wait(seconds=fraction * MAX_DELAY) else ""
+        launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training())
+        if launch.training():
+            kind = "update"  # too late: the caches are complete
+    if kind == "start":
+        is_running = launch.wait(launch.training, kill.delay * start)
+    elif kind == "cache":
+        is_running = launch.wait(seconds=kill.delay * MAX_DELAY)
+    elif not launch.wait(lambda: launch.training() and run.last_update() >= kill.target):
+        is_running = False
+    elif kind == "update":
+        launch.find_processes()
+        is_running = launch.wait(seconds=kill.delay * update)
+    else:
+        launch.find_processes()
+        path = run.weights if kill.weights and kind == "save" else run.checkpoint
+        limit = update
+        if kind == "save":
+            path, limit = path.with_name(f".{path.name}.tmp"), inf
+        old = stamp(path)  # from the last save or an earlier kill
+        launch.wait(lambda: stamp(path) not in (None, old), limit)
+        is_running = launch.wait(seconds=kill.delay * MAX_DELAY)
+    return kind if is_running else ""
 
 
 def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> None:
@@ -185,22 +193,21 @@ def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) 
     """Train to the end with these kills; returns how many there were of each (kind, way), and the seconds of
     the last launch. start, update: the usual seconds until training begins, and of an update."""
     Path(run.args.save_dir).mkdir(parents=True)
-    done = Counter()
-    for kill in [*kills, None]:
-        with closing(Launch(run, kill.way if kill else "all")) as launch:
-            kind = wait_for(kill, launch, start, update) if kill else launch.wait() and ""
+    done, name = Counter(), run.folder.name
+    for kill in kills:
+        with closing(Launch(run, kill.way)) as launch:
+            kind = wait_for(kill, launch, start, update)
             if kind:
                 launch.end()
-        ended = not kind or launch.process.returncode == 0
-        text = launch.result(killed=not ended)
-        if ended:
-            break
+        if not kind or launch.process.returncode == 0:
+            print(f"  {name}: ended {launch.result(killed=False)}, before its kill", flush=True)
+            return done, launch.seconds
         done[kind, launch.way] += 1
-        print(
-            f"  {run.folder.name}: kill {done.total()} of {len(kills)}, {kind}, {launch.way}: {text}",
-            flush=True,
-        )
-    print(f"  {run.folder.name}: ended {text}" + ", before its kill" * (kill is not None), flush=True)
+        count = f"kill {done.total()} of {len(kills)}, {kind}, {launch.way}"
+        print(f"  {name}: {count}: {launch.result(killed=True)}", flush=True)
+    with closing(Launch(run)) as launch:
+        launch.wait()
+    print(f"  {name}: ended {launch.result(killed=False)}", flush=True)
     return done, launch.seconds
 
 
@@ -219,6 +226,11 @@ def check(reference: Run, killed: Run, rng: random.Random, kills: int) -> Counte
     return done
 
 
+def int_list(text: str) -> list[int]:
+    """The numbers in a text such as 1,2."""
+    return [int(number) for number in text.split(",")]
+
+
 def parse_args() -> tuple[Any, list[str]]:
     """The flags before `--`, and the arguments after it."""
     parser = Parser(
@@ -227,28 +239,13 @@ def parse_args() -> tuple[Any, list[str]]:
     flag = parser.add_argument
     flag("--stage", choices=STAGES, default="sft", help="stage script to check")
     flag("--kills", type=int, default=5, help="kills in all combinations together")
-    flag(
-        "--ranks",
-        type=lambda text: [int(n) for n in text.split(",")],
-        default="1",
-        help="processes, e.g. 1,2",
-    )
-    flag(
-        "--use_moe",
-        type=lambda text: [int(n) for n in text.split(",")],
-        default="0",
-        help="0 dense, 1 MoE, 0,1 both",
-    )
+    flag("--ranks", type=int_list, default="1", help="processes, e.g. 1,2")
+    flag("--use_moe", type=int_list, default="0", help="0 dense, 1 MoE, 0,1 both")
     flag("--seed", type=int, help="seed of the kills; drawn and printed if not given")
     flag("--work_dir", help="new folder for the runs; a temporary one if not given, deleted after PASS")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, typed = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
-    taken = {part.split("=")[0] for part in typed} & {
-        "--use_moe",
-        "--from_resume",
-        "--checkpoint_dir",
-        "--cache_dir",
-    }
+    taken = {part.split("=")[0] for part in typed} & OWN_FLAGS
     if taken:
         raise UserError(
             f"{', '.join(sorted(taken))} after --: this script sets it; --use_moe goes before the --"
@@ -288,9 +285,8 @@ def main() -> None:
     counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
     how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
     seconds = time.monotonic() - begin
-    print(
-        f"PASS: {done.total()} of {args.kills} kills, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)"
-    )
+    total = f"{done.total()} of {args.kills} kills"
+    print(f"PASS: {total}, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -5,20 +5,21 @@ downloads.
 
 It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a
 valley, each in many wordings and in both languages. The SFT data show how to answer questions, about some of
-the inhabitants. The exam asks about inhabitants whom SFT never mentions, so it needs both: facts from
+the inhabitants. The quiz asks about inhabitants whom SFT never mentions, so it needs both: facts from
 pretraining and answering from SFT.
 
-Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; exam.jsonl:
-questions, each with the values accepted and rejected in its answer. For the stages after SFT:
+Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; quiz.jsonl
+{"conversations", "answer"}: one question each, whose answer must contain the value in "answer". For the
+stages after SFT:
 
-persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The exam
+persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The quiz
               has other wordings.
 terse         pairs of answers for DPO: the rejected one is SFT's sentence, the chosen one the same without
               the name. Held-out pairs are about other people.
-distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the exam's, come in
+distillation  questions about everybody; one answer in three is wrong. Held-out ones, also the quiz's, come in
               other wordings; their answers are right.
 reasoning     questions that take two facts, where somebody lives and what that place is known for. One answer
-              in three states both in `reasoning_content`. The exam asks about people whom the conversations
+              in three states both in `reasoning_content`. The quiz asks about people whom the conversations
               never mention.
 sums/         sums for reinforcement learning, see sums.py.
 
@@ -40,10 +41,10 @@ from scripts.demo.sums import make_sums
 
 LANGUAGES = ("zh", "en")
 # Inhabitants per group: multiples of the 12 values, so that every value is equally common in a group.
-GROUPS = {"sft": 72, "sft_eval": 12, "exam": 36}
+GROUPS = {"sft": 72, "sft_eval": 12, "quiz": 36}
 BIOGRAPHIES = 20  # pretraining documents per inhabitant and language
 PLACE_REPEATS = 3  # copies of each sentence about a place
-WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the exam uses
+WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the quiz uses
 SMALL_TALK = 40  # SFT conversations of small talk per language
 PERSONA_REPEATS = 4  # copies of each question for the persona
 MISTAKES = 1 / 3  # share of the answers that a student is taught and that are wrong
@@ -202,19 +203,23 @@ def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list
     return records["sft"], records["sft_eval"]
 
 
-def make_exam(people: list[Person], rng: random.Random) -> list[dict]:
-    """One question per fact and language about the people of group exam, whom no conversation mentions."""
+def quiz_question(question: str, reply: str, value: str) -> dict:
+    """A question as one SFT record; `answer` is what its answer must contain."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    return {"conversations": messages, "answer": value}
+
+
+def make_quiz(people: list[Person], rng: random.Random) -> list[dict]:
+    """One question per fact and language about the people of group quiz, whom no conversation mentions."""
     questions = []
     for person in people:
-        if person.group != "exam":
+        if person.group != "quiz":
             continue
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
-                values = list(attribute.values[language])
-                accepted = values.pop(person.facts[attribute.key])
                 question = rng.choice(attribute.ask[language]).format(n=person.name[language])
-                about = {"person": person.name[language], "attribute": attribute.key, "language": language}
-                questions.append({"question": question, "accepted": [accepted], "rejected": values, **about})
+                value = attribute.values[language][person.facts[attribute.key]]
+                questions.append(quiz_question(question, answer(person, attribute, language), value))
     return questions
 
 
@@ -229,31 +234,22 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
         "pretrain_eval.jsonl": pretrain_eval,
         "sft.jsonl": sft,
         "sft_eval.jsonl": sft_eval,
-        "exam.jsonl": make_exam(people, rng),
+        "quiz.jsonl": make_quiz(people, rng),
     }
-
-
-def exam_question(question: str, accepted: str, rejected: list[str], attribute: str, language: str) -> dict:
-    """A question as scripts/evaluation/exam.py reads it: the value accepted in its answer, and those that are
-    not."""
-    values = {"accepted": [accepted], "rejected": rejected}
-    return {"question": question, **values, "attribute": attribute, "language": language}
 
 
 def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
     """The files of the persona. sft: the conversations of SFT, of which as many are added, so that the model
     keeps what it knows."""
-    records, exam = [], []
+    records, quiz = [], []
     for language in LANGUAGES:
         (name,), (reply,) = PERSONA["name"][language], PERSONA["reply"][language]
         asked = PERSONA["ask"][language] * PERSONA_REPEATS
         records += [conversation([(question, reply)], language, rng) for question in asked]
-        exam += [
-            exam_question(question, name, [], "name", language) for question in PERSONA["exam"][language]
-        ]
+        quiz += [quiz_question(question, reply, name) for question in PERSONA["quiz"][language]]
     records += rng.sample(sft, len(records))
     rng.shuffle(records)
-    return {"persona.jsonl": records, "persona_exam.jsonl": exam}
+    return {"persona.jsonl": records, "persona_quiz.jsonl": quiz}
 
 
 def terse_pair(person: Person, attribute: Attribute, language: str, question: str) -> dict:
@@ -270,7 +266,7 @@ def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]
     """The pairs, and held-out ones about other people."""
     files: dict[str, list[dict]] = {"terse.jsonl": [], "terse_eval.jsonl": []}
     for person in people:
-        if person.group == "exam":
+        if person.group == "quiz":
             continue
         name = "terse.jsonl" if person.group == "sft" else "terse_eval.jsonl"
         for attribute in ATTRIBUTES:
@@ -294,16 +290,16 @@ def mistaken(person: Person, attribute: Attribute, rng: random.Random) -> Person
     return replace(person, facts=person.facts | {attribute.key: value})
 
 
-def make_distillation(people: list[Person], exam: list[dict], rng: random.Random) -> dict[str, list[dict]]:
+def make_distillation(people: list[Person], quiz: list[dict], rng: random.Random) -> dict[str, list[dict]]:
     """Questions about everybody in all wordings but one, with mistakes in the answers, and held-out ones in
-    that one, the exam's where it asks."""
-    in_exam = {each["question"] for each in exam}
+    that one, the quiz's where it asks."""
+    in_quiz = {record["conversations"][0]["content"] for record in quiz}
     records, held_out = [], []
     for person in people:
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
                 asked = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
-                kept = next((question for question in asked if question in in_exam), None) or rng.choice(
+                kept = next((question for question in asked if question in in_quiz), None) or rng.choice(
                     asked
                 )
                 replies = (answer(mistaken(person, attribute, rng), attribute, language) for _ in asked)
@@ -315,38 +311,37 @@ def make_distillation(people: list[Person], exam: list[dict], rng: random.Random
 
 
 def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[dict], dict]:
-    """Conversations about what the place of a person is known for, one of them with thoughts, and an exam
+    """Conversations about what the place of a person is known for, one of them with thoughts, and a quiz
     question."""
     place, name = person.facts["home"], person.name[language]
-    others = list(PLACES["goods"][language])
-    value = others.pop(place)
+    value = PLACES["goods"][language][place]
     thoughts = [answer(person, HOME, language), place_text(place, language, PLACES["tell"][language][0])]
     reply = TWO_FACTS["reply"][language][0].format(n=name, v=value)
     asked = [wording.format(n=name) for wording in rng.sample(TWO_FACTS["ask"][language], 1 + PLAIN_ANSWERS)]
     records = [conversation([(question, reply)], language, rng) for question in asked]
     records[0]["conversations"][-1]["reasoning_content"] = "\n".join(thoughts)
-    return records, exam_question(asked[0], value, others, "goods", language)
+    return records, quiz_question(asked[0], reply, value)
 
 
 def make_reasoning(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:
-    """Conversations with and without thoughts about some of the people, and the exam about others."""
-    records, exam = [], []
+    """Conversations with and without thoughts about some of the people, and the quiz about others."""
+    records, quiz = [], []
     for person in people:
-        for language in LANGUAGES if person.group in ("sft", "exam") else ():
+        for language in LANGUAGES if person.group in ("sft", "quiz") else ():
             conversations, question = two_facts(person, language, rng)
             if person.group == "sft":
                 records += conversations
             else:
-                exam.append(question)
+                quiz.append(question)
     rng.shuffle(records)
-    return {"reasoning.jsonl": records, "reasoning_exam.jsonl": exam}
+    return {"reasoning.jsonl": records, "reasoning_quiz.jsonl": quiz}
 
 
 def make_tour(seed: int) -> dict[str, list[dict]]:
     """All files as {file name: records}, a pure function of the seed."""
     corpus, people, rng = make_corpus(seed), make_people(random.Random(seed)), random.Random(seed)
     files = make_persona(corpus["sft.jsonl"], rng) | make_terse(people, rng)
-    files |= make_distillation(people, corpus["exam.jsonl"], rng)
+    files |= make_distillation(people, corpus["quiz.jsonl"], rng)
     return files | make_reasoning(people, rng)
 
 
@@ -375,7 +370,7 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
 def main() -> None:
     """Write the files of a seed, and print their sizes."""
     parser = Parser(description="Generate the built-in demo data; nothing is downloaded.")
-    default = str(Path(__file__).resolve().parents[2] / "dataset" / "demo")
+    default = str(Path(__file__).resolve().parent / "demo")
     parser.add_argument("--output_dir", default=default, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="number that selects the world")
     args = parser.parse_args()

@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from model.answers import parse_call
 from scripts.serve.bodies import Bodies
-from scripts.toolbox import Toolbox
-from trainer.rollouts.environments import SHIPPED
+from trainer.rollouts.environments import SHIPPED, Toolbox
 
 MAX_BYTES = 1 << 16  # of a request
 

@@ -13,10 +13,10 @@ from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
-from scripts.bench.comparison import Peer, first_samples
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
+from tools.bench.comparison import Peer, first_samples
 from trainer.data.order import epoch_loader
 from trainer.report.flops import training_flops
 from trainer.trainer_utils import load_tokenizer
@@ -33,17 +33,8 @@ def run_benchmark(monkeypatch, *flags) -> None:
 @pytest.mark.parametrize("stage", ["sft", "pretrain"])
 def test_figures(corpus, tmp_path, monkeypatch, stage):
     out = tmp_path / "figures.json"
-    flags = [
-        "--stage",
-        stage,
-        "--data_path",
-        corpus[stage],
-        "--cache_dir",
-        corpus["cache"],
-        *SMALL,
-        "--json",
-        out,
-    ]
+    flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL]
+    flags += ["--json", out]
     flags += ["--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
     if stage == "sft":
         run(str(ROOT / "scripts/benchmark.py"), flags)
@@ -59,7 +50,8 @@ def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_pat
     """The peer is a checkout whose model is transformers' Qwen3."""
     out = tmp_path / "figures.json"
     run_benchmark(
-        monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--max_seq_len", 256,
+        monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL,
+        "--max_seq_len", 256,
         "--dtype", "float32", "--learning_rate", 1e-2, "--warmup", 1, "--updates", 2,
         "--repeat", 2, "--peer", "minimind", "--peer_path", make_checkout(tmp_path / "peer"), "--json", out,
     )  # fmt: skip
@@ -90,12 +82,8 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
         run_benchmark(monkeypatch, *data, "--json", "none/a.json")
     with pytest.raises(UserError, match="--repeat must be 1 or more"):
         run_benchmark(monkeypatch, *data, "--repeat", 0)
-    peer = [
-        "--peer",
-        "minimind",
-        "--peer_path",
-        make_checkout(tmp_path / "a", model_minimind="import no_such_package"),
-    ]
+    checkout = make_checkout(tmp_path / "a", model_minimind="import no_such_package")
+    peer = ["--peer", "minimind", "--peer_path", checkout]
     with pytest.raises(UserError, match=r"No module named 'no_such_package'; install it for"):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 1)
     with pytest.raises(UserError, match=r"samples, .* are needed"):

@@ -21,8 +21,8 @@ from model.generation import Answer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from scripts import chat
+from scripts.chat import ROUNDS
 from scripts.terminal import DIM, NORMAL
-from scripts.toolbox import ROUNDS
 from tests.conftest import ROOT
 from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights

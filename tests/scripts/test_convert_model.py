@@ -17,10 +17,10 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import DEFAULTS, Sampling, default_sampling
 from scripts import convert_model
-from scripts.convert import gguf_file, parity
-from scripts.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
-from scripts.convert.hugging_face import read_stock
 from tests.conftest import ROOT
+from tools.convert import gguf_file, parity
+from tools.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
+from tools.convert.hugging_face import read_stock
 from trainer.run.paths import run_name
 from trainer.weights.files import read_model, save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path

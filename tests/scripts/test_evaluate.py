@@ -1,109 +1,180 @@
-"""The whole script on tiny random models: all tasks at once, two models side by side, and mistakes."""
+"""Evaluation on tiny random models: held-out loss against the trainer's, rewards of greedy answers against
+transformers' `generate`, several models, intervals, mistakes."""
 
 import json
-from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.prompts import prompt_tokens
 from scripts import evaluate
-from scripts.demo.corpus import make_corpus
-from tests.conftest import write_jsonl
+from tests.conftest import ROOT, write_jsonl
 from tests.trainer.objectives.test_lora import adapted, base, written
+from trainer import loop
+from trainer.devices.device import mixed_precision
+from trainer.objectives.next_token import flat_size, held_out_loss
 from trainer.weights.files import save_weights
 
-QUESTIONS = [{"question": "The sky is", "choices": ["blue", "red"], "answer": 0}] * 3
+TOKENIZER = load_tokenizer(ROOT / "model")
+QUESTIONS = ["Where does Belin live?", "贝琳住在哪里？", "If I want to visit Belin, where should I go?", "hi"]
+
+
+def tiny_model(size: int = 32, use_moe: bool = False) -> MiniMindForCausalLM:
+    torch.manual_seed(size)
+    config = MiniMindConfig(hidden_size=size, num_hidden_layers=1, use_moe=use_moe)
+    return MiniMindForCausalLM(config).eval()
 
 
 @pytest.fixture
 def models(tmp_path) -> list[str]:
     """Two saved models; their shapes are in the files."""
     paths = [tmp_path / "a_32.pth", tmp_path / "b_64.pth"]
-    for seed, (path, size) in enumerate(zip(paths, (32, 64), strict=True)):
-        torch.manual_seed(seed)
-        save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=size, num_hidden_layers=1)), path)
+    for path, size in zip(paths, (32, 64), strict=True):
+        save_weights(tiny_model(size), path)
     return list(map(str, paths))
 
 
-def test_all_tasks_on_two_models(models, corpus, tmp_path, call):
-    exam = write_jsonl(tmp_path / "exam.jsonl", make_corpus(0)["exam.jsonl"][::49])
-    choices, held_out = tmp_path / "choices.json", tmp_path / "held_out.json"  # arrays in one line
-    choices.write_text(json.dumps(QUESTIONS))
-    records = [json.loads(line) for line in Path(corpus["sft_eval"]).read_text().splitlines()]
-    held_out.write_text(json.dumps(records))
-    args = ["--model", models[0], "--against", models[1], "--task", "loss", "exam", "choices"]
-    args += ["--data_path", held_out, "--max_seq_len", 48, "--exam_path", exam, "--choices_path", choices]
-    args += ["--max_new_tokens", 8, "--show", 2]
-    args += ["--json", tmp_path / "new" / "report.json"]
-    done = call(evaluate, *args)
+@pytest.fixture
+def quiz(tmp_path) -> str:
+    """Questions with answers: a tiny model says none of these."""
+    records = []
+    for question in QUESTIONS:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "In Saltport."}]
+        records.append({"conversations": turns})
+    return str(write_jsonl(tmp_path / "quiz.jsonl", records))
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+@pytest.mark.parametrize(("kind", "name"), [("pretrain", "pretrain_eval"), ("sft", "sft_eval")])
+def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus):
+    model = tiny_model(use_moe=use_moe)
+    dataset_class = {"pretrain": PretrainDataset, "sft": SFTDataset}[kind]
+    dataset = dataset_class(str(corpus[name]), TOKENIZER, 24, cache_dir=corpus["cache"])
+    autocast, _ = mixed_precision("float32", torch.device("cpu"))
+    state = SimpleNamespace(
+        model=model, stop=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
+        size=lambda batch: flat_size(batch, model.config), eval_fn=held_out_loss, args=None,
+        losses=torch.zeros(2, dtype=torch.float64),
+    )  # fmt: skip
+    expected = loop.evaluate(state, DataLoader(dataset, 4, collate_fn=collate_flat))
+    model.eval()
+    for batch_tokens in (1, 100, 10_000):
+        args = SimpleNamespace(
+            kind=kind, data_path=str(corpus[name]), max_seq_len=24, text_separator=None,
+            batch_tokens=batch_tokens,
+        )  # fmt: skip
+        figures = evaluate.judge_loss(args, model, TOKENIZER)["figures"]
+        found = [figures["loss"]["value"], figures["bits per byte"]["value"]]
+        assert found == pytest.approx([expected["eval_loss"], expected["eval_bpb"]], rel=1e-6)
+
+
+@pytest.mark.parametrize("thinking", [0, 1])
+def test_answers_are_those_of_each_question_alone(thinking, models, quiz, tmp_path, call):
+    report = tmp_path / "new" / "report.json"
+    done = call(
+        evaluate, "--task", "answers", "--model", models[0], "--data_path", quiz, "--max_new_tokens", 6,
+        "--reward", "contains_answer,length", "--open_thinking", thinking, "--json", report,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert list(report["models"]) == ["a_32", "b_64"] and report["models"]["b_64"]["path"] == models[1]
-    rows = {(row["task"], row["metric"], row["group"]): row for row in report["results"]}
-    assert {task for task, _, _ in rows} == {"loss", "exam", "choices"}
-    assert rows["exam", "right", "zh"]["items"] == 3 and rows["choices", "acc", "all"]["items"] == 3
-    keys = [item["key"] for item in report["items"]["loss"]["a_32"]]
-    assert len(keys) == rows["loss", "loss", "all"]["items"] > 1 and keys[0] == f"{held_out}[0]"
-    # ln(6400), untrained
-    assert rows["loss", "loss", "all"]["models"]["a_32"]["value"] == pytest.approx(8.8, abs=1)
-    assert set(rows["loss", "bits per byte", "all"]["difference"]) == {"b_64"}
-    assert rows["exam", "right", "all"]["items"] == rows["exam", "characters", "all"]["items"] == 6
-    assert done.stdout.count("  Q: ") == done.stdout.count("  A: ") == 2 * 2  # of each model
-    header, *lines = done.stdout.splitlines()[-len(rows) - 1 :]
-    assert header.split() == ["task", "metric", "items", "a_32", "b_64", "difference"] and len(lines) == len(
-        rows
+    found = json.loads(report.read_text())["models"]["a_32"]
+    model = tiny_model()
+    for question, each in zip(QUESTIONS, found["answers"], strict=True):
+        messages = [{"role": "user", "content": question}]
+        prompt = prompt_tokens(TOKENIZER, messages, enable_thinking=bool(thinking))
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        options["eos_token_id"] = TOKENIZER.eos_token_id
+        tokens = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert each["answer"] == TOKENIZER.decode(tokens, skip_special_tokens=True).strip()
+        assert each["question"] == question and each["scores"]["contains_answer"] == 0.0
+    assert found["figures"]["contains_answer"] == evaluate.wilson(0, len(QUESTIONS))
+
+
+def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path, call):
+    (tmp_path / "mine.py").write_text(
+        "def given(prompt, completion, record):\n"
+        "    return prompt[-1]['content'] != 'hi' and record['answer'] == 'In Saltport.'\n"
     )
-    assert list(report["items"]["exam"]) == ["a_32", "b_64"]
-    assert report["items"]["choices"]["a_32"][0]["answer"] in QUESTIONS[0]["choices"]
-    again = call(evaluate, *args[:-2])
-    assert again.stdout.splitlines()[-len(lines) :] == lines  # the same draws, the same resamples
+    args = ["--task", "answers", "--model", models[0], "--data_path", quiz, "--max_new_tokens", 4]
+    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:given", "--show", 2)
+    assert done.returncode == 0, done.stderr
+    assert f"  Q: {QUESTIONS[0]}\n" in done.stdout and "[given 1, reference: In Saltport.]" in done.stdout
+    assert f"  Q: {QUESTIONS[-1]}\n" in done.stdout and "[given 0, reference: In Saltport.]" in done.stdout
+    given = next(line for line in done.stdout.splitlines() if line.startswith("given "))
+    assert given.split()[:3] == ["given", "4", "0.750"]
+
+
+def test_two_models_side_by_side(models, corpus, tmp_path, call):
+    held_out = tmp_path / "held_out.json"  # an array in one line
+    records = [json.loads(line) for line in corpus["sft_eval"].read_text().splitlines()]
+    held_out.write_text(json.dumps(records))
+    args = ["--task", "loss", "--model", models[0], "--against", models[1], "--data_path", held_out]
+    done = call(evaluate, *args, "--max_seq_len", 200)
+    assert done.returncode == 0, done.stderr
+    header, loss, bits = done.stdout.splitlines()[-3:]
+    assert header.split() == ["metric", "items", "a_32", "b_64"]
+    assert loss.split()[:2] == ["loss", str(len(records))] and bits.startswith("bits per byte")
+    values = [float(text) for text in loss.split()[2:]]
+    assert values == pytest.approx([8.8, 8.8], abs=1)  # ln(6400), untrained
+    assert values[0] != values[1]
 
 
 def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
     save_weights(base(), tmp_path / "base_32.pth")
     lora, report = written(adapted(), tmp_path), tmp_path / "report.json"
-    args = [
-        "--model",
-        tmp_path / "base_32.pth",
-        "--lora",
-        lora,
-        "--against",
-        tmp_path / "base_32.pth",
-        "--json",
-        report,
-    ]
-    done = call(evaluate, *args, "--task", "loss", "--data_path", corpus["sft_eval"], "--max_seq_len", 48)
+    args = ["--model", tmp_path / "base_32.pth", "--lora", lora, "--against", tmp_path / "base_32.pth"]
+    args += ["--task", "loss", "--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--json", report]
+    done = call(evaluate, *args)
     assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())["results"][0]
-    values = [found["models"][name]["value"] for name in ("lora_32", "base_32")]
-    assert abs(values[0] - values[1]) > 1e-3 and found["difference"].keys() == {"base_32"}
+    found = json.loads(report.read_text())["models"]
+    losses = [found[name]["figures"]["loss"]["value"] for name in ("lora_32", "base_32")]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+@pytest.mark.parametrize(  # by hand from Wilson's formula; the first two are in Newcombe 1998, table I
+    ("right", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)],
+)
+def test_wilsons_interval(right, count, low, high):
+    found = evaluate.mean([1.0] * right + [0.0] * (count - right))
+    expected = {"value": right / count, "low": low, "high": high}
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert evaluate.mean([0.5, 1.0]) == {"value": 0.75}  # no share
+
+
+def test_batches_hold_every_item_once():
+    lengths = np.array([5, 300, 7, 7, 90, 1])
+    found = evaluate.batches(lengths, 100)
+    assert sorted(sum(found, [])) == list(range(6))
+    assert all(len(batch) == 1 or lengths[batch].sum() <= 100 for batch in found)
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ([], "--task"),
-        (["--task", "loss", "choices"], "that the model was not trained on"),
-        (["--task", "exam", "--show", -1], "--show not negative"),
-        (["--task", "choices"], "--task choices needs --choices_path"),
-        (["--task", "exam", "--batch_tokens", 0], "--batch_tokens"),
-        (["--task", "exam", "--show", "many"], "--show"),
-        (["--task", "loss", "--data_path", "x", "--against", "no/such.pth"], "--against no/such.pth: no such file"),
-        (["--task", "exam", "--exam_path", "no/exam.jsonl"], "--exam_path no/exam.jsonl does not exist"),
+        (["--task", "loss"], "--data_path"),
+        (["--task", "answers", "--data_path", "no.jsonl"], "no.jsonl"),
+        (["--task", "answers", "--data_path", "x", "--reward", "nonsense"], "--reward nonsense"),
+        (["--task", "answers", "--data_path", "x", "--show", -1], "--show not negative"),
+        (["--task", "loss", "--data_path", "x", "--batch_tokens", 0], "--batch_tokens"),
+        (["--task", "loss", "--data_path", "x", "--against", "no.pth"], "--against no.pth: no such file"),
     ],
-)  # fmt: skip
-def test_mistakes(models, call, args, told):
+)
+def test_mistakes(models, call, args, message):
     done = call(evaluate, "--model", models[0], *args)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_model_twice_and_a_file_that_cannot_be_written(models, tmp_path, call):
-    done = call(evaluate, "--model", models[0], "--against", models[0], "--task", "loss", "--data_path", "x")
+def test_a_model_twice_and_a_file_that_cannot_be_written(models, quiz, tmp_path, call):
+    args = ["--model", models[0], "--task", "answers", "--data_path", quiz, "--max_new_tokens", 2]
+    done = call(evaluate, *args, "--against", models[0])
     assert done.returncode == 2 and "names a model twice" in done.stderr
-    choices = write_jsonl(tmp_path / "c.jsonl", QUESTIONS)
-    args = ["--task", "choices", "--choices_path", choices, "--json", tmp_path]
-    done = call(evaluate, "--model", models[0], *args)
-    # the table stays
-    assert done.returncode == 2 and "cannot be written" in done.stderr and "acc_bytes" in done.stdout
+    done = call(evaluate, *args, "--json", tmp_path)
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "exact_answer" in done.stdout

@@ -1,13 +1,11 @@
 """Checks of GPUs: each ends on its own, in one row and one entry of the JSON, whatever becomes of it; on this
 CPU, with few updates, they pass, and what is wrong is found."""
 
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,10 +16,9 @@ from dataset.lm_dataset import collate_flat
 from model import model_minimind
 from tests.conftest import ROOT
 from tests.gpu import conftest as gpu_conftest
-from tests.gpu import parts, ranks, test_all_reduce, test_ranks, test_runs
+from tests.gpu import parts, ranks, test_all_reduce, test_ranks
 from tests.gpu import test_numbers as numbers
 from trainer import loop
-from trainer.devices import compiling
 from trainer.devices.device import mixed_precision
 
 CHECKS = """
@@ -135,63 +132,10 @@ def test_why_torch_sees_no_gpu(monkeypatch, tmp_path):
         assert gpu_conftest.driver() == "no driver, 0000:01:00.0"
 
 
-LACKS = {
-    "needs 6 GB of free GPU memory; GPU 1 has 5.0": {"free": (9e9, 5e9)},
-    "needs 2 GPUs": {"free": (9e9,)},
-    "a GPU that is divided (MIG)": {"name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"},
-    "needs 128 MB in /dev/shm for NCCL; it has 64 (docker run --shm-size 1g": {"shm": 64 << 20},
-    "needs Triton, a C compiler": {"compiler": False},
-}
-
-
-@pytest.mark.parametrize("reason", LACKS)
-def test_what_a_machine_lacks_is_a_reason_to_leave_a_check_out(reason, monkeypatch):
-    there = {"free": (9e9, 9e9), "name": "NVIDIA H200", "shm": 1 << 30, "compiler": True}
-
-    def everything() -> int:
-        gpus = gpu_conftest.usable_gpus()
-        gpu_conftest.need_compiler(gpus)
-        return gpu_conftest.usable_ranks(gpus)
-
-    def pretend(free: tuple[float, ...], name: str, shm: int, compiler: bool) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 1e11))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: name)
-        monkeypatch.setattr(
-            gpu_conftest.os, "statvfs", lambda path: SimpleNamespace(f_bavail=shm, f_frsize=1)
-        )
-        monkeypatch.setattr(compiling, "has_compiler", lambda device: compiler)
-
-    pretend(**there)
-    assert everything() == 2
-    pretend(**there | LACKS[reason])
-    with pytest.raises(pytest.skip.Exception) as left_out:
-        everything()
-    assert reason in str(left_out.value)
-
-
 # --- the checks, with few updates
 # ------------------------------------------------------------------------------------
 
 real_train, cpu = numbers.train, torch.device("cpu")
-
-
-def test_gaps():
-    right = torch.tensor([3.0, 4.0])
-    assert parts.gap(right, right) == 0 and parts.gap(torch.zeros(2), torch.zeros(2)) == 0
-    assert parts.gap(torch.tensor([3.0, 4.5]), right) == pytest.approx(0.1)
-    assert parts.gap(torch.tensor([3.0, torch.nan]), right) == torch.inf
-    named = {
-        "a.experts.1.up_proj.weight": torch.full((2, 3), 3.0),
-        "a.experts.0.up_proj.weight": torch.ones(2, 3),
-    }
-    named |= {f"a.experts.{e}.gate_proj.weight": torch.zeros(2, 3) for e in (0, 1)}
-    named |= {f"a.experts.{e}.down_proj.weight": torch.zeros(3, 2) for e in (0, 1)}
-    found = parts.by_stock_names(named | {"b": right})
-    assert found.keys() == {f"a.experts.{name}_proj[{e}]" for name in ("gate_up", "down") for e in (0, 1)} | {
-        "b"
-    }
-    assert found["a.experts.gate_up_proj[1]"].tolist() == [[0.0] * 3] * 2 + [[3.0] * 3] * 2
 
 
 # Each breaks the training that the checks look at; the reference, stock transformers, does not run through
@@ -332,30 +276,3 @@ def test_a_wrong_loss_is_found(monkeypatch):
     with pytest.raises(AssertionError, match="dense float32, moe float32 are not those of a CPU"):
         numbers.test_losses(cpu, figures.__setitem__)
     assert figures["dense float32"] == pytest.approx(0.001, rel=0.01)
-
-
-def test_other_bits_are_a_failure(monkeypatch):
-    monkeypatch.setattr(numbers, "dtypes", lambda device: ["float32"])
-    monkeypatch.setattr(numbers, "use_deterministic_kernels", lambda enabled: None)
-    values = itertools.count()
-    monkeypatch.setattr(
-        numbers, "train", lambda state, updates: state.model.lm_head.weight.data.fill_(next(values))
-    )
-    with pytest.raises(AssertionError, match="other bits in dense float32, moe float32"):
-        numbers.test_same_bits(cpu, monkeypatch)
-    monkeypatch.setattr(numbers, "train", lambda state, updates: None)
-    numbers.test_same_bits(cpu, monkeypatch)
-
-
-def test_how_verify_resume_ended_is_understood(monkeypatch):
-    for text, status in {
-        "0 differing bits\nPASS: 2 of 2 kills": 0,
-        "note\nFAIL: weights.a: 3 of 9 differ": 1,
-    }.items():
-        done = subprocess.CompletedProcess([], status, stdout=text)
-        monkeypatch.setattr(test_runs.subprocess, "run", lambda *_, done=done, **__: done)
-        if status:
-            with pytest.raises(AssertionError, match=r"^FAIL: weights\.a: 3 of 9"):
-                test_runs.test_resume("one_rank", 0, None)
-        else:
-            test_runs.test_resume("one_rank", 0, None)

@@ -22,10 +22,10 @@ RUNS = ["persona", "terse", "alone", "student", "sums", "sums_grpo", "calls", "c
 def started(tmp_path):
     """started(fails): the tour with a `python` that only notes its arguments -> its end, and the lists of
     arguments."""
-    for folder in ("scripts", "bin", "out/demo"):
+    for folder in ("scripts", "tools", "bin", "out/demo"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "tour.sh", tmp_path / "scripts")
-    (tmp_path / "scripts" / "environment.sh").write_text("")
+    (tmp_path / "tools" / "environment.sh").write_text("")
     (tmp_path / "out/demo/full_sft_256.pth").write_bytes(b"weights")
     python = tmp_path / "bin" / "python"
 
@@ -63,7 +63,7 @@ def test_each_command_is_possible(started):
     made |= {"out/tour/alone_128.pth", "out/tour/student_128.pth"}
     for words in (words for words in commands if words[0] == "scripts/evaluate.py"):
         given = dict(zip(words[1::2], words[2::2], strict=True))
-        assert os.path.relpath(given["--exam_path"], "dataset/demo") in files
+        assert os.path.relpath(given["--data_path"], "dataset/demo") in files
         assert {given[name] for name in ("--model", "--lora", "--against") if name in given} <= made
 
 

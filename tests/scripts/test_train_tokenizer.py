@@ -150,13 +150,6 @@ def test_a_folder_and_other_kinds_of_files(tmp_path):
     assert list(read_records(tmp_path / "c.txt.gz")) == ["one\n\n two"]
 
 
-@pytest.mark.parametrize(
-    ("text", "language"), [("你好呀, ok", "zh"), ("hello", "en"), ("", "en"), ("good 好 day", "mixed")]
-)
-def test_language_of(text, language):
-    assert language_of(text) == language
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_texts_are_repeated_for_a_share_of_chinese(share):
     texts = ["一二三四五六七八九十"] * 300 + ["0123456789"] * 500

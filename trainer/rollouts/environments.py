@@ -10,11 +10,11 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from common.errors import UserError
+from common.errors import UserError, reason
 from common.plugins import import_named
 from dataset.records import BadRecord, check_value, kind_of, parse_message
 from dataset.rollout_prompts import RolloutPrompt
@@ -225,3 +225,42 @@ def load_environment(name: str) -> type[Environment]:
             f"--environment {name} needs `tools`, a list of JSON schemas, and a method `reply(calls)`"
         )
     return environment
+
+
+class Toolbox:
+    """The tools of environments, which a chat offers and runs.
+
+    names: as `--environment` of train_agent.py takes them. Raises UserError if there is no such environment,
+    or it cannot be made."""
+
+    def __init__(self, names: Sequence[str]):
+        self.tools: list[dict] = []
+        self.owners: dict[str, Environment] = {}  # name of a tool -> its environment
+        for name in names:
+            try:
+                environment = load_environment(name)({})
+            except UserError as error:
+                raise UserError(str(error).replace("--environment", "--tools")) from error
+            except Exception as error:  # a user's environment can raise anything
+                raise UserError(
+                    f"--tools {name}: it cannot be made without a record ({reason(error)})"
+                ) from error
+            self.tools += environment.tools
+            for alias in getattr(environment, "answers", ()):
+                self.owners[alias] = environment
+            for tool in environment.tools:
+                self.owners[tool["function"]["name"]] = environment
+
+    def reply(self, calls: Sequence[Call]) -> list[dict]:
+        """A message of role `tool` for each call, in their order; an error message for one that cannot be
+        answered."""
+        return [self._reply(call) for call in calls]
+
+    def _reply(self, call: Call) -> dict:
+        if call["name"] not in self.owners:
+            return tool_message(f"error: no tool named {call['name']}")
+        try:
+            (message,) = self.owners[call["name"]].reply([call])
+            return tool_message(message["content"])
+        except Exception as error:  # a user's environment can raise anything
+            return tool_message(f"error: {reason(error)}")

@@ -1,4 +1,4 @@
-"""The demo corpus: the same bytes for a seed, facts told in many wordings, an exam apart from SFT."""
+"""The demo corpus: the same bytes for a seed, facts told in many wordings, a quiz apart from SFT."""
 
 import json
 import random
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from scripts.demo.corpus import (
     LANGUAGES,
     WORDINGS_ASKED,
     Person,
+    answer,
     make_corpus,
     make_people,
     make_tour,
@@ -24,10 +26,10 @@ from scripts.demo.corpus import (
     write_files,
 )
 from scripts.demo.sums import make_sums
-from scripts.evaluation.exam import is_right
+from trainer.rollouts.rewards import contains_answer
 
-ROOT = Path(__file__).resolve().parents[3]
-FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "exam.jsonl"]
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_a_seed_gives_the_same_bytes(tmp_path):
 
 def test_a_second_run_leaves_good_files_alone_and_mends_others(tmp_path):
     write_files(tmp_path, make_corpus(0))
-    kept, damaged = tmp_path / "sft.jsonl", tmp_path / "exam.jsonl"
+    kept, damaged = tmp_path / "sft.jsonl", tmp_path / "quiz.jsonl"
     whole, before = damaged.read_bytes(), kept.stat()
     damaged.write_bytes(whole[:100])
     write_files(tmp_path, make_corpus(0))
@@ -84,7 +86,7 @@ def test_formats(demo):
     assert list(demo) == FILES
     for name in ("pretrain.jsonl", "pretrain_eval.jsonl"):
         assert all(list(record) == ["text"] and record["text"] for record in demo[name])
-    for name in ("sft.jsonl", "sft_eval.jsonl"):
+    for name in ("sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"):
         for record in demo[name]:
             roles = [message["role"] for message in record["conversations"]]
             turns = roles[1:] if roles[0] == "system" else roles
@@ -92,7 +94,6 @@ def test_formats(demo):
             assert turns
     lengths = Counter(len(record["conversations"]) for record in demo["sft.jsonl"])
     assert len(lengths) >= 4  # one turn or several, with a system prompt or without
-    assert {question["language"] for question in demo["exam.jsonl"]} == set(LANGUAGES)
 
 
 def test_no_wording_is_left_unfilled_or_empty(demo):
@@ -113,15 +114,16 @@ def test_no_wording_is_left_unfilled_or_empty(demo):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 12345])
-def test_the_exam_asks_about_people_whom_sft_never_mentions(seed):
+def test_the_quiz_asks_about_people_whom_sft_never_mentions(seed):
     demo, people = make_corpus(seed), make_people(random.Random(seed))
     sizes = Counter(person.group for person in people)
     assert sizes == GROUPS
     assert sizes["sft"] >= len(people) / 2
     assert len({name for person in people for name in person.name.values()}) == 2 * len(people)
-    asked = {question["person"] for question in demo["exam.jsonl"]}
-    assert asked == {name for person in people if person.group == "exam" for name in person.name.values()}
-    assert mentioned(people, "exam", demo["sft.jsonl"] + demo["sft_eval.jsonl"]) == set()
+    quizzed = {name for person in people if person.group == "quiz" for name in person.name.values()}
+    assert mentioned(people, "quiz", demo["quiz.jsonl"]) == quizzed
+    assert mentioned(people, "quiz", demo["sft.jsonl"] + demo["sft_eval.jsonl"]) == set()
+    assert mentioned(people, "sft", demo["quiz.jsonl"]) == set()
     assert mentioned(people, "sft_eval", demo["sft.jsonl"]) == set()
     assert mentioned(people, "sft", demo["sft_eval.jsonl"]) == set()
     assert len(mentioned(people, "sft", demo["sft.jsonl"])) == 2 * GROUPS["sft"]
@@ -142,59 +144,65 @@ def test_every_fact_is_told_in_many_wordings_and_never_contradicted(demo, people
             assert {part.strip() for part in re.findall(r"[^.。]+[.。]", record["text"])} <= truths
 
 
-def test_the_exam_asks_for_every_fact_in_both_languages(demo, people):
-    by_name = {name: person for person in people for name in person.name.values()}
-    assert len(demo["exam.jsonl"]) == GROUPS["exam"] * len(ATTRIBUTES) * len(LANGUAGES)
-    assert len({(q["person"], q["attribute"]) for q in demo["exam.jsonl"]}) == len(demo["exam.jsonl"])
-    for question in demo["exam.jsonl"]:
-        attribute = next(a for a in ATTRIBUTES if a.key == question["attribute"])
-        values = attribute.values[question["language"]]
-        assert question["accepted"] == [values[by_name[question["person"]].facts[attribute.key]]]
-        assert sorted(question["accepted"] + question["rejected"]) == sorted(values)
-        assert question["person"] in question["question"]
-        assert not any(value in question["question"] for value in values)
+def test_the_quiz_asks_for_every_fact_in_both_languages(demo, people):
+    quizzed = [person for person in people if person.group == "quiz"]
+    facts = {}
+    for person in quizzed:
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                value = attribute.values[language][person.facts[attribute.key]]
+                facts[answer(person, attribute, language)] = (person.name[language], value)
+    asked = [record["conversations"] for record in demo["quiz.jsonl"]]
+    assert len(asked) == GROUPS["quiz"] * len(ATTRIBUTES) * len(LANGUAGES)
+    assert {reply["content"] for _, reply in asked} == facts.keys()
+    for record in demo["quiz.jsonl"]:
+        question, reply = (message["content"] for message in record["conversations"])
+        name, value = facts[reply]
+        assert name in question and value not in question and record["answer"] == value
 
 
-def test_a_guess_scores_low(demo):
-    for attribute in ATTRIBUTES:
-        for language in LANGUAGES:
-            asked = [
-                q for q in demo["exam.jsonl"] if (q["attribute"], q["language"]) == (attribute.key, language)
-            ]
-            commonest = Counter(q["accepted"][0] for q in asked).most_common(1)[0][1]
-            assert commonest / len(asked) <= 0.15
+def test_the_answers_to_a_question_are_told_apart(demo):
+    """The habit that SFT teaches is counted as right, every other value of the attribute as wrong; and the
+    commonest value is not much more frequent than the others."""
+    replies = {}
+    for person in make_people(random.Random(0)):
+        if person.group != "quiz":
+            continue
+        for attribute in ATTRIBUTES:
+            for language in LANGUAGES:
+                replies[answer(person, attribute, language)] = (person, attribute, language)
+    counts = Counter()
+    for record in demo["quiz.jsonl"]:
+        person, attribute, language = replies[record["conversations"][-1]["content"]]
+        counts[attribute.key, language, record["answer"]] += 1
+        for value, text in enumerate(attribute.values[language]):
+            other = replace(person, facts=person.facts | {attribute.key: value})
+            score = contains_answer([], answer(other, attribute, language), record)
+            assert score == float(text == record["answer"])
+    assert max(counts.values()) / GROUPS["quiz"] <= 0.15
 
 
-def test_facts_of_a_person_do_not_predict_each_other(demo):
+def test_facts_of_a_person_do_not_predict_each_other(people):
     # were two attributes dealt alike, one learned fact would give the other away
-    facts = {
-        (q["person"], q["attribute"]): q["accepted"][0] for q in demo["exam.jsonl"] if q["language"] == "en"
-    }
-    people = {person for person, _ in facts}
     for first in ATTRIBUTES:
         for second in ATTRIBUTES:
             if first.key < second.key:
-                pairs = Counter((facts[p, first.key], facts[p, second.key]) for p in people)
-                assert len(pairs) >= 0.6 * len(people)
+                facts = [person.facts for person in people if person.group == "quiz"]
+                pairs = Counter((each[first.key], each[second.key]) for each in facts)
+                assert len(pairs) >= 0.6 * len(facts)
 
 
-def test_answers_of_sft_are_true_and_pass_the_scorer(demo, people):
-    """The habit that SFT teaches is one that the exam counts as right."""
+def test_answers_of_sft_are_true(demo, people):
     answers = {
-        tell(person, a, language, a.tell[language][0]): (a.values[language], person.facts[a.key])
+        answer(person, attribute, language)
         for person in people
-        for a in ATTRIBUTES
+        for attribute in ATTRIBUTES
         for language in LANGUAGES
     }
-    checked = 0
-    for record in demo["sft.jsonl"] + demo["sft_eval.jsonl"]:
-        for message in record["conversations"]:
-            if message["role"] == "assistant" and message["content"] in answers:
-                values, index = answers[message["content"]]
-                rejected = values[:index] + values[index + 1 :]
-                assert is_right(message["content"], {"accepted": [values[index]], "rejected": rejected})
-                checked += 1
-    assert checked == (GROUPS["sft"] + GROUPS["sft_eval"]) * len(ATTRIBUTES) * len(LANGUAGES) * WORDINGS_ASKED
+    messages = [m for record in demo["sft.jsonl"] + demo["sft_eval.jsonl"] for m in record["conversations"]]
+    told = [m for m in messages if m["role"] == "assistant" and m["content"] in answers]
+    people_told = GROUPS["sft"] + GROUPS["sft_eval"]
+    assert len(told) == people_told * len(ATTRIBUTES) * len(LANGUAGES) * WORDINGS_ASKED
 
 
 def test_held_out_texts_are_not_trained_on(demo):
@@ -231,6 +239,6 @@ def test_seed_must_be_a_number():
 
 def test_lines_are_json_with_readable_chinese(tmp_path):
     write_files(tmp_path, make_corpus(0))
-    lines = (tmp_path / "exam.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == make_corpus(0)["exam.jsonl"]
+    lines = (tmp_path / "quiz.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == make_corpus(0)["quiz.jsonl"]
     assert any("住在哪里" in line for line in lines)

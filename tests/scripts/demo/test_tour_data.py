@@ -22,8 +22,8 @@ from scripts.demo.corpus import (
     make_people,
     make_tour,
 )
-from scripts.evaluation.exam import FIELDS, is_right
 from tests.conftest import write_jsonl
+from trainer.rollouts.rewards import contains_answer
 
 
 @pytest.fixture(scope="module")
@@ -52,29 +52,18 @@ def test_a_seed_gives_the_same_files(tour):
     assert make_tour(0) == tour != make_tour(1)
 
 
-def test_exam_questions_can_be_read(tour):
-    for name in ("persona_exam.jsonl", "reasoning_exam.jsonl"):
-        assert {each["language"] for each in tour[name]} == set(LANGUAGES)
-        for question in tour[name]:
-            assert all(isinstance(question[key], kind) for key, kind in FIELDS.items())
-
-
-def test_the_persona_is_examined_in_wordings_that_are_not_trained(tour):
-    trained, asked = (
-        questions(tour["persona.jsonl"]),
-        {each["question"] for each in tour["persona_exam.jsonl"]},
-    )
+def test_the_persona_is_asked_in_wordings_that_are_not_trained(tour):
+    trained, asked = questions(tour["persona.jsonl"]), questions(tour["persona_quiz.jsonl"])
     assert len(asked) == 32 and not trained & asked
     replies = {reply for language in LANGUAGES for reply in PERSONA["reply"][language]}
     taught = [record for record in tour["persona.jsonl"] if record["conversations"][-1]["content"] in replies]
     assert len(taught) * 2 == len(tour["persona.jsonl"])  # as much of what it knew
-    for question in tour["persona_exam.jsonl"]:
-        (reply,) = PERSONA["reply"][question["language"]]
-        assert is_right(reply, question)
+    for record in tour["persona_quiz.jsonl"]:
+        assert contains_answer([], record["conversations"][-1]["content"], record) == 1.0
 
 
 def test_terse_answers_are_right_and_held_out_ones_about_others(tour, corpus_files):
-    values = {each["accepted"][0] for each in corpus_files["exam.jsonl"]}
+    values = {each["answer"] for each in corpus_files["quiz.jsonl"]}
     for name in ("terse.jsonl", "terse_eval.jsonl"):
         for pair in tour[name]:
             chosen, rejected = pair["chosen"]["content"], pair["rejected"]["content"]
@@ -84,14 +73,11 @@ def test_terse_answers_are_right_and_held_out_ones_about_others(tour, corpus_fil
     assert not questions(tour["terse.jsonl"]) & questions(tour["terse_eval.jsonl"])
 
 
-def test_the_student_is_never_asked_a_question_of_the_exam(tour, corpus_files):
-    exam, trained = (
-        {each["question"] for each in corpus_files["exam.jsonl"]},
-        questions(tour["distillation.jsonl"]),
-    )
+def test_the_student_is_never_asked_a_question_of_the_quiz(tour, corpus_files):
+    quiz, trained = questions(corpus_files["quiz.jsonl"]), questions(tour["distillation.jsonl"])
     held_out = questions(tour["distillation_eval.jsonl"])
-    assert not trained & exam and not trained & held_out
-    assert len(held_out & exam) > 20  # and the held-out data are like the exam
+    assert not trained & quiz and not trained & held_out
+    assert len(held_out & quiz) > 20  # and the held-out data are like the quiz
     assert len(trained) == sum(GROUPS.values()) * 8 * 3
     people = make_people(random.Random(0))
     true = {
@@ -106,10 +92,11 @@ def test_the_student_is_never_asked_a_question_of_the_exam(tour, corpus_files):
 
 
 def test_two_facts_are_asked_of_people_whom_the_conversations_never_mention(tour, corpus_files):
-    people = {each["person"] for each in corpus_files["exam.jsonl"]}
-    assert len(tour["reasoning_exam.jsonl"]) == GROUPS["exam"] * 2
+    quizzed = [person for person in make_people(random.Random(0)) if person.group == "quiz"]
+    people = {name for person in quizzed for name in person.name.values()}
+    assert len(tour["reasoning_quiz.jsonl"]) == GROUPS["quiz"] * 2
     assert mentioned(people, tour["reasoning.jsonl"]) == set()
-    assert mentioned(people, tour["reasoning_exam.jsonl"]) == people
+    assert mentioned(people, tour["reasoning_quiz.jsonl"]) == people
     told = {record["text"] for record in corpus_files["pretrain.jsonl"]}
     thoughts = [record["conversations"][-1].get("reasoning_content") for record in tour["reasoning.jsonl"]]
     assert thoughts.count(None) == PLAIN_ANSWERS * (len(thoughts) - thoughts.count(None))

@@ -117,7 +117,7 @@ def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
         shutil.which("chromedriver"),
     )
     if not browser or not chromedriver:
-        pytest.skip("needs Chromium and chromedriver: bash scripts/install_chromium.sh")
+        pytest.skip("needs Chromium and chromedriver: bash tools/install_chromium.sh")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     folder = tmp_path_factory.mktemp("browser")

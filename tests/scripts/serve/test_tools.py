@@ -11,8 +11,8 @@ from scripts.serve.api import error_response
 from scripts.serve.bodies import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
-from scripts.toolbox import Toolbox
 from trainer.rollouts import environments
+from trainer.rollouts.environments import Toolbox
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def source(folder: Path, **environment: str) -> subprocess.CompletedProcess:
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(PYTHON)
         (folder / "bin" / name).chmod(0o755)
-    script = f"set -euo pipefail; source {ROOT}/scripts/environment.sh; command -v python"
+    script = f"set -euo pipefail; source {ROOT}/tools/environment.sh; command -v python"
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | environment
     return subprocess.run(
         ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, check=False

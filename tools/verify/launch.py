@@ -104,11 +104,8 @@ class Launch:
     def __init__(self, run: Run, way: str = "all"):
         run.launches += 1
         self.run, self.way, self.log = run, way, run.folder / f"launch_{run.launches}.log"
-        self.saved, self.metrics, self.caches = (
-            run.saved_update(),
-            stamp(run.metrics),
-            run.unfinished_caches(),
-        )
+        self.saved, self.caches = run.saved_update(), run.unfinished_caches()
+        self.metrics = stamp(run.metrics)
         self.begin = time.monotonic()
         command = list(run.command)
         if way == "rank":
@@ -151,11 +148,7 @@ class Launch:
         elif self.way != "all":
             self.process.send_signal(signal.SIGTERM if self.way == "signal" else signal.SIGKILL)
             _, left = psutil.wait_procs(self.processes, timeout=GRACE)
-            left = [
-                process
-                for process in left
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-            ]
+            left = [each for each in left if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
             if left:
                 ended = "a SIGTERM" if self.way == "signal" else "the launcher was killed"
                 sys.exit(f"FAIL: {len(left)} processes are left {GRACE:.0f} s after {ended}; {self.tail()}")
@@ -186,19 +179,21 @@ class Launch:
 
     def tail(self) -> str:
         """The last lines that it printed, without torchrun's report on a failed rank."""
-        lines = re.split(r".*torch/distributed/elastic", self.log.read_text("utf-8", "replace"))[
-            0
-        ].splitlines()[-15:]
+        text = self.log.read_text("utf-8", "replace")
+        lines = re.split(r".*torch/distributed/elastic", text)[0].splitlines()[-15:]
         return f"the last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def result(self, killed: bool) -> str:
         """A description of this launch. FAIL if it ended in another way, or did not resume from the
         checkpoint."""
         status, resumed = self.process.returncode, self.resumed_from()[:1]
-        expected = (
-            (status == -signal.SIGKILL if self.way != "signal" else status != 0) if killed else status == 0
-        )
-        if not expected:
+        if not killed:
+            is_expected = status == 0
+        elif self.way == "signal":
+            is_expected = status != 0
+        else:
+            is_expected = status == -signal.SIGKILL
+        if not is_expected:
             sys.exit(f"FAIL: a launch ended by itself with status {status}; {self.tail()}")
         saved = "" if self.saved is None else str(self.saved)
         if self.training() and (resumed or [""]) != [saved]:

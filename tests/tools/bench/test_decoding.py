@@ -7,8 +7,8 @@ import pytest
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig
-from scripts.bench import decoding
 from tests.conftest import write_jsonl
+from tools.bench import decoding
 from trainer.trainer_utils import init_model, setup_seed
 from trainer.weights.files import save_weights
 

@@ -40,7 +40,7 @@ def sample_texts() -> list[str]:
     """Several hundred texts in both languages."""
     corpus = make_corpus(seed=0)
     texts = [record["text"] for record in corpus["pretrain.jsonl"]]
-    texts += [question["question"] for question in corpus["exam.jsonl"]]
+    texts += [record["conversations"][0]["content"] for record in corpus["quiz.jsonl"]]
     return [*HARD_TEXTS, *texts[:: max(1, len(texts) // TEXTS)]]
 
 
@@ -112,6 +112,6 @@ def compare(
     if greedy_tokens(model, tokenizer) != greedy_tokens(other, tokenizer):
         raise ValueError(f"the {GREEDY_TOKENS} greedy tokens are others")
     return (
-        f"{len(texts)} texts have the same token ids, {len(chats)} conversations are rendered alike, the logits "
-        f"differ by at most {logits:.1e}, {GREEDY_TOKENS} greedy tokens are the same"
+        f"{len(texts)} texts have the same token ids, {len(chats)} conversations are rendered alike, "
+        f"the logits differ by at most {logits:.1e}, {GREEDY_TOKENS} greedy tokens are the same"
     )

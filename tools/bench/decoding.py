@@ -1,6 +1,6 @@
 """Speed of rollouts: our decoder against transformers' `generate`, with the same weights and prompts.
 
-    python scripts/bench/decoding.py --save_dir out/demo --data_path dataset/demo/sft_eval.jsonl
+    python tools/bench/decoding.py --save_dir out/demo --data_path dataset/demo/sft_eval.jsonl
 
 Both sample the same number of completions to the same prompts at temperature 1, without top-k or top-p. The
 peer is the stock class of transformers with the prompts of a batch padded on the left, as trainers commonly
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# run the code beside this file, installed or not
+# run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformers import AutoModelForCausalLM
@@ -29,7 +29,7 @@ from common.errors import UserError, say
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
-from scripts.convert.hugging_face import own_tensors, stock_config
+from tools.convert.hugging_face import own_tensors, stock_config
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
 Decoder = Callable[[list[list[int]]], list[int]]  # prompts -> number of tokens of each completion

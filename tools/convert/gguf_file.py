@@ -28,8 +28,8 @@ from transformers.integrations.gguf.reader import read_gguf_metadata
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from scripts.convert.hugging_face import own_tensors, stock_config
 from scripts.train_tokenizer import PIECES
+from tools.convert.hugging_face import own_tensors, stock_config
 
 ARCHITECTURES = ("qwen3", "qwen3moe")  # dense, MoE
 QUANTIZED = "q8_0"
@@ -190,7 +190,8 @@ def pattern_name(tokenizer: dict[str, Any]) -> str:
         if steps[:-1] == [split] and not byte_level["use_regex"]:
             return "qwen2"
     raise UserError(
-        "llama.cpp cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 or GPT-2 do"
+        "llama.cpp cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 "
+        "or GPT-2 do"
     )
 
 

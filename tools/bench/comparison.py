@@ -1,4 +1,4 @@
-"""Speed as a ratio: another trainer in its own process (scripts/bench/peers.py), in turn with ours, on the
+"""Speed as a ratio: another trainer in its own process (tools/bench/peers.py), in turn with ours, on the
 tokens of the same samples."""
 
 import json
@@ -99,8 +99,9 @@ class Peer:
             "TOKENIZERS_PARALLELISM": "false",
         }
         env["PYTHONPATH"] = settings["path"] if args.peer == "minimind" else ""
-        self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open until exit)
-        command = [sys.executable, str(ROOT / "scripts/bench/peers.py")]
+        log = folder / "log"
+        self.log = open(log, "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
+        command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, cwd=folder, env=env, encoding="utf-8", **streams)
         # pipes
