@@ -40,7 +40,7 @@ def clone(tmp_path) -> Path:
             shutil.copy(ROOT / name, clone / name)
     added = {
         "dataset/tokenizing.py": IN_EACH_PROCESS,
-        "dataset/token_cache.py": "\nPARALLEL_ABOVE, blocks.BLOCK_BYTES = 0, 2000\n",
+        "dataset/token_cache.py": "\nPARALLEL_ABOVE, data_files.BLOCK_BYTES = 0, 2000\n",
         "common/machine.py": "\navailable_cores = lambda: 2\n",
         "trainer/loop.py": SPAWN,
     }

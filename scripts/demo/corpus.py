@@ -31,8 +31,12 @@ arXiv:2309.14316.
 
 import json
 import random
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+# run the code beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import Parser, one_line_errors
 from common.durable_files import atomic_write

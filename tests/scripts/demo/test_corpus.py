@@ -28,7 +28,7 @@ from scripts.demo.corpus import (
 from scripts.demo.sums import make_sums
 from trainer.rollouts.rewards import contains_answer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"]
 
 
