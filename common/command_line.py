@@ -17,9 +17,32 @@ from typing import NoReturn
 
 from common.errors import Interrupted, LostRank, UserError, printable
 from common.launcher import launch
-from common.minimind_flags import USE_INSTEAD
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+# MiniMind's flags that are no flags here, and what to use; those that mean the same are `aliases` of a setting
+SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
+SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
+USE_INSTEAD = {
+    "thinking_ratio": "use --open_thinking 1 (every completion begins with thoughts) or 0 (none)",
+    "mini_batch_size": "use --batch_size: an update takes --batch_size x --accumulation_steps completions",
+    "debug_mode": SHOWN,
+    "debug_interval": SHOWN,
+    "debug_log_ratio": "leave it out: approx_kl and clip_ratio stand in the metrics file",
+    "rollout_engine": "leave it out: the trainer samples, so that a resumed run has the same completions",
+    "sglang_base_url": "leave it out, too",
+    "sglang_model_path": "leave it out, too",
+    "sglang_shared_path": "leave it out, too",
+    "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
+    "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
+    "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
+    "show_speed": "leave it out: the page of serve_openai_api.py shows tokens per second",
+    "inference_rope_scaling": "convert with --to hf, write rope_scaling into config.json, and use that folder",
+    "backend": SERVER,
+    "api_base_url": SERVER,
+    "api_key": SERVER,
+    "api_model": SERVER,
+    "stream": SERVER,
+}
 
 
 def handled_signals() -> list[signal.Signals]:

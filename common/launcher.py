@@ -28,10 +28,16 @@ LAUNCHERS = {
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
+RANK_VARIABLES = set(TORCHRUN).union(*LAUNCHERS.values())
 NEEDED = {"rank", "world_size", "local_rank"}
 MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HELP = "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to train in one process"
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -40,6 +46,8 @@ def launch(environ: Mapping[str, str] = os.environ) -> Launch:
     It is what torchrun's variables say if they are complete, else what another launcher's say if both agree.
     WORLD_SIZE=1 is a single process, whoever started it.
     """
+    if RANK_VARIABLES.isdisjoint(environ):
+        return Launch()
     try:
         place = _place(environ)
         return place if place.world_size == 1 else _checked(place, environ)

@@ -1,7 +1,7 @@
 """Every setting of a training run, written once: name, type, default, unit, limits, choices and help.
 
-YAML files, environment variables and command lines (config_sources.py), the engine's sections and the flag
-pages of the manual are made from these dataclasses. pydantic converts and checks the values.
+Command lines and YAML files (arguments.py) and the sections of the engine are made from these dataclasses.
+pydantic converts and checks the values.
 
 A stage script subclasses `StageArgs` for its own defaults; a field that it adds is a flag of that stage
 alone.
@@ -12,34 +12,47 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 # the repository: default paths start here, not in the current folder
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")
-Switch = bool | Literal["auto"]  # auto: the program decides
-AUTO = 0  # `auto` for a number: trainer/optim/rules.py decides
 
 
 def data_file(*names: str) -> str:
     """The first of these files of dataset/ that is there, else the first of them."""
     paths = [str(ROOT / "dataset" / name) for name in names]
-    return next(filter(os.path.exists, paths), paths[0])
+    for path in paths:
+        if os.path.exists(path):
+            return path
+    return paths[0]
 
 
-def setting(default: T, help: str, unit: str = "", auto: bool = False, **limits: Any) -> T:
-    """A field of a section; `limits` are pydantic's: ge, gt, le, lt, multiple_of. With `auto` it may be
-    AUTO."""
-    return cast(
-        T, field(default=default, metadata={"help": help, "unit": unit, "auto": auto, "limits": limits})
-    )
+def setting(
+    default: T,
+    help: str,
+    unit: str = "",
+    auto: bool = False,
+    role: Literal["", "shape", "run"] = "",
+    hashed_as: str = "",
+    **limits: Any,
+) -> T:
+    """A field of a section.
+
+    auto: whether `auto` is a value, too: None until the program has chosen one. role: `shape` of the model,
+    or `run` for what must be the same in a resumed run, as all flags of a stage's own. hashed_as: for a path,
+    the hash in the run fingerprint by which the content is recognised, so that it may be moved. limits:
+    pydantic's ge, gt, le, lt, multiple_of.
+    """
+    metadata = {"help": help, "unit": unit, "auto": auto, "role": role, "hashed_as": hashed_as}
+    return cast(T, field(default=default, metadata=metadata | {"limits": limits}))
 
 
-# --- the table
-# -------------------------------------------------------------------------------------------------------
+# --- the settings
 
 
 @dataclass(kw_only=True)
@@ -65,8 +78,8 @@ class DataConfig:
         None, "line between documents in .txt files; without it each file is one document"
     )
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
-    max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
-    packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
+    max_seq_len: int = setting(512, "length of the longest sample", "tokens", role="run", ge=8, le=32768)
+    packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples", role="run")
     on_bad_data: Literal["stop", "skip"] = setting(
         "stop", "at a record that cannot be used: stop, or skip and list it"
     )
@@ -83,11 +96,15 @@ class ModelConfig:
     """The shape of the model."""
 
     section: ClassVar[str] = "model"
-    hidden_size: int = setting(512, "width; divisible by 16 (8 heads of an even size)", ge=16, multiple_of=16)
-    num_hidden_layers: int = setting(8, "depth", "layers", ge=1)
-    use_moe: bool = setting(False, "1: mixture of experts instead of a dense model")
-    num_experts: int = setting(4, "experts per layer, with --use_moe 1", ge=1)
-    num_experts_per_tok: int = setting(1, "experts that each token goes through, with --use_moe 1", ge=1)
+    hidden_size: int = setting(
+        512, "width; divisible by 16 (8 heads of an even size)", role="shape", ge=16, multiple_of=16
+    )
+    num_hidden_layers: int = setting(8, "depth", "layers", role="shape", ge=1)
+    use_moe: bool = setting(False, "1: mixture of experts instead of a dense model", role="shape")
+    num_experts: int = setting(4, "experts per layer, with --use_moe 1", role="shape", ge=1)
+    num_experts_per_tok: int = setting(
+        1, "experts that each token goes through, with --use_moe 1", role="shape", ge=1
+    )
     dropout: float = setting(0.0, "dropout probability, after the embedding and each attention", ge=0, lt=1)
     tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
 
@@ -97,7 +114,7 @@ class TrainingConfig:
     """How the model is trained."""
 
     section: ClassVar[str] = "training"
-    epochs: int = setting(2, "passes over the data", ge=1)
+    epochs: int = setting(2, "passes over the data", role="run", ge=1)
     batch_size: int = setting(
         32,
         "micro-batch size of each rank (with --packing 1 in rows); auto: by the data",
@@ -109,16 +126,22 @@ class TrainingConfig:
         1, "gradient accumulation: micro-batches per update", "micro-batches", ge=1
     )
     learning_rate: float = setting(
-        5e-4, "peak learning rate (muon: 8 times this value); auto: by width, batch and data", auto=True, gt=0
+        5e-4,
+        "peak learning rate (muon: 8 times this value); auto: by width, batch and data",
+        auto=True,
+        role="run",
+        gt=0,
     )
-    warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
+    warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", role="run", ge=0)
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "AdamW, or Muon for the layers' matrices (AdamW for others)"
+        "adamw", "AdamW, or Muon for the layers' matrices (AdamW for others)", role="run"
     )
-    weight_decay: float = setting(0.01, "weight decay of the optimizer, on matrices only", ge=0, le=1)
-    grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
+    weight_decay: float = setting(
+        0.01, "weight decay of the optimizer, on matrices only", role="run", ge=0, le=1
+    )
+    grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", role="run", ge=0)
     seed: int = setting(
-        42, "seed of the initial weights, the order of samples and dropout", ge=0, le=2**63 - 1
+        42, "seed of the initial weights, the order of samples and dropout", role="run", ge=0, le=2**63 - 1
     )
     max_bad_updates: int = setting(
         5, "updates in a row with a non-finite loss or gradient that end the run", ge=1
@@ -143,7 +166,7 @@ class OptimizationConfig:
         "autocast dtype of matrix products; weights and optimizer state stay float32. A CPU without bfloat16 "
         "arithmetic trains in float32 unless it is bfloat16_emulated",
     )
-    use_compile: bool | Literal["auto"] = setting("auto", "1: torch.compile each layer; auto: where it pays")
+    use_compile: bool | None = setting(None, "1: torch.compile each layer; auto: where it pays", auto=True)
     parallel: Literal["ddp", "fsdp", "hsdp"] = setting(
         "ddp",
         "several ranks: replicate the model (DDP), shard it (FSDP2, fully_shard), or shard it within each machine and "
@@ -177,7 +200,9 @@ class CheckpointConfig:
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
     from_weight: str = setting(
-        "none", "weights to start from: a name in --save_dir, or a path; none: random weights"
+        "none",
+        "weights to start from: a name in --save_dir, or a path; none: random weights",
+        hashed_as="from_weight_sha256",
     )
     from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
     resume_from: str | None = setting(
@@ -241,7 +266,6 @@ class StageArgs(
     section: ClassVar[str] = "stage"
     # other names of settings, in every source
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}
-    removed: ClassVar[dict[str, Any]] = {}  # flags of earlier versions -> the value that is now the only one
     # whether --use_compile auto may compile: it was measured for this stage
     compiling_pays: ClassVar[bool] = False
     # --learning_rate auto, as a multiple of pretraining's; 0: nobody measured it
@@ -251,35 +275,12 @@ class StageArgs(
 
     def values(self) -> dict[str, Any]:
         """All settings by name."""
-        return {name: getattr(self, name) for name in settings_of(type(self))}
+        return {name: value for name, value in vars(self).items() if name != "given"}
 
     @property
     def lr_scales(self) -> dict[str, float]:
         """Learning rates of parts of the model as multiples of --learning_rate."""
         return {}
-
-    def frozen_weights(self) -> dict[str, Path]:
-        """Flag -> path of weights that a resumed run reads again: those of a frozen model beside the trained
-        one."""
-        return {}
-
-    def frozen_hashes(self) -> dict[str, str]:
-        """The part of the run fingerprint that identifies frozen models, other than the start weights."""
-        return {}
-
-    def code_files(self) -> list[Path]:
-        """Files of code, beside the stage script, whose change is a warning when the run is resumed."""
-        return []
-
-    def compares_with_start_weights(self) -> bool:
-        """Whether a resumed run may read the weights of --from_weight again, so that it must not write over
-        them."""
-        return False
-
-    def builds_on_start_weights(self) -> bool:
-        """Whether a resumed run needs the weights of --from_weight, because its checkpoint does not replace
-        them."""
-        return False
 
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
@@ -294,26 +295,26 @@ class StageArgs(
             wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
-        experts, per_token = self.num_experts, self.num_experts_per_tok
-        if not self.use_moe and (experts, per_token) != (
-            ModelConfig.num_experts,
-            ModelConfig.num_experts_per_tok,
-        ):
+        experts = (self.num_experts, self.num_experts_per_tok)
+        if not self.use_moe and experts != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
             wrong.append(
-                "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1, or leave them out"
+                "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1, "
+                "or leave them out"
             )
-        for name in ("learning_rate", "batch_size") if not self.auto_rate else ():
-            if getattr(self, name) == AUTO:
+        if self.num_experts_per_tok > self.num_experts:
+            wrong.append(
+                f"--num_experts_per_tok {self.num_experts_per_tok} must be --num_experts "
+                f"{self.num_experts} or less"
+            )
+        for name in ("learning_rate", "batch_size"):
+            if getattr(self, name) is None and not self.auto_rate:
                 wrong.append(f"--{name} auto: the rules are those of pretraining and SFT; give a number")
-        if per_token > experts:
-            wrong.append(f"--num_experts_per_tok {per_token} must be --num_experts {experts} or less")
         return wrong
 
 
 # --- one setting
-# -----------------------------------------------------------------------------------------------------
 
-MUST_BE = {  # pydantic's error types; `{...}` is filled from the error's context
+MUST_BE = {  # pydantic's error types; `{...}` is filled from the limits or the error's context
     "int": "a whole number",
     "float": "a finite number",
     "finite_number": "a finite number",
@@ -326,48 +327,47 @@ MUST_BE = {  # pydantic's error types; `{...}` is filled from the error's contex
     "less_than": "below {lt}",
     "multiple_of": "divisible by {multiple_of}",
 }
+METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table."""
+    """A setting of a class of settings; see `setting` for the fields."""
 
     name: str
-    kind: Any  # bool, Switch, int, float, str, str | None, or a Literal of texts
+    kind: Any  # bool, int, float, str, str | None, or a Literal of texts
     default: Any
-    help: str
-    unit: str
-    limits: dict[str, Any] = field(hash=False)
     section: str
+    help: str = ""
+    unit: str = ""
     auto: bool = False
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values of a Literal or a Switch."""
-        if self.kind == Switch:
-            return ("auto", "0", "1")
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+    role: str = ""
+    hashed_as: str = ""
+    limits: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def parse(self, value: Any) -> Any:
         """A value of this setting, from text or from YAML. Raises ValueError with what it must be."""
-        if type(None) in get_args(self.kind) and (
-            value is None or str(value).lower() in ("", "none", "null")
-        ):
-            return None
+        text = str(value).lower()
+        if value is None or text in ("", "none", "null"):
+            if type(None) in get_args(self.kind):
+                return None
+            if value == "" and self.kind is str and self.default != "":
+                raise ValueError("must not be empty")
         if self.auto and value == "auto":
-            return AUTO
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-        if self.kind is str and value == "" and self.default != "":
-            raise ValueError("must not be empty")
-        finite = {"allow_inf_nan": False} if self.kind is float else {}
+            return None
+        if isinstance(value, bool) and self.kind is not bool:
+            value = text  # for pydantic True is the number 1
+        limits = {"allow_inf_nan": False, **self.limits} if self.kind is float else self.limits
         try:
-            return _adapter(Annotated[self.kind, Field(**self.limits, **finite)]).validate_python(value)
+            return TypeAdapter(Annotated[self.kind, Field(**limits)]).validate_python(value)
         except ValidationError as error:
             problem = error.errors()[0]
             kind = problem["type"] if problem["type"] in MUST_BE else problem["type"].split("_")[0]
-            must_be = MUST_BE[kind].format(**problem.get("ctx", {}) | self.limits)
-            text = "auto, 0 or 1" if self.kind == Switch else must_be + " or auto" * self.auto
-            raise ValueError(f"must be {text}, not {shown}") from None
+            must_be = MUST_BE[kind].format(**{**problem.get("ctx", {}), **self.limits})
+            if self.auto:
+                must_be += " or auto"
+            shown = "null" if value is None else repr(value)
+            raise ValueError(f"must be {must_be}, not {shown}") from None
 
     def parse_flag(self, text: str) -> Any:
         """`parse` for argparse, which shows the message of its own type of error only."""
@@ -376,80 +376,48 @@ class Setting:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
+    def flag_options(self) -> dict[str, Any]:
+        """What argparse is given for the flag, except for its type and default."""
+        metavar = METAVARS.get(self.kind, "TEXT")
+        if get_origin(self.kind) is Literal:
+            metavar = "{" + ",".join(get_args(self.kind)) + "}"
+        default = "auto" if self.auto and self.default is None else self.default
+        if isinstance(default, bool):
+            default = int(default)
+        text = self.help
+        if default not in (None, ""):
+            text += f" (default: {default} {self.unit}".rstrip() + ")"
+        options = {"dest": self.name, "metavar": metavar, "help": text.replace("%", "%%")}
+        if self.kind is bool:  # a bare flag switches it on
+            options |= {"nargs": "?", "const": "1"}
+        return options
 
 
 @cache
 def settings_of(args_class: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by name, section by section: help and limits from the class that introduces
-    a field, the default from the last one that overrides it."""
-    introduced: dict[str, type] = {}
+    """The settings of a dataclass by name, section by section, a stage's own last. The class that introduces
+    a field says what it is; a subclass may only override the default."""
+    fields = args_class.__dataclass_fields__
+    settings: dict[str, Setting] = {}
     for base in reversed(args_class.__mro__):
-        for name in vars(base).get("__annotations__", {}):
-            is_field = name in getattr(args_class, "__dataclass_fields__", {}) and name != "given"
-            if is_field and get_origin(_hints(base)[name]) != ClassVar:
-                introduced.setdefault(name, base)
-    rows = []
-    for name, base in introduced.items():
-        meta: dict[str, Any] = {
-            "help": "",
-            "unit": "",
-            "limits": {},
-            **base.__dataclass_fields__[name].metadata,
-        }
-        default = args_class.__dataclass_fields__[name].default
-        rows.append(
-            Setting(name=name, kind=_hints(base)[name], default=default, section=base.section, **meta)
-        )
-    sections = list(dict.fromkeys(base.section for base in args_class.__mro__ if hasattr(base, "section")))
-    sections.sort(key=lambda section: section == StageArgs.section)  # a stage's own flags come last
-    return {row.name: row for row in sorted(rows, key=lambda row: sections.index(row.section))}
-
-
-@cache
-def _hints(base: type) -> dict[str, Any]:
-    return get_type_hints(base, include_extras=True)
-
-
-def aliases_of(args_class: type) -> dict[str, str]:
-    """Other names of settings -> their names: those of a class and of its bases."""
-    classes = reversed(args_class.__mro__)
-    return {alias: name for base in classes for alias, name in vars(base).get("aliases", {}).items()}
-
-
-def own_flags(args: StageArgs) -> dict[str, Any]:
-    """The values of the flags that a stage adds."""
-    rows = settings_of(type(args)).items()
-    return {name: getattr(args, name) for name, row in rows if row.section == StageArgs.section}
-
-
-# --- command lines
-# ---------------------------------------------------------------------------------------------------
-
-METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
-
-
-def flag_options(setting: Setting) -> dict[str, Any]:
-    """What argparse is given for a setting, whose value stays text."""
-    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else METAVARS.get(setting.kind, "TEXT")
-    # a bare flag switches it on
-    bare = {"nargs": "?", "const": "1"} if setting.kind in (bool, Switch) else {}
-    default = int(setting.default) if isinstance(setting.default, bool) else setting.default
-    shown = "" if default is None or default == "" else f" (default: {default} {setting.unit}".rstrip() + ")"
-    return {
-        "metavar": metavar,
-        "help": (setting.help + shown).replace("%", "%%"),
-        "dest": setting.name,
-        **bare,
-    }
+        for name, kind in get_annotations(base, eval_str=True).items():
+            if name in settings or name == "given" or name not in fields or get_origin(kind) is ClassVar:
+                continue
+            marks = dict(base.__dataclass_fields__[name].metadata)
+            if marks.get("auto") and type(None) in get_args(kind):
+                kind = get_args(kind)[0]  # None stands for `auto`
+            if base.section == StageArgs.section:
+                marks["role"] = "run"
+            settings[name] = Setting(name, kind, fields[name].default, base.section, **marks)
+    by_section: dict[str, dict[str, Setting]] = {base.section: {} for base in StageArgs.__bases__}
+    for name, each in settings.items():
+        by_section.setdefault(each.section, {})[name] = each
+    return {name: each for rows in by_section.values() for name, each in rows.items()}
 
 
 def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting]) -> None:
-    """Add a flag for each setting."""
+    """Add a flag for each setting to the command line of a tool."""
     for each in settings:
         parser.add_argument(
-            f"--{each.name}", default=each.default, type=each.parse_flag, **flag_options(each)
+            f"--{each.name}", type=each.parse_flag, default=each.default, **each.flag_options()
         )

@@ -30,11 +30,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tqdm import tqdm
 
-from common.durable_files import atomic_write, sync_folder, write_json
 from common.errors import UserError, reason, say, warn
-from common.launcher import launch
-from common.locks import locked
-from common.machine import available_cores
+from common.files import atomic_write, locked, sync_folder, write_json
+from common.launcher import available_cores, launch
 from common.settings import DataConfig
 from dataset import files as data_files
 from dataset.files import expand_paths, file_kind, iter_blocks, place

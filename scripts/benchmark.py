@@ -32,7 +32,7 @@ from common.command_line import Parser, one_line_errors  # before torch, as in t
 import numpy as np
 import torch
 
-from common.config_sources import parse_args
+from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, setting, settings_of
 from tools.bench.comparison import Peer, check_peer

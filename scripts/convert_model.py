@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from common.durable_files import new_path
 from common.errors import UserError, say
+from common.files import new_path
 from dataset.tokenizing import TokenizerSpec
 from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf

@@ -32,9 +32,9 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 import psutil
 import torch
 
-from common.durable_files import atomic_write
+from common.files import atomic_write
 from common.errors import UserError, say
-from common.settings import AUTO, ROOT, ModelConfig, StageArgs, add_flags, settings_of
+from common.settings import ROOT, ModelConfig, StageArgs, add_flags, settings_of
 from dataset.files import expand_paths, parts_of
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import split_weights
@@ -264,7 +264,7 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints", "tokenizer_path": tokenizer_path,
         "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
-        "batch_size": AUTO, "learning_rate": AUTO, "accumulation_steps": 1,
+        "batch_size": None, "learning_rate": None, "accumulation_steps": 1,
     }  # fmt: skip
     stage_args = script.Args(**settings)
     data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))

@@ -51,7 +51,7 @@ start = mp.start_processes
 mp.start_processes = lambda *args, **options: start(*args, **options | {"start_method": "fork"})
 """  # the processes that the engine starts have torch loaded, too
 # a lock that is held is refused at once
-IMPATIENT = Faults(script="import common.locks; common.locks.PATIENCE = 0")
+IMPATIENT = Faults(script="import common.files; common.files.LOCK_TIMEOUT = 0")
 
 
 def called_from(function: str) -> bool:

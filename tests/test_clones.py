@@ -41,7 +41,7 @@ def clone(tmp_path) -> Path:
     added = {
         "dataset/tokenizing.py": IN_EACH_PROCESS,
         "dataset/token_cache.py": "\nPARALLEL_ABOVE, data_files.BLOCK_BYTES = 0, 2000\n",
-        "common/machine.py": "\navailable_cores = lambda: 2\n",
+        "common/launcher.py": "\navailable_cores = lambda: 2\n",
         "trainer/loop.py": SPAWN,
     }
     for name, text in added.items():

@@ -42,8 +42,6 @@ class Args(distillation.TeacherArgs):
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`; the
     flags of the teacher are in objectives/distillation.py."""
 
-    removed = {"divergence": "forward_kl", "jsd_beta": 0.5}  # noqa: RUF012 (a constant)
-
     data_path: str | None = data_file("sft_t2t_mini.jsonl", "sft_mini_512.jsonl")
     save_weight: str = "full_dist"
     from_weight: str = "full_sft"

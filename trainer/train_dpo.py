@@ -22,7 +22,7 @@ from pathlib import Path
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.settings import ROOT, StageArgs, setting
+from common.settings import ROOT, setting
 from dataset.lm_dataset import DPODataset
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_datasets
@@ -31,16 +31,15 @@ from trainer.objectives import preference
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
+from trainer.run.resume import FrozenModelArgs
 from trainer.run.saving import training_files
 from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
-class Args(StageArgs):
+class Args(FrozenModelArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 4e-8 changes nothing).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
-
-    removed = {"loss_type": "sigmoid"}  # noqa: RUF012 (a constant)
 
     data_path: str | None = str(ROOT / "dataset" / "dpo.jsonl")
     save_weight: str = "dpo"
@@ -54,11 +53,8 @@ class Args(StageArgs):
         0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0
     )
 
-    def compares_with_start_weights(self) -> bool:
-        return True  # they are the reference
-
-    def builds_on_start_weights(self) -> bool:
-        return True
+    reference_is_start_weights = True
+    resume_needs_start_weights = True
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()

@@ -99,7 +99,7 @@ def main() -> None:
         loss_fn=loss_fn, schedule=schedule, metric_names=METRICS,
     )  # fmt: skip
     extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__, *args.code_files()])
 
     # 8. Train.
     with training_files(state, wandb):

@@ -31,16 +31,17 @@ from trainer.objectives import lora
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
+from trainer.run.resume import FrozenModelArgs
 from trainer.run.saving import training_files
 from trainer.run.state import TrainState
 
 
 @dataclass(kw_only=True)
-class Args(StageArgs):
+class Args(FrozenModelArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 1e-4 learns too little).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
 
-    aliases = {"lora_name": "save_weight"}  # noqa: RUF012 (a constant: MiniMind's name)
+    aliases = StageArgs.aliases | {"lora_name": "save_weight"}  # MiniMind's name
 
     data_path: str | None = str(ROOT / "dataset" / "lora_medical.jsonl")
     save_weight: str = "lora_medical"
@@ -54,8 +55,7 @@ class Args(StageArgs):
     lora_dropout: float = setting(0.0, "dropout probability at the adapters' inputs", ge=0, lt=1)
     lora_targets: str = setting(",".join(lora.TARGETS), "layers that get an adapter, separated by commas")
 
-    def builds_on_start_weights(self) -> bool:
-        return True  # a checkpoint holds the adapters alone
+    resume_needs_start_weights = True  # a checkpoint holds the adapters alone
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()

@@ -39,11 +39,10 @@ class Args(RolloutArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
-    aliases = {  # noqa: RUF012 (a constant: MiniMind's names, and one of earlier versions)
+    aliases = RolloutArgs.aliases | {  # MiniMind's names
         "clip_epsilon": "epsilon",
         "kl_coef": "beta",
         "ppo_update_iters": "num_iterations",
-        "value_clip": "cliprange_value",
     }
 
     data_path: str | None = data_file("rlaif.jsonl", "rlaif-mini.jsonl")
@@ -127,7 +126,7 @@ def main() -> None:
         loss_fn=loss_fn, schedule=schedule, metric_names=METRICS,
     )  # fmt: skip
     extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__, *args.code_files()])
 
     # 8. Train.
     with training_files(state, wandb):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.config_sources import parse_args
+from common.arguments import parse_args
 from common.console import copy_console
 from common.errors import UserError
-from common.locks import lock_output
+from common.files import lock_output
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
@@ -165,7 +165,7 @@ def init_model(
 
 
 def read_settings(args_class: type[A], description: str | None) -> A:
-    """The settings of a stage, from its class, --config, environment and command line."""
+    """The settings of a stage, from its class, --config and command line."""
     args = parse_args(args_class, description)
     check_data_paths(args)
     return start_shape(replace(args, from_resume=args.from_resume or args.resume_from is not None))
@@ -203,7 +203,7 @@ def start_weights(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str
     """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint
     replaces them. Raises UserError if the checkpoint does not replace them, and they are no longer those that
     the run began with."""
-    if args.builds_on_start_weights():
+    if isinstance(args, resume.FrozenModelArgs) and args.resume_needs_start_weights:
         resume.check_start_weights(args, run)
         return args.from_weight
     return args.from_weight if checkpoint is None else "none"
@@ -246,7 +246,7 @@ def begin_run(
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
     state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
     state.peak = peak_rate(state.autocast, state.device)
-    state.code = resume.code_hashes([*code, *args.code_files()])
+    state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
     state.hooks += [*sample_hooks(state), Verdict(getattr(data, "train_dataset", data))]

@@ -19,7 +19,7 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
-from common.locks import lock_output
+from common.files import lock_output
 from common.plugins import import_named
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from common.config_sources import parse_args
+from common.arguments import parse_args
+from common.command_line import USE_INSTEAD
 from common.errors import UserError
-from common.minimind_flags import USE_INSTEAD
 from scripts import chat, convert_model, serve_openai_api
 from trainer import (
     train_agent,
@@ -73,16 +73,6 @@ def test_each_hint_is_for_a_flag_of_minimind_and_names_flags_that_there_are(monk
     for flag in {flag for hint in USE_INSTEAD.values() for flag in re.findall(r"--\w+", hint)}:
         told = [refusal(program, [flag, "1"], monkeypatch) for program in (train_ppo, chat, convert_model)]
         assert any(f"{flag} is unknown" not in text and "unrecognized" not in text for text in told), flag
-
-
-def test_the_same_from_yaml_and_the_environment(tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text("stage:\n  thinking_ratio: 0.9\n")
-    told = refusal(train_grpo, ["--config", str(tmp_path / "run.yaml")], monkeypatch)
-    assert told == f"{tmp_path}/run.yaml:2: stage.thinking_ratio is unknown: {USE_INSTEAD['thinking_ratio']}"
-    monkeypatch.setenv("MINIMIND_ROLLOUT_ENGINE", "sglang")
-    assert f"MINIMIND_ROLLOUT_ENGINE is unknown: {USE_INSTEAD['rollout_engine']}" in refusal(
-        train_ppo, [], monkeypatch
-    )
 
 
 def test_the_reward_model_under_minimind_s_name(monkeypatch):

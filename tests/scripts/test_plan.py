@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config_sources import parse_args
+from common.arguments import parse_args
 from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
 from scripts import chat, plan

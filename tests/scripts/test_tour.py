@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config_sources import parse_args
+from common.arguments import parse_args
 from scripts.demo.corpus import make_corpus, make_tour
 from scripts.demo.sums import make_sums
 from tests.conftest import ROOT

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from common import locks
-from common.locks import lock_output
+from common import files
+from common.files import lock_output
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import IMPATIENT, run, start_ranks
@@ -125,7 +125,7 @@ def test_a_second_run_of_the_same_name(corpus, tmp_path, stage):
     try:
         process = run(stage, argv, IMPATIENT, status=2)
     finally:
-        locks._held.pop().close()
+        files._held.pop().close()
     (line,) = process.error_lines
     assert (
         line.startswith(f"error: process {os.getpid()} on ")

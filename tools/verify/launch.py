@@ -13,7 +13,7 @@ from subprocess import DEVNULL, STDOUT
 
 import psutil
 
-from common.config_sources import parse_args as parse_stage_args
+from common.arguments import parse_args as parse_stage_args
 from trainer.objectives.lora import WEIGHTS as ADAPTER
 from trainer.report.metrics import complete_lines, log_record
 from trainer.run.checkpoint import UNREADABLE, places, read_state

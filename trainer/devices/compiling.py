@@ -30,7 +30,7 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     gained nothing, or was not measured. The settings, the data and the machine decide, not times, so that a
     resumed run does as it did before.
     """
-    if args.use_compile != "auto":
+    if args.use_compile is not None:
         return args.use_compile
     # an engine task may have other data, for which nothing was measured
     is_text = isinstance(train_set, TokenDataset)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError, reason
-from common.launcher import launch
-from common.machine import available_cores
+from common.launcher import available_cores, launch
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
 CLEANUP_PATIENCE = 5.0  # seconds

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
 from common.launcher import launch
-from common.settings import StageArgs, Switch
+from common.settings import StageArgs
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import gather, this_rank, world_size
 
@@ -31,7 +31,7 @@ def wrap_model(
     model: nn.Module,
     device: torch.device,
     parallel: str = "ddp",
-    use_compile: Switch = False,
+    use_compile: bool = False,
     activation_checkpointing: bool = False,
     autocast: AbstractContextManager | None = None,
 ) -> nn.Module:
@@ -43,7 +43,6 @@ def wrap_model(
     Args:
         model: on the CPU, of which sharding moves only this rank's part to the device; on ranks other than 0
             it may be on the meta device if it is to be sharded (`build_device`).
-        use_compile: `auto` counts as 0 here; `compiles` in compiling.py decides it.
         autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in
             its dtype.
 
@@ -56,7 +55,7 @@ def wrap_model(
                 "--activation_checkpointing 1: this task's model has no layers that can be recomputed"
             )
         cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
-    if use_compile is True:
+    if use_compile:
         compile_layers(model)
     if parallel != "ddp" and dist.is_initialized():
         dtype = autocast_dtype(autocast or nullcontext(), device)

@@ -19,7 +19,7 @@ from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import Logger
 from trainer.objectives.next_token import Batch, describe_size, frozen_model, target_logits, vocabulary_hash
 from trainer.run.paths import TOKENIZER_FILE, is_path
-from trainer.run.resume import weights_fingerprint
+from trainer.run.resume import FrozenModelArgs, weights_fingerprint
 from trainer.weights.files import fill, find_weights, read_model
 
 if TYPE_CHECKING:
@@ -31,21 +31,27 @@ PIECE = 1024  # targets whose predictions are compared at once
 
 
 @dataclass(kw_only=True)
-class TeacherArgs(StageArgs):
+class TeacherArgs(FrozenModelArgs):
     """The flags that name the teacher."""
 
-    aliases: ClassVar[dict[str, str]] = {  # MiniMind's names
+    aliases: ClassVar[dict[str, str]] = StageArgs.aliases | {  # MiniMind's names
         "student_hidden_size": "hidden_size",
         "student_num_layers": "num_hidden_layers",
         "student_use_moe": "use_moe",
         "from_student_weight": "from_weight",
     }
 
-    from_teacher_weight: str = setting("full_sft", "the teacher: name of weights in --save_dir, or a path")
-    teacher_hidden_size: int = setting(0, "width of the teacher; 0: that of its weights", ge=0)
-    teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
+    from_teacher_weight: str = setting(
+        "full_sft", "the teacher: name of weights in --save_dir, or a path", hashed_as="teacher_sha256"
+    )
+    teacher_hidden_size: int = setting(
+        0, "width of the teacher; 0: that of its weights", hashed_as="teacher_sha256", ge=0
+    )
+    teacher_num_layers: int = setting(
+        0, "depth of the teacher; 0: that of its weights", "layers", hashed_as="teacher_sha256", ge=0
+    )
     teacher_use_moe: Literal["auto", "0", "1"] = setting(
-        "auto", "whether the teacher has experts; auto: as it is"
+        "auto", "whether the teacher has experts; auto: as it is", hashed_as="teacher_sha256"
     )
 
     def teacher_shape(self) -> dict[str, Any]:

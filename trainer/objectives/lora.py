@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from common.durable_files import atomic_write
 from common.errors import UserError, reason
+from common.files import atomic_write
 from model.linear import LoRALinear, is_plain
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap

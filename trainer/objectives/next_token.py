@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-SHAPE = tuple(name for name in settings_of(ModelConfig) if name not in ("dropout", "tokenizer_path"))
+SHAPE = tuple(name for name, row in settings_of(ModelConfig).items() if row.role == "shape")
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from common.errors import UserError
-from common.settings import AUTO, StageArgs
+from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
 from trainer.devices.process_group import Logger, world_size
 from trainer.run.resume import largest_divisor
@@ -65,10 +65,10 @@ def was_checked(weights: float, tokens: float, passes: int) -> bool:
 def chosen(args: A, data: Any, ranks: int) -> A:
     """The settings with a number in place of each `auto`; data: a StageDataset."""
     of_ranks, item = args.accumulation_steps * ranks, data.mean_tokens
-    if args.batch_size == AUTO:
+    if args.batch_size is None:
         wanted = update_tokens(data.num_tokens * args.epochs) / item / of_ranks
         args = replace(args, batch_size=max(1, min(round(wanted), len(data))))
-    if args.learning_rate == AUTO:
+    if args.learning_rate is None:
         of_update = item * args.batch_size * of_ranks
         rate = learning_rate(args.hidden_size, data.num_tokens * args.epochs, of_update, args.optimizer)
         args = replace(args, learning_rate=float(f"{rate * args.auto_rate:.1e}"))
@@ -78,13 +78,13 @@ def chosen(args: A, data: Any, ranks: int) -> A:
 def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
     """`chosen` for a run on these data; a resumed run keeps the numbers that it began with. Raises UserError
     if the data do not say how many tokens they have."""
-    flags = [f"--{name} auto" for name in ("learning_rate", "batch_size") if getattr(args, name) == AUTO]
+    flags = [f"--{name} auto" for name in ("learning_rate", "batch_size") if getattr(args, name) is None]
     if not flags:
         return args
     # else it is not of this project, which `check_resume` tells
     if checkpoint is not None and "run" in checkpoint:
         run = checkpoint["run"]
-        if args.batch_size == AUTO:  # at most as large as it was; `keep_global_batch` adapts the accumulation
+        if args.batch_size is None:  # at most as large as it was; `keep_global_batch` adapts the accumulation
             before = run["global_batch"] // (args.accumulation_steps * checkpoint["world_size"])
             of_rank = max(1, run["global_batch"] // world_size())
             args = replace(args, batch_size=largest_divisor(of_rank, max(1, before)))

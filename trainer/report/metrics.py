@@ -11,8 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.durable_files import atomic_write
 from common.errors import UserError, WriteError
+from common.files import atomic_write
 
 WIDTH = 120  # characters of a line on the console
 

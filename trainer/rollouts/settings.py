@@ -14,7 +14,7 @@ from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.rewards import load_rewards, reward_model, reward_parts
 from trainer.rollouts.writer import TrajectoryWriter
-from trainer.run.resume import files_fingerprint
+from trainer.run.resume import FrozenModelArgs, files_fingerprint
 from trainer.run.state import TrainState
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class RolloutArgs(StageArgs):
+class RolloutArgs(FrozenModelArgs):
     """The flags of all stages that learn from rollouts."""
 
     monitor: str = "eval_reward"
@@ -34,7 +34,11 @@ class RolloutArgs(StageArgs):
     reward: str = setting(
         "exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT"
     )
-    reward_model: str | None = setting(None, "adds the score of a sequence classifier: a Hugging Face folder")
+    reward_model: str | None = setting(
+        None,
+        "adds the score of a sequence classifier: a Hugging Face folder",
+        hashed_as="reward_model_sha256",
+    )
     reward_timeout: float = setting(
         10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0
     )
@@ -45,13 +49,15 @@ class RolloutArgs(StageArgs):
     )
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
 
-    aliases = {"reward_model_path": "reward_model"}  # noqa: RUF012 (a constant: MiniMind's name)
+    aliases = StageArgs.aliases | {"reward_model_path": "reward_model"}  # MiniMind's name
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
 
-    def compares_with_start_weights(self) -> bool:
-        return self.beta > 0  # they are the reference
+    @property
+    def reference_is_start_weights(self) -> bool:
+        return self.beta > 0
 
-    def builds_on_start_weights(self) -> bool:
+    @property
+    def resume_needs_start_weights(self) -> bool:
         return self.beta > 0
 
     def code_files(self) -> list[Path]:

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor, nn
 
-from common.durable_files import atomic_write, remove
 from common.errors import UserError, reason, warn
+from common.files import atomic_write, remove
 from common.settings import ROOT
 from trainer.devices.process_group import Logger, is_main_process, world_size
 from trainer.devices.wrapping import host_copy, is_sharded, unwrap

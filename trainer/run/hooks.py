@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.durable_files import link, remove, sync_folder, write_error
 from common.errors import UserError, reason, warn
+from common.files import link, remove, sync_folder, write_error
 from common.settings import StageArgs
 from trainer.devices.process_group import is_main_process
 from trainer.report.trackers import drawable

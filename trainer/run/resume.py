@@ -8,36 +8,44 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from common.errors import UserError, warn
-from common.settings import ROOT, StageArgs, aliases_of, own_flags
+from common.settings import ROOT, StageArgs, settings_of
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16
 from trainer.devices.process_group import Logger, gather, world_size
 from trainer.run import paths
 
 Fingerprint = dict[str, Any]
-COMPARED = (
-    "epochs",
-    "learning_rate",
-    "warmup_updates",
-    "optimizer",
-    "weight_decay",
-    "grad_clip",
-    "max_seq_len",
-)
-COMPARED += ("packing", "seed")  # settings of every run
-NAMES_OF = {  # hash of weights -> the flags that only say where they lie
-    "from_weight_sha256": ("from_weight",),
-    "reward_model_sha256": ("reward_model",),
-    "teacher_sha256": ("from_teacher_weight", "teacher_hidden_size", "teacher_num_layers", "teacher_use_moe"),
-}
 A = TypeVar("A", bound=StageArgs)
+
+
+@dataclass(kw_only=True)
+class FrozenModelArgs(StageArgs):
+    """Settings of a stage with frozen weights beside the trained ones, which a resumed run reads again."""
+
+    @property
+    def reference_is_start_weights(self) -> bool:
+        """Whether the weights of --from_weight are the reference, so that the run must not write over them."""
+        return False
+
+    @property
+    def resume_needs_start_weights(self) -> bool:
+        """Whether a checkpoint does not replace the weights of --from_weight."""
+        return False
+
+    def frozen_weights(self) -> dict[str, Path]:
+        """Flag -> path of the weights of another frozen model, such as a teacher."""
+        return {}
+
+    def frozen_hashes(self) -> dict[str, str]:
+        """The part of the run fingerprint that identifies other frozen models."""
+        return {}
 
 
 def held_out_fingerprint(loader: Any) -> str | None:
@@ -67,9 +75,12 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
     model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
     """
-    run = {key: getattr(args, key) for key in COMPARED} | model | own_flags(args)
+    rows = settings_of(type(args)).items()
+    run = {name: getattr(args, name) for name, row in rows if row.role == "run"} | model
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
-    run |= {"samples": samples} | data | args.frozen_hashes()
+    run |= {"samples": samples} | data
+    if isinstance(args, FrozenModelArgs):
+        run |= args.frozen_hashes()
     return run | {"from_weight": args.from_weight} | start_fingerprint(args)
 
 
@@ -100,7 +111,11 @@ def check_not_overwritten(args: StageArgs) -> None:
     """Refuse a new run that would write over weights which it reads again when it is resumed, or that starts
     from a checkpoint of its own name, which it sets aside. Raises UserError with the flag and the path."""
     start = {"from_weight": paths.start_path(args.save_dir, args.from_weight, args)}
-    read_again = (start if args.compares_with_start_weights() else {}) | args.frozen_weights()
+    read_again: dict[str, Path] = {}
+    if isinstance(args, FrozenModelArgs):
+        read_again |= args.frozen_weights()
+        if args.reference_is_start_weights:
+            read_again |= start
     for flag, path in (start | read_again).items():
         if _is_own_state(args, path):
             raise UserError(
@@ -185,11 +200,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         raise UserError(
             f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script"
         )
-    defaults = {name: getattr(type(args), name) for name in own_flags(args)}
-    aliases = aliases_of(type(args))
-    # a flag may have had another name
-    saved = {aliases.get(name, name): value for name, value in saved.items()}
-    saved = {name: value for name, value in saved.items() if args.removed.get(name, ...) != value}
+    rows = settings_of(type(args))
+    defaults = {name: row.default for name, row in rows.items() if row.role == "run"}
     defaults |= {
         name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__.keys() & run.keys()
     }
@@ -199,9 +211,10 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     is_own = _is_own_weights(args, start) or _is_own_state(args, start)
     if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
         run = run | {"from_weight_sha256": saved["from_weight_sha256"]}  # it holds what became of the weights
-    for digest, names in NAMES_OF.items():
-        if run.get(digest) is not None and run[digest] == saved.get(digest):
-            run = run | {name: saved[name] for name in names if name in saved}
+    for name, row in rows.items():
+        digest = run.get(row.hashed_as)
+        if digest is not None and digest == saved.get(row.hashed_as) and name in saved:
+            run = run | {name: saved[name]}  # the same weights may lie elsewhere
     hint = ""
     if run["global_batch"] != saved["global_batch"]:
         hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}: "

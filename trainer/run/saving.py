@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from common.durable_files import atomic_write, link, sync_folder, write_error
 from common.errors import Interrupted, warn
+from common.files import atomic_write, link, sync_folder, write_error
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import unwrap

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from common.durable_files import atomic_write, new_path
 from common.errors import UserError, reason
-from common.locks import locked
+from common.files import atomic_write, locked, new_path
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import is_main_process

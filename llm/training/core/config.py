@@ -1,28 +1,34 @@
 """The engine's settings: those of the stage scripts (common/settings.py) and its own, in sections.
 
 Later sources override earlier ones: the defaults below, the task's own defaults, a YAML file (--config), the
-environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8). common/config_sources.py reads them.
+environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8).
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
 from common import settings
-from common.config_sources import (
-    OPTIONS,
-    Parser,
-    described,
-    given_task,
-    print_once,
-    read_sources,
-    read_task_defaults,
-    settings_parser,
+from common.arguments import (
+    checked,
+    describe,
+    describe_one,
+    entries_of,
+    print_and_exit,
+    read_command_line,
+    read_yaml,
+    stage_parser,
 )
+from common.command_line import Parser
 from common.errors import UserError
 from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting, settings_of
+
+PREFIX = "MINIMIND_"  # of environment variables
+OTHER_VARIABLES = ("MINIMIND_API_KEY",)  # of other programs
+OPTIONS = "task_options"  # section of YAML for the options of a user's own task
 
 
 class ModelConfig(settings.ModelConfig):
@@ -107,10 +113,48 @@ def engine_parser(args_class: type[EngineArgs] = EngineArgs) -> Parser:
     description = (
         "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
     )
-    parser = settings_parser(args_class, description, prog="python -m llm.training.train")
+    parser = stage_parser(args_class, description, prog="python -m llm.training.train")
     text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
-    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help=text)
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", default=[], help=text)
     return parser
+
+
+def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
+    """The name of the task, whose defaults and flags are needed before all else is read; empty for none."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--task")
+    parser.add_argument("--config")
+    options = parser.parse_known_args(argv)[0]
+    name = options.task or environ.get(f"{PREFIX}TASK")
+    if name is None and options.config is not None:
+        name = read_yaml(options.config).get("training", {}).get("task")
+    return str(name or "")
+
+
+def option_value(value: Any) -> Any:
+    """The value of an option of a task: for text a number, true, false, null, or the text itself."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    words = {"true": True, "false": False, "null": None, "": None}
+    return words.get(value.lower(), value)
+
+
+def task_options(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a user's own task. Raises UserError: one line with all mistakes."""
+    wrong = []
+    for name, value in options.items():
+        if name in SETTINGS:
+            wrong.append(f"{label}{name} is a setting of the engine, in section {SETTINGS[name].section}")
+        elif not str(name).isidentifier():
+            wrong.append(f"{label}{name} must be named with letters, digits and underscores")
+        elif not isinstance(value, str | int | float | None):
+            wrong.append(f"{label}{name} must be a single value (in YAML put text in quotes)")
+    if wrong:
+        raise UserError("; ".join(wrong))
+    return {name: option_value(value) for name, value in options.items()}
 
 
 @dataclass
@@ -152,33 +196,72 @@ class Config:
             SystemExit: after `--help` and `--print_config`.
         """
         environ = os.environ if environ is None else environ
-        name = given_task(argv, environ)
+        name = find_task_name(argv, environ)
         if name and find_task is None:
             raise UserError(
-                f"--task {name}: from_args_and_env() alone does not know its class, whose settings it needs; call "
-                "Config.from_args_and_env(find_task=find_task), with find_task of llm/training/train.py"
+                f"--task {name}: from_args_and_env() alone does not know its class, whose settings it needs; "
+                "call Config.from_args_and_env(find_task=find_task), with find_task of llm/training/train.py"
             )
         task = find_task(name) if name and find_task else None
-        config = cls(stage_args=task.stage_args if task else None, sources=dict.fromkeys(SETTINGS, "default"))
+        config = cls(stage_args=task.stage_args if task else None)
         args_class = engine_args(config.stage_args)
-        rows = settings_of(args_class)
-        # the defaults of a stage where they are not the engine's, and of its own flags; then those of the
-        # task
-        defaults: dict[str, Any] = {"save_weight": name.rpartition(":")[2]} if name else {}
-        defaults |= {
-            key: row.default for key, row in rows.items() if row.default != getattr(EngineArgs, key, row)
-        }
-        own = read_task_defaults(args_class, name, defaults | (task.defaults if task else {}))
-        options, given = read_sources(args_class, engine_parser(args_class), argv, environ, own)
-        for key, (value, where) in given.items():
-            config.sources[key] = where
-            if key in SETTINGS:
-                setattr(getattr(config, rows[key].section), key, value)
-            else:
-                config.extra[key.removeprefix(f"{OPTIONS}.")] = value
+        if name:
+            config._take_defaults(args_class, name, task.defaults if task else {})
+        options, flags = read_command_line(engine_parser(args_class), argv)
+        if options.config is not None:
+            config._take_yaml(args_class, options.config)
+        config._take_environment(args_class, environ)
+        config._take(checked(args_class, flags), "command line")
+        pairs = [text.partition("=") for text in options.set]
+        for option, equals, _ in pairs:
+            if not equals:
+                raise UserError(f"--set {option} must be NAME=VALUE")
+        config._take_options("--set ", {option: text for option, _, text in pairs}, "command line")
         if options.print_config:
-            print_once(config.describe(), environ)
+            print_and_exit(config.describe())
         return config
+
+    def _take_defaults(self, args_class: type[EngineArgs], name: str, of_task: Mapping[str, Any]) -> None:
+        """The defaults of a stage that are not the engine's, those of its own flags, and those of the task.
+        Names that are not settings are options of the task."""
+        rows = settings_of(args_class)
+        defaults: dict[str, Any] = {"save_weight": name.rpartition(":")[2]}
+        for key, row in rows.items():
+            if key not in SETTINGS or row.default != SETTINGS[key].default:
+                defaults[key] = row.default
+        label, options = f"task {name}: its default ", {}
+        for key, value in of_task.items():
+            if args_class.aliases.get(key, key) in rows:
+                defaults[key] = value
+            else:
+                options[key] = value
+        entries = [(f"{label}{key}", key, value) for key, value in defaults.items()]
+        self._take(checked(args_class, entries), f"task {name}")
+        self._take_options(label, options, f"task {name}")
+
+    def _take_yaml(self, args_class: type[EngineArgs], path: str) -> None:
+        sections = read_yaml(path)
+        options = sections.pop(OPTIONS, {})
+        self._take(checked(args_class, entries_of(path, sections)), path)
+        self._take_options(f"{path}: {OPTIONS}.", options, path)
+
+    def _take_environment(self, args_class: type[EngineArgs], environ: Mapping[str, str]) -> None:
+        names = [key for key in sorted(environ) if key.startswith(PREFIX) and key not in OTHER_VARIABLES]
+        entries = [(key, key.removeprefix(PREFIX).lower(), environ[key]) for key in names]
+        self._take(checked(args_class, entries), "environment")
+
+    def _take(self, values: Mapping[str, Any], source: str) -> None:
+        for key, value in values.items():
+            self.sources[key] = source
+            if key in SETTINGS:
+                setattr(getattr(self, SETTINGS[key].section), key, value)
+            else:
+                self.extra[key] = value
+
+    def _take_options(self, label: str, options: Mapping[str, Any], source: str) -> None:
+        values = task_options(label, options)
+        self.extra.update(values)
+        self.sources.update(dict.fromkeys(values, source))
 
     def values(self) -> dict[str, Any]:
         """All settings by name."""
@@ -186,18 +269,29 @@ class Config:
 
     def to_args(self) -> EngineArgs:
         """All settings, flat; for a stage also its own flags."""
-        values = self.values() | ({} if self.stage_args is None else self.extra)
-        values |= {} if self.optimization.use_amp else {"dtype": "float32"}
-        defaults = ("default", f"task {self.training.task}")
-        given = frozenset(name for name, where in self.sources.items() if where not in defaults)
-        return engine_args(self.stage_args)(**values, given=given)
+        args_class = engine_args(self.stage_args)
+        rows = settings_of(args_class)
+        values = self.values() | {name: value for name, value in self.extra.items() if name in rows}
+        if not self.optimization.use_amp:
+            values["dtype"] = "float32"
+        of_task = f"task {self.training.task}"
+        given = frozenset(name for name, source in self.sources.items() if source != of_task)
+        return args_class(**values, given=given)
 
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""
-        return described(settings_of(engine_args(self.stage_args)), self.values() | self.extra, self.sources)
+        args_class = engine_args(self.stage_args)
+        text = describe(args_class, self.values() | self.extra, self.sources)
+        options = [name for name in self.extra if name not in settings_of(args_class)]
+        if options:
+            text += f"{OPTIONS}:\n"
+        for name in options:
+            text += describe_one(name, self.extra[name], self.sources.get(name, "default")) + "\n"
+        return text
 
     def validate(self) -> None:
         """Check how the values go together; each alone was checked where it was read. Raises UserError: one
         line with all mistakes."""
-        if wrong := self.to_args().contradictions():
+        wrong = self.to_args().contradictions()
+        if wrong:
             raise UserError("; ".join(wrong))

@@ -380,7 +380,7 @@ def test_print_config_shows_where_settings_come_from():
     argv = engine("full_sft", ["--batch_size", "3", "--print_config"])
     out = run("engine", argv, MINIMIND_SEED="7").out
     assert re.search(r"batch_size: 3 +# command line", out)
-    assert re.search(r"seed: 7 +# MINIMIND_SEED", out)
+    assert re.search(r"seed: 7 +# environment", out)
     assert re.search(r"max_seq_len: 768 +# task full_sft", out)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo import config as dynamo
 
-from common.config_sources import parse_args
+from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import PretrainDataset, TokenDataset
@@ -17,7 +17,6 @@ from trainer import train_pretrain
 from trainer.data.datasets import open_datasets
 from trainer.devices import compiling
 from trainer.devices.compiling import compiles, has_compiler, operations
-from trainer.devices.wrapping import wrap_model
 from trainer.train_grpo import Args as GRPOArgs
 from trainer.trainer_utils import load_tokenizer
 
@@ -156,16 +155,15 @@ def test_zero_and_one_stay(capsys):
 def test_what_does_not_ask_is_not_compiled(monkeypatch):
     """Stages whose batches differ in size hand `auto` on as it is."""
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
-    wrap_model(torch.nn.Linear(2, 2), torch.device("cpu"), use_compile="auto")
-    assert parse_args(GRPOArgs, "", []).use_compile == "auto"
+    assert parse_args(GRPOArgs, "", []).use_compile is None
     with pytest.raises(UserError, match="--use_compile 1 has no effect on completions"):
         parse_args(GRPOArgs, "", ["--use_compile", "1"])
 
 
 def test_the_switch_takes_three_values():
-    for text, value in (("auto", "auto"), ("0", False), ("1", True)):
+    for text, value in (("auto", None), ("0", False), ("1", True)):
         found = parse_args(StageArgs, "", ["--use_compile", text]).use_compile
         assert found == value and type(found) is type(value)
     assert parse_args(StageArgs, "", ["--use_compile"]).use_compile is True
-    with pytest.raises(UserError, match="--use_compile must be auto, 0 or 1, not 'maybe'"):
+    with pytest.raises(UserError, match="--use_compile must be 0 or 1 or auto, not 'maybe'"):
         parse_args(StageArgs, "", ["--use_compile", "maybe"])

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from common.durable_files import atomic_write
 from common.errors import UserError
+from common.files import atomic_write
 from model.model_minimind import MiniMindConfig
 from scripts.convert_model import main
 from tests.stage_process import Faults, run, start_ranks

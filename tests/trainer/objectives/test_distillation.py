@@ -105,7 +105,7 @@ def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_pat
 
 
 def test_minimind_names_of_the_student_are_the_common_flags():
-    from common.config_sources import parse_args
+    from common.arguments import parse_args
 
     typed = ["--student_hidden_size", "64", "--student_num_layers", "3", "--student_use_moe", "1"]
     args = parse_args(

@@ -9,7 +9,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.settings import AUTO
 from dataset.lm_dataset import TokenDataset
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
@@ -49,7 +48,7 @@ def test_a_wider_model_has_a_smaller_rate_and_a_larger_run_a_larger_batch(width,
 def test_an_update_is_near_the_rule_and_never_empty(items, length, epochs, ranks, accumulation):
     data = Data(num_tokens=items * length, items=items)
     args = train_pretrain.Args(
-        batch_size=AUTO, learning_rate=AUTO, epochs=epochs, accumulation_steps=accumulation
+        batch_size=None, learning_rate=None, epochs=epochs, accumulation_steps=accumulation
     )
     chosen = rules.chosen(args, data, ranks)
     assert 1 <= chosen.batch_size <= items and 0 < chosen.learning_rate < 1
@@ -80,7 +79,7 @@ def test_where_the_expected_loss_was_checked():
 
 def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
     for name in ("batch_size", "learning_rate"):
-        args = train_pretrain.Args(**{name: AUTO})
+        args = train_pretrain.Args(**{name: None})
         with pytest.raises(UserError, match=f"--{name} auto: the rules know text and SFT data, not a list"):
             rules.apply_rules(args, None, [1, 2, 3])
     path = tmp_path / "theirs.pth"
@@ -92,8 +91,8 @@ def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
 
 def test_only_stages_that_were_measured_take_auto():
     for stage in (train_pretrain, train_full_sft):
-        assert not stage.Args(learning_rate=AUTO, batch_size=AUTO).contradictions()
-    wrong = train_dpo.Args(learning_rate=AUTO).contradictions()
+        assert not stage.Args(learning_rate=None, batch_size=None).contradictions()
+    wrong = train_dpo.Args(learning_rate=None).contradictions()
     assert wrong == ["--learning_rate auto: the rules are those of pretraining and SFT; give a number"]
 
 
@@ -124,7 +123,7 @@ def test_a_run_that_was_killed_keeps_its_numbers(corpus, tmp_path):
 
 def test_the_rules_hold_over_the_ranks():
     data = Data(num_tokens=10**7, items=10**5)
-    args = train_full_sft.Args(batch_size=AUTO, learning_rate=AUTO)
+    args = train_full_sft.Args(batch_size=None, learning_rate=None)
     one, four = (rules.chosen(args, data, ranks) for ranks in (1, 4))
     assert four.batch_size == round(one.batch_size / 4) and four.learning_rate == pytest.approx(
         one.learning_rate, 0.02
@@ -138,7 +137,7 @@ def test_a_checkpoint_decides_on_other_ranks(ranks, now, size, steps):
     """Whatever the ranks, an update has as many samples as before, wherever the ranks divide them."""
     run_before = {"global_batch": ranks * size * steps, "learning_rate": 0.125}
     checkpoint = {"run": run_before, "world_size": ranks}
-    args = train_pretrain.Args(batch_size=AUTO, learning_rate=AUTO, accumulation_steps=steps)
+    args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=steps)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "world_size", lambda: now)
         patch.setattr(resume, "world_size", lambda: now)

@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from common.durable_files import atomic_write
 from common.errors import UserError
+from common.files import atomic_write
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.optim.build import build_optimizer
 from trainer.run.checkpoint import UNREADABLE, Writer, read_file, write_file

@@ -372,15 +372,6 @@ def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
         check_resume(args, run | {"teacher_sha256": "b"}, checkpoint)
 
 
-def test_a_run_of_before_a_flag_was_removed_goes_on_if_it_had_what_is_left(own_files, tmp_path):
-    args = train_dpo.Args(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
-    run = run_fingerprint(args, {}, {}, 9)
-    checkpoint = {"run": run | {"loss_type": "sigmoid"}, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
-    assert check_resume(args, run, checkpoint) == run
-    with pytest.raises(UserError, match=r"another run \(loss_type: ipo -> None\)"):
-        check_resume(args, run, checkpoint | {"run": run | {"loss_type": "ipo"}})
-
-
 def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
     """Whatever else is put there, such as the run's own files."""
     folder, index = (

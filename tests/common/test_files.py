@@ -1,6 +1,8 @@
-"""Locks between processes: one run of a name, however it ends; a lock that is waited for; no locks at all."""
+"""Files that are replaced whole, and locks between processes: one run of a name, however it ends."""
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from common import locks
+from common import files
 from common.errors import UserError
-from common.locks import lock_output, locked
+from common.files import atomic_write, link, lock_output, locked, sync_folder
 from tests.conftest import ROOT
+from trainer.run.hooks import link_state
 
 HOLD = """
 import os, sys, time
-from common.locks import lock_output
+from common.files import lock_output
 lock_output(sys.argv[1], save_dir=sys.argv[2], checkpoint_dir=sys.argv[3])
 {then}
 print("held", flush=True)
@@ -26,7 +29,7 @@ time.sleep(60)
 LOCKED = """
 import sys
 from pathlib import Path
-from common.locks import locked
+from common.files import locked
 with locked(Path(sys.argv[1]), "waiting for the other"):
     print("held", flush=True)
     sys.stdin.read()
@@ -56,15 +59,65 @@ def folders(tmp_path):
 def release():
     """What a test locks is free afterwards; a run keeps it until its process ends."""
     yield
-    while locks._held:
-        locks._held.pop().close()
+    while files._held:
+        files._held.pop().close()
+
+
+# --- writing
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_folder_that_cannot_be_flushed(tmp_path, monkeypatch, number):
+    """Network shares and file systems in user space refuse it; a disk that fails is an error."""
+
+    def refuse(descriptor):
+        raise OSError(number, "")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if number == errno.EIO:
+        with pytest.raises(OSError):
+            sync_folder(tmp_path)
+    else:
+        sync_folder(tmp_path)
+
+
+def test_a_copy_that_finds_no_room_leaves_nothing_behind(tmp_path, monkeypatch):
+    """On a file system without links a second name is a copy."""
+    (tmp_path / "state").write_bytes(b"x" * 100)
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no links")
+
+    def half(source, name):
+        Path(name).write_bytes(b"x" * 50)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    link(tmp_path / "state", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"x" * 100
+    monkeypatch.setattr(shutil, "copyfile", half)
+    with pytest.raises(OSError, match="No space left"):
+        link(tmp_path / "state", tmp_path / "second")
+    with pytest.raises(UserError, match=r"best_resume.pth cannot be written \(No space left on device\)"):
+        link_state(tmp_path / "state", tmp_path / "best_resume.pth")
+    assert sorted(os.listdir(tmp_path)) == ["copy", "state"]
+
+
+def test_what_a_kill_left_behind_is_replaced_not_written_to(tmp_path):
+    """It may be a second name of a file that is in use, or belong to another user."""
+    used = tmp_path / "used"
+    used.write_bytes(b"in use")
+    os.link(used, tmp_path / ".file.tmp")
+    atomic_write(tmp_path / "file", lambda file: file.write(b"new"))
+    assert used.read_bytes() == b"in use" and (tmp_path / "file").read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["file", "used"]
 
 
 # --- the output of a run
 
 
 def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders, monkeypatch):
-    monkeypatch.setattr(locks, "PATIENCE", 0.0)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.0)
     first = start(HOLD.format(then=""), "pretrain_32", *folders)
     out, checkpoints = folders
     try:
@@ -136,8 +189,8 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(locks.fcntl, "lockf", refuse)
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "lockf", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     lock_output("pretrain_32", save_dir=tmp_path)
     with locked(tmp_path / "x.lock", "waiting") as is_held:
         assert not is_held
@@ -166,9 +219,6 @@ def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
         folder.chmod(mode)
         lock_output("w_32", save_dir=folder)
         assert (folder / ".w_32_save_dir.lock").stat().st_mode & 0o777 == mode & 0o666
-
-
-# --- a lock that is waited for
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])

@@ -1,0 +1,211 @@
+"""Files that survive a kill or a power cut, and locks between processes.
+
+A file is written beside its place, flushed to the disk and renamed: a reader finds the old file or the new
+one, never a half-written one. Locks are record locks (POSIX fcntl): they end with their process, however it
+ends, and its children do not inherit them.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from common.errors import UserError, WriteError, say
+from common.launcher import launch
+
+LOCK_TIMEOUT = 60.0  # seconds for the run that holds a name to save and end
+_held: list[TextIO] = []  # lock files of this process, open until it ends
+
+
+# --- writing
+
+
+def atomic_write(
+    path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None
+) -> None:
+    """Replace `path` by what `write(file)` writes; on failure the old file stays. `rotate(path)` may rename
+    it before. Raises WriteError if the disk is full, the folder cannot be written ..."""
+    with _temporary(path) as temp:
+        with open(temp, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if rotate is not None:
+            rotate(path)
+        os.replace(temp, path)
+
+
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """A place to write a new file or folder, which appears at `path` complete and flushed when the block
+    ends, or not at all. The place has the same name, in a temporary folder beside it. Raises UserError if
+    `path` exists already, the disk is full, the folder cannot be written ..."""
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already; remove it, or give another name")
+    with _temporary(path) as temp:
+        temp.mkdir()
+        yield temp / path.name
+        for written in temp.rglob("*"):
+            if written.is_file():
+                with open(written, "rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                sync_folder(written)
+        os.replace(temp / path.name, path)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, which the block renames; an OSError becomes a WriteError."""
+    # always the same name, so that what a kill leaves behind is replaced
+    temp = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(temp)  # it may be another user's file, which cannot be written but can be deleted
+        yield temp
+        sync_folder(path.parent)  # the rename itself must survive a power cut
+    except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
+        translated = write_error(path, error)
+        if translated is error:
+            raise
+        raise translated from error
+    finally:
+        with suppress(OSError):  # a read-only folder: nothing was written
+            remove(temp)
+
+
+def write_error(path: Path, error: BaseException) -> BaseException:
+    """The WriteError for an OSError among the causes of `error`; any other error as it is."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return error
+    return WriteError(
+        f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room "
+        "or give another folder"
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def link(source: str | Path, name: str | Path) -> None:
+    """Give a file a second name (a hard link), or copy it where the file system has no links. Nothing is left
+    behind where neither works."""
+    with suppress(OSError):
+        os.link(source, name)
+        return
+    try:
+        shutil.copyfile(source, name)
+        with open(name, "rb") as copy:
+            os.fsync(copy.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename or a new file in it survives a power cut. Some file systems
+    (of network shares, and in user space) do that by themselves and refuse to flush a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write JSON and flush it to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# --- locks
+
+
+@contextmanager
+def locked(path: Path, message: str) -> Iterator[bool]:
+    """Hold a lock file. If another process has it, print `message` and wait. Yields whether it is held: not
+    on a file system without locks, and not where no file can be made."""
+    with ExitStack() as stack:
+        is_held = False
+        with suppress(OSError):
+            file = stack.enter_context(open(path, "a+", encoding="utf-8"))
+            holder = _try_lock(file)
+            if holder:
+                if launch().local_rank == 0:
+                    say(message)
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            is_held = holder is not None
+        yield is_held
+
+
+def lock_output(run: str, **folders: str) -> None:
+    """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag. A
+    run that has the name is waited for, but not longer than LOCK_TIMEOUT.
+
+    Keeps a second run from writing the same files, and finds folders that cannot be written before any work.
+    Raises UserError if another run has the name, or a folder cannot be written."""
+    if launch().rank != 0:
+        return
+    for flag, folder in folders.items():
+        path = Path(folder) / f".{run}_{flag}.lock"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
+            _held.append(file)
+            with suppress(PermissionError):  # it is the file of another user
+                # who may write into the folder may resume the run
+                path.chmod(path.parent.stat().st_mode & 0o666)
+            holder = _try_lock(file)
+            if holder:
+                _wait_for(holder, file, path.parent)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(f"--{flag} {folder} cannot be written ({why}); give another folder") from error
+
+
+def _wait_for(holder: str, file: TextIO, folder: Path) -> None:
+    """Wait until another process releases a lock file. Raises UserError after LOCK_TIMEOUT."""
+    taken = f"{holder} is training a run of this name and writes to {folder}"
+    say(f"{taken}; waiting up to {LOCK_TIMEOUT:.0f} s, in case it is saving and about to end")
+    begin = time.monotonic()
+    while _try_lock(file):
+        if time.monotonic() - begin >= LOCK_TIMEOUT:
+            raise UserError(f"{taken}; wait for it, end it, or choose another --save_weight")
+        time.sleep(0.2)
+
+
+def _try_lock(file: TextIO) -> str | None:
+    """Lock a file: "" if that worked, None on a file system without locks. If another process has the lock,
+    who that is, as the file says."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        return file.read().strip() or "another process"
+    except OSError:
+        return None
+    return ""
