@@ -21,7 +21,11 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 REQUIRED = ("torch", "transformers", "numpy", "pydantic", "yaml")
-if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+missing = []
+for name in REQUIRED:
+    if importlib.util.find_spec(name) is None:
+        missing.append(name)
+if missing:
     advice = (
         "activate the virtual environment (source .venv/bin/activate), or pip install -r requirements.txt"
     )

@@ -39,7 +39,7 @@ def parse_args(
         sources = dict.fromkeys(from_file, options.config) | sources
     args = args_class(**defaults | given, given=frozenset(given))
     if options.print_config:
-        print_and_exit(describe(args_class, args.values(), sources))
+        print_and_exit(settings_as_yaml(args_class, args.values(), sources))
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
@@ -128,7 +128,9 @@ def hint(name: str, settings: Iterable[str]) -> str:
     return f"; did you mean {near[0]}" if near else "; see --help"
 
 
-def describe(args_class: type[StageArgs], values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def settings_as_yaml(
+    args_class: type[StageArgs], values: Mapping[str, Any], sources: Mapping[str, str]
+) -> str:
     """Every setting with its value and source, as YAML that `--config` can read."""
     lines, section = [], ""
     for name, each in settings_of(args_class).items():
@@ -136,11 +138,11 @@ def describe(args_class: type[StageArgs], values: Mapping[str, Any], sources: Ma
             section = each.section
             lines.append(f"{section}:")
         value = "auto" if each.auto and values[name] is None else values[name]
-        lines.append(describe_one(name, value, sources.get(name, "default")))
+        lines.append(setting_as_yaml(name, value, sources.get(name, "default")))
     return "\n".join(lines) + "\n"
 
 
-def describe_one(name: str, value: Any, source: str) -> str:
+def setting_as_yaml(name: str, value: Any, source: str) -> str:
     """A line of YAML that reads back as the same value, with its source."""
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     text = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=math.inf)

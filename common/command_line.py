@@ -88,14 +88,13 @@ def one_line_errors() -> Iterator[None]:
     Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any
     more, as behind `| head -1`, the command ends silently.
     """
-    _replace_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
-            sys.stdout.reconfigure(errors="backslashreplace")
-    _raise_file_limit()
+    _prepare_process()
     try:
-        with _end_with_reader():
-            yield
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _end_with_reader()
+        raise
     except (UserError, OSError, RuntimeError) as error:
         line = _about_limits(error) or (str(error) if isinstance(error, UserError) else "")
         if not line:
@@ -113,17 +112,11 @@ def one_line_errors() -> Iterator[None]:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
 
 
-@contextmanager
-def _end_with_reader() -> Iterator[None]:
-    """End the process silently when a write to stdout shows that the other end of its pipe was closed."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        poll = select.poll()  # other pipes can break, too
-        poll.register(1, 0)
-        if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
-            raise
+def _end_with_reader() -> None:
+    """End the process silently if the other end of the pipe that is stdout was closed."""
+    poll = select.poll()  # other pipes can break, too
+    poll.register(1, 0)
+    if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
         sys.exit(128 + signal.SIGPIPE)
 
@@ -145,21 +138,19 @@ def _about_limits(error: BaseException | None) -> str:
     return ""
 
 
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system does: each data loader process, each client of the server, and,
-    where the ranks meet, each rank takes some."""
+def _prepare_process() -> None:
+    """Open the standard streams that are closed, have stdout take any text, and allow many open files."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
+            setattr(sys, name, open(null, "w" if number else "r", closefd=False, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
+            sys.stdout.reconfigure(errors="backslashreplace")
+    # each data loader process, each client of the server, and, where the ranks meet, each rank takes some
     with suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _replace_closed_streams() -> None:
-    """Open /dev/null for a stream that is closed (`>&-`): print would fail, and the next file would get its
-    number."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
-            setattr(sys, name, open(null, "w" if number else "r", closefd=False, encoding="utf-8"))  # noqa: SIM115
 
 
 def _exit(

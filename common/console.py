@@ -69,29 +69,28 @@ class ConsoleStream:
         """Write text, of which only complete lines reach the file."""
         with self.lock:
             for part in re.findall(r"[^\n]*\n|[^\n]+", text):
-                self._write_part(part)
+                if not self.text:
+                    self.level = LEVELS["warning"] if "Warning: " in part else self.usual
+                    for name, level in LEVELS.items():
+                        if part.startswith(f"{name}: "):
+                            self.level = level
+                if self.level < self.threshold:
+                    self.text = "" if part.endswith("\n") else "..."
+                    continue
+                with suppress(OSError, ValueError):
+                    self.stream.write(part)
+                self.text += part
+                if part.endswith("\n"):
+                    line, self.text = self.text.rstrip("\r\n").rpartition("\r")[2], ""
+                    if self.file is not None:
+                        self.file.line(self.level, line)
+                self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]
         return len(text)
 
     def flush(self) -> None:
         """Flush, if that is possible."""
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             self.stream.flush()
-
-    def _write_part(self, part: str) -> None:
-        if not self.text:
-            named = (level for name, level in LEVELS.items() if part.startswith(f"{name}: "))
-            self.level = next(named, LEVELS["warning"] if "Warning: " in part else self.usual)
-        if self.level < self.threshold:
-            self.text = "" if part.endswith("\n") else "..."
-            return
-        with suppress(OSError, ValueError):
-            self.stream.write(part)
-        self.text += part
-        if part.endswith("\n"):
-            line, self.text = self.text.rstrip("\r\n").rpartition("\r")[2], ""
-            if self.file is not None:
-                self.file.line(self.level, line)
-        self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]
 
 
 def outlast_console() -> None:

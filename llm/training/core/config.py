@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 from common import settings
 from common.arguments import (
     checked,
-    describe,
-    describe_one,
     entries_of,
     print_and_exit,
     read_command_line,
     read_yaml,
+    setting_as_yaml,
+    settings_as_yaml,
     stage_parser,
 )
 from common.command_line import Parser
@@ -281,12 +281,12 @@ class Config:
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""
         args_class = engine_args(self.stage_args)
-        text = describe(args_class, self.values() | self.extra, self.sources)
+        text = settings_as_yaml(args_class, self.values() | self.extra, self.sources)
         options = [name for name in self.extra if name not in settings_of(args_class)]
         if options:
             text += f"{OPTIONS}:\n"
         for name in options:
-            text += describe_one(name, self.extra[name], self.sources.get(name, "default")) + "\n"
+            text += setting_as_yaml(name, self.extra[name], self.sources.get(name, "default")) + "\n"
         return text
 
     def validate(self) -> None:
