@@ -24,6 +24,7 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
+from trainer.objectives.distillation import TeacherArgs
 from trainer.report.metrics import read_metrics
 from trainer.rollouts.settings import add_rollouts
 from trainer.run.checkpoint import FORMAT
@@ -361,14 +362,19 @@ def test_a_run_goes_on_whose_start_weights_it_has_written_over(own_files, tmp_pa
 
 def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
     """They are the same if their content is; so is a teacher, whose shape was told by its name."""
-    args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
-    saved = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 0}
+
+    class Args(TeacherArgs):
+        def frozen_hashes(self):
+            return {"teacher_sha256": "a"}
+
+    args = Args(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
+    saved = run_fingerprint(args, {}, {}, 9)
     os.rename("out/other_512.pth", "moved.pth")
-    args = replace(args, from_weight="moved.pth")
-    run = run_fingerprint(args, {}, {}, 9) | {"teacher_sha256": "a", "teacher_hidden_size": 768}
+    args = replace(args, from_weight="moved.pth", teacher_hidden_size=768)
+    run = run_fingerprint(args, {}, {}, 9)
     checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
     assert check_resume(args, run, checkpoint) == saved
-    with pytest.raises(UserError, match=r"\(teacher_sha256: a -> b; teacher_hidden_size: 0 -> 768\)"):
+    with pytest.raises(UserError, match=r"\(teacher_hidden_size: 0 -> 768; teacher_sha256: a -> b\)"):
         check_resume(args, run | {"teacher_sha256": "b"}, checkpoint)
 
 
