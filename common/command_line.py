@@ -19,7 +19,7 @@ from common.errors import Interrupted, LostRank, UserError, printable
 from common.launcher import launch
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-# MiniMind's flags that are no flags here, and what to use; those that mean the same are `aliases` of a setting
+# MiniMind's flags that do not exist here -> what to use; the others are flags, or `aliases` of a setting
 SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
 SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
 USE_INSTEAD = {
@@ -36,7 +36,9 @@ USE_INSTEAD = {
     "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
     "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
     "show_speed": "leave it out: the page of serve_openai_api.py shows tokens per second",
-    "inference_rope_scaling": "convert with --to hf, write rope_scaling into config.json, and use that folder",
+    "inference_rope_scaling": (
+        "convert with --to hf, write rope_scaling into config.json, and use that folder"
+    ),
     "backend": SERVER,
     "api_base_url": SERVER,
     "api_key": SERVER,
@@ -131,7 +133,8 @@ def _about_limits(error: BaseException | None) -> str:
         if any(phrase in str(error) for phrase in (os.strerror(errno.EMFILE), "ancdata")):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
-                f"too many open files: a process here may have {limit}; raise the hard limit (ulimit -Hn), or use "
+                f"too many open files: a process here may have {limit}; raise the hard "
+                f"limit (ulimit -Hn), or use "
                 "fewer processes (--num_workers, --num_proc)"
             )
         error = error.__cause__ or error.__context__
@@ -143,7 +146,9 @@ def _prepare_process() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
-            setattr(sys, name, open(null, "w" if number else "r", closefd=False, encoding="utf-8"))  # noqa: SIM115
+            mode = "w" if number else "r"
+            stream = open(null, mode, closefd=False, encoding="utf-8")  # noqa: SIM115 (it stays open)
+            setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -32,7 +32,10 @@ RANK_VARIABLES = set(TORCHRUN).union(*LAUNCHERS.values())
 NEEDED = {"rank", "world_size", "local_rank"}
 MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-HELP = "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to train in one process"
+HELP = (
+    "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to "
+    "train in one process"
+)
 
 
 def available_cores() -> int:

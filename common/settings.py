@@ -62,7 +62,8 @@ class DataConfig:
     section: ClassVar[str] = "data"
     data_path: str | None = setting(
         None,
-        "training data: file, folder or glob, several separated by commas (JSON, Parquet, CSV, Arrow, text), each with "
+        "training data: file, folder or glob, several separated by commas (JSON, "
+        "Parquet, CSV, Arrow, text), each with "
         "a weight after a colon to mix them",
     )
     eval_data_path: str | None = setting(
@@ -169,7 +170,8 @@ class OptimizationConfig:
     use_compile: bool | None = setting(None, "1: torch.compile each layer; auto: where it pays", auto=True)
     parallel: Literal["ddp", "fsdp", "hsdp"] = setting(
         "ddp",
-        "several ranks: replicate the model (DDP), shard it (FSDP2, fully_shard), or shard it within each machine and "
+        "several ranks: replicate the model (DDP), shard it (FSDP2, fully_shard), or "
+        "shard it within each machine and "
         "replicate it across machines (hsdp)",
     )
     activation_checkpointing: bool = setting(
@@ -207,7 +209,8 @@ class CheckpointConfig:
     from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
     resume_from: str | None = setting(
         None,
-        "state with which a branch begins; once the branch has a newer state of its own, that one is continued",
+        "state with which a branch begins; once the branch has a newer state of its own, "
+        "that one is continued",
     )
     extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
     save_interval: int = setting(
@@ -228,7 +231,8 @@ class LoggingConfig:
     )
     sample_prompts: str = setting(
         "auto",
-        "answered at each evaluation: auto (beginnings of held-out data), none, or a text file of one per line",
+        "answered at each evaluation: auto (beginnings of held-out data), none, or a "
+        "text file of one per line",
     )
     use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
     tensorboard_dir: str | None = setting(

@@ -151,7 +151,10 @@ def test_the_reason_of_an_error_is_its_first_line():
 
 def test_a_full_disk_is_one_line():
     """Of stdout; a mistake is told although what stands before it cannot be written."""
-    code = "from common.command_line import one_line_errors\nfrom common.errors import *\nwith one_line_errors():\n"
+    code = (
+        "from common.command_line import one_line_errors\nfrom common.errors import *\nwith "
+        "one_line_errors():\n"
+    )
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
     for lines, said in (
         ("    print('x')", "no space left on the disk that the output goes to; free some"),
@@ -166,7 +169,10 @@ def test_a_full_disk_is_one_line():
 
 def test_closed_streams_are_replaced(capfd):
     """`command >&- <&-`; what is opened later must not get the number of a standard stream."""
-    code = "import sys\nfrom common.command_line import one_line_errors\nwith one_line_errors():\n    print('lost')\n"
+    code = (
+        "import sys\nfrom common.command_line import one_line_errors\nwith "
+        "one_line_errors():\n    print('lost')\n"
+    )
     code += "    print(open('README.md').fileno(), file=sys.stderr)"
     done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$0" >&- <&-', code], cwd=ROOT, check=False)
     assert done.returncode == 0

@@ -126,7 +126,8 @@ def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders, monke
             with pytest.raises(UserError) as error:
                 lock_output("pretrain_32", **own)
             assert str(error.value) == (
-                f"process {first.pid} on {socket.gethostname()} is training a run of this name and writes to {kept}; "
+                f"process {first.pid} on {socket.gethostname()} is training a run of this "
+                f"name and writes to {kept}; "
                 "wait for it, end it, or choose another --save_weight"
             )
         lock_output("pretrain_32_moe", save_dir=out, checkpoint_dir=checkpoints)  # another name
@@ -206,7 +207,8 @@ def test_a_run_that_is_about_to_end_is_waited_for(folders, capsys):
     finally:
         end(first)
     assert capsys.readouterr().out == (
-        f"process {first.pid} on {socket.gethostname()} is training a run of this name and writes to {folders[0]}; "
+        f"process {first.pid} on {socket.gethostname()} is training a run of this name "
+        f"and writes to {folders[0]}; "
         "waiting up to 60 s, in case it is saving and about to end\n"
     )
 

@@ -20,7 +20,10 @@ from trainer import (
     train_pretrain,
 )
 
-ALL = "save_dir epochs batch_size learning_rate device dtype num_workers accumulation_steps grad_clip log_interval "
+ALL = (
+    "save_dir epochs batch_size learning_rate device dtype num_workers accumulation_steps "
+    "grad_clip log_interval "
+)
 ALL += "save_interval max_seq_len data_path from_resume use_wandb wandb_project use_compile "
 SHAPE = "hidden_size num_hidden_layers use_moe "
 STAGE = ALL + SHAPE + "from_weight "

@@ -235,7 +235,8 @@ def test_flags_override_the_file_and_it_the_defaults(run_yaml, capsys):
 
 YAML = {
     "training: {batch_siez: 8, epochs: x}\nmodel: {use_moe: 3}": (
-        "FILE: training.batch_siez is unknown; did you mean batch_size; FILE: training.epochs must be a whole "
+        "FILE: training.batch_siez is unknown; did you mean batch_size; FILE: "
+        "training.epochs must be a whole "
         "number, not 'x'; FILE: model.use_moe must be 0 or 1, not 3"
     ),
     "training: {1: 8}": "FILE: training.1 is unknown; see --help",
@@ -243,8 +244,12 @@ YAML = {
     "training: {epochs: true}": "FILE: training.epochs must be a whole number, not 'true'",
     "training: {epochs: }": "FILE: training.epochs must be a whole number, not null",
     "training: {epochs: [1]}": "FILE: training.epochs must be a whole number, not [1]",
-    "training: {learning_rate: .nan}": "FILE: training.learning_rate must be a finite number or auto, not nan",
-    "checkpoint: {save_weight: 7}": "FILE: checkpoint.save_weight must be text (in YAML put it in quotes), not 7",
+    "training: {learning_rate: .nan}": (
+        "FILE: training.learning_rate must be a finite number or auto, not nan"
+    ),
+    "checkpoint: {save_weight: 7}": (
+        "FILE: checkpoint.save_weight must be text (in YAML put it in quotes), not 7"
+    ),
     "batch_size: 8": "FILE: section batch_size must be a mapping of settings, not 8",
     "- training": "FILE: must be a mapping of sections, not ['training']",
     "stage: {thinking_ratio: 1}": "FILE: stage.thinking_ratio is unknown: use --open_thinking 1",

@@ -1,4 +1,4 @@
-"""The engine's settings: five sources in order, one line for all mistakes of one, and YAML that reads back."""
+"""The engine's settings: five sources in order, one line for the mistakes of one, YAML that reads back."""
 
 import itertools
 import pickle
@@ -169,7 +169,9 @@ def test_all_sources_agree(run_yaml):
 # ---- mistakes
 
 TOLD = {
-    "--batch_siez 8 --epochs two": "--epochs must be a whole number, not 'two'; --batch_siez is unknown; did you",
+    "--batch_siez 8 --epochs two": (
+        "--epochs must be a whole number, not 'two'; --batch_siez is unknown; did you"
+    ),
     "full_sft": "full_sft is unknown",
     "--top_k 0": "--top_k must be 1 or more, not '0'",
     "--master_port 65536": "--master_port must be 65535 or less, not '65536'",
@@ -221,8 +223,10 @@ def test_refused_yaml(run_yaml):
 
 CONTRADICTIONS = {
     "--task t --use_moe --top_k 5": "--num_experts_per_tok 5 must be --num_experts 4 or less",
-    "--log_file a --log_dir b": "--log_file and --log_dir both name the log file; leave one of them out; --task is "
-    "missing: give the name of a task, or package.module:ClassName for one of your own",
+    "--log_file a --log_dir b": (
+        "--log_file and --log_dir both name the log file; leave one of them out; --task is missing: "
+        "give the name of a task, or package.module:ClassName for one of your own"
+    ),
 }
 
 
