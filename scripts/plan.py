@@ -32,8 +32,8 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 import psutil
 import torch
 
-from common.files import atomic_write
 from common.errors import UserError, say
+from common.files import atomic_write
 from common.settings import ROOT, ModelConfig, StageArgs, add_flags, settings_of
 from dataset.files import expand_paths, parts_of
 from dataset.lm_dataset import StageDataset

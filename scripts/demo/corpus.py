@@ -39,8 +39,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import Parser, one_line_errors
-from common.files import atomic_write
 from common.errors import UserError
+from common.files import atomic_write
 from scripts.demo.sums import make_sums
 
 LANGUAGES = ("zh", "en")
