@@ -203,7 +203,7 @@ COSTS = st.builds(
 @given(st.dictionaries(st.integers(1, 24), COSTS, min_size=1), st.floats(1e9, 1e11), st.floats(60, 1e6))
 def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
-    args = train_pretrain.Args(batch_size=0, learning_rate=0, accumulation_steps=1)
+    args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
     stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
     try:
         best, limited = plan.choose(stages, costs, memory, limit, 5.0)
