@@ -18,7 +18,7 @@ from tests.stage_process import Faults, context, finish, free_port, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.devices.process_group import init_distributed_mode, leave_process_group
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
-from trainer.optim import build as optimizers
+from trainer.optim import build, muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer, set_learning_rate, should_step
 from trainer.report.metrics import read_metrics
 
@@ -72,7 +72,7 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(use_moe):
 def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
     """torch iterates in bfloat16; where that is emulated ours is in float32, and equal within bfloat16's
     rounding."""
-    monkeypatch.setattr(optimizers, "native_bfloat16", lambda device: native)
+    monkeypatch.setattr(muon, "native_bfloat16", lambda device: native)
     model, reference = tiny(use_moe=True), tiny(use_moe=True)
     optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
     sides = [dict(reference.named_parameters()) for _ in range(2)]
@@ -107,7 +107,7 @@ def test_the_direction_is_nearly_orthogonal(shape):
     group = torch.optim.Muon([torch.nn.Parameter(torch.zeros(shape))]).param_groups[0]
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     kept = matrices.clone()
-    directions = optimizers.orthogonalized(matrices, group)
+    directions = muon.orthogonalized(matrices, group)
     assert torch.equal(matrices, kept) and directions.shape == matrices.shape
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
     values = torch.linalg.svdvals(directions)
@@ -130,7 +130,7 @@ def test_as_many_operators_at_any_depth():
         optimizer.muon.step()
         with counter:
             optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
-        assert counter.largest <= optimizers.STACK
+        assert counter.largest <= muon.STACK
         return counter.number
 
     shapes = 4  # of queries and outputs, keys and values, gate and up, down
@@ -259,9 +259,7 @@ def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
 def test_on_mps_the_host_reads_whether_to_skip(skip, monkeypatch):
     """Its fused kernels ignore `found_inf`: with it alone a bad update would be made."""
     made = []
-    monkeypatch.setattr(
-        optimizers, "AdamW", lambda groups, **options: made.append(options) or SimpleNamespace()
-    )
+    monkeypatch.setattr(build, "AdamW", lambda groups, **options: made.append(options) or SimpleNamespace())
     mps = SimpleNamespace(requires_grad=True, ndim=2, device=torch.device("mps"))
     optimizer = build_optimizer(SimpleNamespace(named_parameters=lambda: [("a", mps)]), 1e-3, 0.1)
     assert made == [{"lr": 1e-3, "fused": True}]
@@ -318,10 +316,10 @@ def _rank(rank: int, ranks: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     if ranks > 1:
         init_distributed_mode()
-    optimizers.CPU_STACK = 2 * 32 * 32  # elements: more stacks than ranks, some with one matrix
+    muon.CPU_STACK = 2 * 32 * 32  # elements: more stacks than ranks, some with one matrix
     for parallel, kind, native in CASES:
-        optimizers.native_bfloat16 = lambda device, native=native: native
-        with patch.object(optimizers, "orthogonalized", wraps=optimizers.orthogonalized) as work:
+        muon.native_bfloat16 = lambda device, native=native: native
+        with patch.object(muon, "orthogonalized", wraps=muon.orthogonalized) as work:
             found = three_steps(parallel, kind)
         torch.save((found, work.call_count), f"{folder}/{parallel}_{kind}_{native}_{rank}_of_{ranks}")
     if ranks > 1:
