@@ -50,10 +50,10 @@ class Muon(Optimizer):
         for start in range(0, len(stacks), ranks):
             turn = stacks[start : start + ranks]  # a stack for each rank
             own = None
-            shapes = []
+            shapes = []  # of what this rank has, as tensors without memory
             for owner, (group, params) in enumerate(turn):
                 update = self.momentum(group, params, skip)
-                shapes.append(update.shape)
+                shapes.append(update.to("meta"))
                 whole: Tensor | None = update
                 if mesh is not None:
                     whole = _gather_rows(update, len(params[0]), owner, shards)
@@ -65,11 +65,11 @@ class Muon(Optimizer):
             for owner, (group, params) in enumerate(turn):
                 directions = own if owner == rank else None
                 if mesh is not None:
-                    part = update.new_empty(shapes[owner])
+                    part = torch.empty_like(shapes[owner], device=params[0].device)
                     directions = _scatter_rows(directions, part, len(params[0]), owner, shards)
                 elif ranks > 1:
                     if directions is None:
-                        directions = update.new_empty(shapes[owner])
+                        directions = torch.empty_like(shapes[owner], device=params[0].device)
                     dist.broadcast(directions, owner)
                 self.move(group, params, cast(Tensor, directions), skip)
 

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.errors import UserError
 from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
+from llm.training.core.checks import check_criterion, check_forms, checked_loss, checked_size, checked_sums
 from llm.training.core.config import Config
-from llm.training.core.rehearsal import check_criterion, check_forms, checked_loss, checked_sums, rehearse
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -86,7 +86,7 @@ class TrainingEngine(Hooks):
             args=args, lm_config=task.lm_config, run=run, stop=stop,
             model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
             loss_fn=self._loss, schedule=self._schedule(), metric_names=task.metric_names,
-            size_fn=lambda batch, _: task.size(batch), eval_loader=held_out,
+            size_fn=lambda batch, _: checked_size(task, task.size(batch)), eval_loader=held_out,
             eval_fn=lambda model, batch, _: checked_sums(task, task.validation_step(model, batch)),
         )  # fmt: skip
         self.checkpoint_manager.state = state
@@ -120,16 +120,20 @@ class TrainingEngine(Hooks):
         return checked_loss(self.task, self.task.train_step(model, batch))
 
     def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
-        """What the task's `build_scheduler` returns, declared with `optimizer` and `total_updates`, with
-        `optimizer` or
-        with nothing: the task has it as `self.optimizer`."""
+        """What the task's `build_scheduler` returns.
+
+        A task may declare it with `optimizer` and `total_updates`, with `optimizer`, or with nothing: it has
+        the optimizer as `self.optimizer`.
+        """
         self.task.optimizer = optimizer
         build: Callable[..., Any] = self.task.build_scheduler
         parameters = list(inspect.signature(build).parameters.values())
-        takes_updates = any(
-            each.name == "total_updates" or each.default is each.empty for each in parameters[1:]
-        )
-        return build(*(optimizer, updates)[: bool(parameters) + takes_updates])
+        if not parameters:
+            return build()
+        for parameter in parameters[1:]:
+            if parameter.name == "total_updates" or parameter.default is parameter.empty:
+                return build(optimizer, updates)
+        return build(optimizer)
 
     def _schedule(self) -> Schedule:
         scheduler, callbacks = self.scheduler, self.callbacks.callbacks
@@ -153,10 +157,7 @@ class TrainingEngine(Hooks):
         if self.is_finished:
             return
         try:
-            if self.task.rehearsed:
-                rehearse(self.task, self.data_module, self.state)
-                # the random streams begin here, whatever the rehearsal drew
-                utils.setup_seed(self.state.args.seed)
+            utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model
             self.dispatch("on_train_start")
             with training_files(self.state, self.wandb):
                 for epoch in range(self.state.epoch, self.state.args.epochs):

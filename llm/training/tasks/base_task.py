@@ -41,7 +41,6 @@ class TrainingTask(ABC):
     stage_args: ClassVar[type[StageArgs] | None] = None
     # of steps of a scheduler; None: epoch
     scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None
-    rehearsed: ClassVar[bool] = True  # whether the engine tries the methods on two samples before training
     frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
     # of further sums over the targets, which `train_step` returns as a dict
     metric_names: tuple[str, ...] = ()

@@ -26,7 +26,6 @@ class StageTask(TrainingTask):
     """The stage of a script: the same numbers, files and checkpoints as the script with the same settings."""
 
     script: ClassVar[ModuleType]
-    rehearsed = False
 
     def __init__(self, config: Config):
         super().__init__(config)

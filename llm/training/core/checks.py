@@ -1,0 +1,96 @@
+"""What the engine requires of a task: how its methods are declared, and the form of what they return."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from llm.training.data.base import DataModule
+from llm.training.tasks.base_task import TrainingTask
+from trainer.report.speed import Size
+
+CALLED = ("build_model", "build_optimizer", "build_criterion", "train_step", "validation_step", "size")
+LOADERS = ("train_dataloader", "val_dataloader")
+SUMS = "the loop divides the sums by the number of targets of the whole update"
+
+
+def check_forms(task: TrainingTask, data: DataModule) -> None:
+    """Raise UserError if a method is declared so that the engine cannot call it, or would mix up its
+    arguments."""
+    for owner, base, names in ((task, TrainingTask, CALLED), (data, DataModule, LOADERS)):
+        for name in names:
+            arguments = list(inspect.signature(getattr(base, name)).parameters)[1:]
+            signature = inspect.signature(getattr(owner, name))
+            try:
+                bound = signature.bind(*arguments).arguments
+            except TypeError:
+                bound = None
+            if bound is None or any(key != value and key in arguments for key, value in bound.items()):
+                declared = f"{type(owner).__name__}.{name} is declared with {signature}"
+                raise UserError(f"{declared}, but it is called as {name}({', '.join(arguments)})")
+
+
+def check_criterion(task: TrainingTask) -> None:
+    """Raise UserError if the loss function is one of torch that returns means."""
+    if getattr(task.criterion, "reduction", None) == "mean":
+        made, kind = f"{type(task).__name__}.build_criterion", type(task.criterion).__name__
+        raise UserError(f"{made} returns {kind}(reduction='mean'), but {SUMS}: use {kind}(reduction='sum')")
+
+
+def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
+    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them;
+    losses of one element are taken as numbers []. Raises UserError if it returned something else."""
+    loss, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
+    name = f"{type(task).__name__}.train_step"
+    if not all(isinstance(each, Tensor) for each in (loss, *others[:1])):
+        raise UserError(
+            f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses"
+        )
+    for each in (loss, *others[:1]):
+        if each.numel() != 1:
+            raise UserError(
+                f"{name} returns a tensor of shape {list(each.shape)}; it must return one number, the sum"
+            )
+    if not loss.requires_grad:
+        raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
+    sums = others[1] if len(others) == 2 else {}
+    if not isinstance(sums, dict):
+        raise UserError(
+            f"{name} returns a {type(sums).__name__} as its third value; it must be sums by name, a dict"
+        )
+    if set(sums) - {"cross_entropy"} != set(task.metric_names) - {"cross_entropy"}:
+        returned, named = ", ".join(sums) or "no metrics", ", ".join(task.metric_names) or "none"
+        raise UserError(
+            f"{name} returns {returned} beside the losses, but the task's metric_names are {named}; "
+            "return (loss, auxiliary loss, {name: sum})"
+        )
+    loss = loss.reshape(())
+    aux_loss = others[0].reshape(()) if others else torch.zeros_like(loss)
+    if sums:
+        return loss, aux_loss, sums
+    return loss, aux_loss
+
+
+def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
+    """The sums that `validation_step` returned. Raises UserError if it returned something else."""
+    if isinstance(result, dict) and "loss" in result:
+        return result
+    returned = f"a {type(result).__name__}"
+    if isinstance(result, dict):
+        returned = f"only {', '.join(map(str, result))}"
+    raise UserError(
+        f"{type(task).__name__}.validation_step returns {returned}; it must return sums by name, such as "
+        "{'loss': ...}"
+    )
+
+
+def checked_size(task: TrainingTask, size: Any) -> Size:
+    """What `size` returned. Raises UserError if it returned something else than a Size."""
+    if isinstance(size, Size):
+        return size
+    raise UserError(
+        f"{type(task).__name__}.size returns a {type(size).__name__}; "
+        "it must return Size(targets=..., tokens=...)"
+    )
