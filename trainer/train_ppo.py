@@ -67,6 +67,14 @@ class Args(RolloutArgs):
     clips = ("epsilon", "cliprange_value", "early_stop_kl")
     num_generations = 1  # completions are compared with the critic's values, not with each other
 
+    def contradictions(self) -> list[str]:
+        wrong = super().contradictions()
+        if self.parallel != "ddp":
+            wrong.append(
+                f"--parallel {self.parallel}: policy and critic compute alone in rollouts; leave it out"
+            )
+        return wrong
+
     @property
     def lr_scales(self) -> dict[str, float]:
         """Learning rates of parts of the model as multiples of --learning_rate."""

@@ -65,8 +65,8 @@ def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
     written = [Trajectory(prompt, i, list(range(3, 15)), [False] * 6 + [True] * 6) for i in range(4)]
     rewards = torch.arange(4.0, dtype=torch.float64).view(-1, state.args.num_generations)
     with torch.no_grad():
-        hook.kept = hook._complete([hook._learnable(state.model, written, rewards, CPU)])
-    train_update(state, hook.kept, 24.0, 48.0)
+        hook.rollout_for_next_updates = hook._complete([hook._learnable(state.model, written, rewards, CPU)])
+    train_update(state, hook.rollout_for_next_updates, 24.0, 48.0)
     state.update = 1
     save_checkpoint(state)
     state.writer.wait()

@@ -90,16 +90,25 @@ def open_datasets(
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
     --num_iterations times, update by update. For another order of the samples change `order`; a second source
-    of them is another `epoch_loader` (loaders.py)."""
+    of them is another `epoch_loader` (order.py)."""
     order = epoch_order(len(train_set), args.seed, epoch)
     if isinstance(train_set, MixedDataset):
         order = train_set.items_of_epoch(args.seed, epoch)[order]
-    elif not isinstance(train_set, StageDataset):
+    elif not isinstance(train_set, StageDataset):  # prompts
         per_update = prompts_per_update(args)
         updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
         order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
-    numbers = (args.batch_size, args.seed, epoch, skip_batches, args.num_workers)
-    return epoch_loader(train_set, *numbers, train_set.collate, order, args.accumulation_steps)
+    return epoch_loader(
+        train_set,
+        args.batch_size,
+        args.seed,
+        epoch,
+        skip_batches,
+        args.num_workers,
+        train_set.collate,
+        order=order,
+        window=args.accumulation_steps,
+    )
 
 
 def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:

@@ -13,27 +13,25 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dataset.lm_dataset import collate_flat
 from trainer.devices.process_group import this_rank, world_size
-from trainer.run.errors import check_shared_memory, loader_failures
+from trainer.run.errors import check_shared_memory, loader_error
 from trainer.run.signals import ignore_stop_signals
 
 
-class Loader(DataLoader):
-    """A DataLoader that reports a killed process with the next micro-batch.
+class ProcessLoader(DataLoader):
+    """A DataLoader with processes, which reports a killed one with the next micro-batch.
 
     torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
     """
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        if self.num_workers and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             # torch sets its handler with the first iterator only
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        return _handed_over(batches)
-
-
-def _handed_over(batches: Iterator) -> Iterator:
-    with loader_failures():
-        yield from batches
+        try:
+            yield from batches
+        except (EOFError, ConnectionError) as error:  # killed while it handed a micro-batch over
+            raise loader_error(error) from error
 
 
 class SizedDataset(Protocol):
@@ -109,20 +107,26 @@ def epoch_loader(
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. `order`: of the
     samples of all ranks, if not that of `epoch_order`. `window`: micro-batches of an update; processes make
     so many ahead."""
-    if num_workers:
-        check_shared_memory(num_workers)
-    order = epoch_order(len(dataset), seed, epoch) if order is None else order
+    if order is None:
+        order = epoch_order(len(dataset), seed, epoch)
     mine = rank_share(order, batch_size, this_rank(), world_size())
-    batches = SkipBatchSampler(mine, batch_size, skip_batches, steps_per_epoch(len(order), batch_size))
-    return Loader(
+    options: dict[str, Any] = {
+        "batch_sampler": SkipBatchSampler(
+            mine, batch_size, skip_batches, steps_per_epoch(len(order), batch_size)
+        ),
+        "collate_fn": collate_fn,
+        "pin_memory": torch.cuda.is_initialized(),  # if this process computes on a GPU
+        "generator": torch.Generator(),  # the loader draws a base seed: keep it off the global stream
+    }
+    if not num_workers:
+        return DataLoader(cast(Dataset, dataset), **options)
+    check_shared_memory(num_workers)
+    return ProcessLoader(
         cast(Dataset, dataset),
-        batch_sampler=batches,
-        collate_fn=collate_fn,
         num_workers=num_workers,
-        prefetch_factor=max(2, math.ceil(window / num_workers)) if num_workers else None,  # of each process
-        pin_memory=torch.cuda.is_initialized(),  # if this process computes on a GPU
-        generator=torch.Generator(),  # the loader draws a base seed: keep it off the global stream
+        prefetch_factor=max(2, math.ceil(window / num_workers)),  # of each process
         worker_init_fn=ignore_stop_signals,
+        **options,
     )
 
 

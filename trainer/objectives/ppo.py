@@ -117,7 +117,7 @@ class ValuedRollouts(Rollouts):
     """Rollouts of one completion per prompt, whose tokens are judged with the critic's values."""
 
     counts: tuple[str, ...] = (*Rollouts.counts, "passes", "stopped")
-    of_target: tuple[str, ...] = ("advantages", "returns")
+    per_token_fields: tuple[str, ...] = ("advantages", "returns")
 
     def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
         """The micro-batches of a rollout; empty ones when the policy has moved too far for another pass over
@@ -127,8 +127,8 @@ class ValuedRollouts(Rollouts):
         if is_first or not any(batch["prompts"] for batch in window):
             return batches
         is_over = 0 < self.args.early_stop_kl < self._moved(state, batches)
-        self.fresh["passes"] += 1
-        self.fresh["stopped"] += is_over
+        self.this_rollout["passes"] += 1
+        self.this_rollout["stopped"] += is_over
         return self._nothing(window) if is_over else batches
 
     @torch.no_grad()

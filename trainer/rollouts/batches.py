@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
-COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "equal_groups")
+COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "groups_zero_std")
 COUNTS += ("seconds", "reward_seconds", "rollouts")  # sums from which the figures of a record are computed
 
 
@@ -52,7 +52,7 @@ class Rollouts(Hooks):
 
     shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
     counts: tuple[str, ...] = COUNTS
-    of_target: tuple[str, ...] = ("advantages",)  # what a batch holds for each target, beside `lengths`
+    per_token_fields: tuple[str, ...] = ("advantages",)  # beside `lengths`
 
     def __init__(
         self,
@@ -64,13 +64,15 @@ class Rollouts(Hooks):
     ):
         self.args, self.lm_config, self.writer, self.rewards = args, lm_config, writer, rewards
         self.reference = reference
-        self.of_rewards = tuple(f"reward_{reward.name}" for reward in rewards)
-        self.sums = (*self.counts, *self.of_rewards)  # their names
-        self.totals: defaultdict[str, float] = defaultdict(float)  # since the last record, of all ranks
-        # of this rank's rollout whose update is still to come
-        self.fresh: defaultdict[str, float] = defaultdict(float)
-        self.samples: list[dict] = []  # of the last rollout
-        self.kept: list[Batch] = []  # for --num_iterations: this rank's last rollout
+        self.reward_names = tuple(f"reward_{reward.name}" for reward in rewards)
+        self.sum_names = (*self.counts, *self.reward_names)
+        # sums over the rollouts of all ranks
+        self.since_last_record: defaultdict[str, float] = defaultdict(float)
+        # sums of this rank's rollout, until its update is made
+        self.this_rollout: defaultdict[str, float] = defaultdict(float)
+        self.samples: list[dict] = []  # of the last rollout, for the log
+        # with --num_iterations 2 or more: this rank's last rollout
+        self.rollout_for_next_updates: list[Batch] = []
 
     # ---- the loop's hooks
 
@@ -79,34 +81,34 @@ class Rollouts(Hooks):
         update."""
         if not any(batch["prompts"] for batch in window):
             return self._nothing(window)
-        if state.update % self.args.num_iterations and len(self.kept) == len(window):
-            # those of a checkpoint are on the host
-            self.kept = [to_device(batch, state.device) for batch in self.kept]
-            return self.kept
+        if state.update % self.args.num_iterations and len(self.rollout_for_next_updates) == len(window):
+            batches = self.rollout_for_next_updates  # on the host after a resume
+            self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
+            return self.rollout_for_next_updates
         model = unwrap(state.model)
         model.eval()
         self.samples = []
-        self.fresh.clear()
+        self.this_rollout.clear()
         batches = self._complete(self._roll_out(state, [batch["prompts"] for batch in window]))
         model.train()
         if self.args.num_iterations > 1:
-            self.kept = batches
+            self.rollout_for_next_updates = batches
         return batches
 
     def batch_start(self, state: TrainState) -> None:
         """The update will be made: its rollout counts, on all ranks."""
-        host = torch.tensor([self.fresh[name] for name in self.sums], dtype=torch.float64)
-        sums = dict(zip(self.sums, reduce_sum(host).tolist(), strict=True))
+        host = torch.tensor([self.this_rollout[name] for name in self.sum_names], dtype=torch.float64)
+        sums = dict(zip(self.sum_names, reduce_sum(host).tolist(), strict=True))
         for name, value in sums.items():
-            self.totals[name] += value
+            self.since_last_record[name] += value
         state.reward = sums["reward"] / sums["completions"] if sums["completions"] else None
-        self.fresh.clear()
+        self.this_rollout.clear()
 
     def figures(self, state: TrainState) -> dict[str, Any]:
         """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last
         rollout."""
-        means = self._means({name: self.totals[name] for name in self.sums})
-        self.totals.clear()
+        means = self._means({name: self.since_last_record[name] for name in self.sum_names})
+        self.since_last_record.clear()
         return means | {"samples": self.samples}
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
@@ -115,14 +117,14 @@ class Rollouts(Hooks):
         mean = total["reward"] / completions
         figures: dict[str, float | None] = {"reward": mean}
         if len(self.rewards) > 1:
-            figures |= {name: total[name] / completions for name in self.of_rewards}
+            figures |= {name: total[name] / completions for name in self.reward_names}
         figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
         figures |= {
             "completion_length": total["length"] / completions,
             "cut_share": total["cut"] / completions,
         }
         figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
-        figures["frac_reward_zero_std"] = total["equal_groups"] / max(total["groups"], 1)
+        figures["frac_reward_zero_std"] = total["groups_zero_std"] / max(total["groups"], 1)
         figures["rollout_seconds"] = total["seconds"] / rollouts
         figures["reward_seconds"] = total["reward_seconds"] / rollouts
         figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
@@ -131,23 +133,29 @@ class Rollouts(Hooks):
     def state_dict(self) -> dict[str, Any]:
         """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
         collective."""
-        own = [
-            {name: each for name, each in batch.items() if not name.startswith("host_")}
-            for batch in self.kept
-        ]
-        return {"totals": dict(self.totals), "kept": gather(snapshot(own)), "samples": self.samples}
+        rollout = []
+        for batch in self.rollout_for_next_updates:
+            rollout.append({name: value for name, value in batch.items() if not name.startswith("host_")})
+        return {
+            "since_last_record": dict(self.since_last_record),
+            "rollout_for_next_updates": gather(snapshot(rollout)),
+            "samples": self.samples,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self.totals = defaultdict(float, saved["totals"])
-        # `completion` in early versions
-        self.samples = [sample for sample in saved["samples"] if "answer" in sample]
-        own = saved["kept"][this_rank()] if len(saved["kept"]) == world_size() else []
-        on_host = ("cu_seqlens", "cu_seqlens_k")
-        self.kept = [
-            batch | {f"host_{name}": batch[name].numpy() for name in on_host if name in batch}
-            for batch in own
-        ]
+        self.since_last_record = defaultdict(float, saved["since_last_record"])
+        self.samples = saved["samples"]
+        self.rollout_for_next_updates = []
+        of_ranks = saved["rollout_for_next_updates"]
+        if len(of_ranks) != world_size():
+            return
+        for batch in of_ranks[this_rank()]:
+            host_copies = {}
+            for name in ("cu_seqlens", "cu_seqlens_k"):
+                if name in batch:
+                    host_copies[f"host_{name}"] = batch[name].numpy()
+            self.rollout_for_next_updates.append(batch | host_copies)
 
     # ---- a rollout
 
@@ -158,14 +166,14 @@ class Rollouts(Hooks):
         with state.autocast:
             written = self._write(self.writer, model, list(chain.from_iterable(window)), state.update)
         middle = time.perf_counter()
-        judged = [self._judge(each) for each in written]
-        rewards = torch.tensor([each["reward"] for each in judged], dtype=torch.float64).view(
+        scores = [self._score(trajectory) for trajectory in written]
+        rewards = torch.tensor([score["reward"] for score in scores], dtype=torch.float64).view(
             -1, self.writer.group
         )
-        self.fresh["seconds"] += middle - begin
-        self.fresh["reward_seconds"] += time.perf_counter() - middle
-        self.fresh["rollouts"] += 1
-        self._count(written, judged, rewards)
+        self.this_rollout["seconds"] += middle - begin
+        self.this_rollout["reward_seconds"] += time.perf_counter() - middle
+        self.this_rollout["rollouts"] += 1
+        self._count(written, scores, rewards)
         rest, parts = iter(written), rewards.split([len(prompts) for prompts in window])
         with torch.no_grad(), state.autocast:
             return [
@@ -195,12 +203,14 @@ class Rollouts(Hooks):
         """The flat batch of trajectories with these rewards [P, G]. Those without an advantage are left out
         where nothing else is learned from them."""
         advantages = group_advantages(rewards, self.args.scale_rewards).flatten().tolist()
-        pairs = [(each, a) for each, a in zip(written, advantages, strict=True) if a or self.args.beta]
-        counted = (
-            sum(each.sampled for each in written) if self.args.loss_type in TOKEN_LEVEL else len(written)
-        )
-        batch = to_device(self._flat([each for each, _ in pairs], counted), device)
-        values = [value for each, a in pairs for value in [a] * each.sampled]
+        pairs = [
+            (trajectory, a) for trajectory, a in zip(written, advantages, strict=True) if a or self.args.beta
+        ]
+        loss_denominator = len(written)
+        if self.args.loss_type in TOKEN_LEVEL:
+            loss_denominator = sum(trajectory.sampled for trajectory in written)
+        batch = to_device(self._flat([trajectory for trajectory, _ in pairs], loss_denominator), device)
+        values = [value for trajectory, a in pairs for value in [a] * trajectory.sampled]
         batch["advantages"] = torch.tensor(values, device=device)
         return batch | self._log_probs(model, batch)
 
@@ -217,52 +227,56 @@ class Rollouts(Hooks):
         """This rank's rollout, when all ranks have theirs."""
         return batches
 
-    def _judge(self, each: Trajectory) -> dict[str, float]:
+    def _score(self, trajectory: Trajectory) -> dict[str, float]:
         """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""
-        prompt, where = each.prompt.messages + each.messages[:-1], each.prompt.source
-        parts = compute(self.rewards, prompt, each.text, each.prompt.record, where, self.args.reward_timeout)
+        prompt, where = trajectory.prompt.messages + trajectory.messages[:-1], trajectory.prompt.source
+        parts = compute(
+            self.rewards, prompt, trajectory.text, trajectory.prompt.record, where, self.args.reward_timeout
+        )
         total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
         return {"reward": total} | {f"reward_{name}": value for name, value in parts.items()}
 
-    def _count(self, written: list[Trajectory], judged: list[dict[str, float]], rewards: Tensor) -> None:
+    def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
         values = rewards.flatten().tolist()
-        for name in ("reward", *self.of_rewards):
-            self.fresh[name] += sum(each[name] for each in judged)
-        self.fresh["completions"] += len(written)
-        self.fresh["groups"] += len(rewards)
-        self.fresh["reward_square"] += sum(value**2 for value in values)
-        self.fresh["length"] += sum(each.sampled for each in written)
-        self.fresh["log_prob"] += sum(each.log_prob for each in written)
-        self.fresh["cut"] += sum(each.is_cut for each in written)
-        self.fresh["equal_groups"] += int((rewards == rewards[:, :1]).all(dim=1).sum())
+        for name in ("reward", *self.reward_names):
+            self.this_rollout[name] += sum(score[name] for score in scores)
+        self.this_rollout["completions"] += len(written)
+        self.this_rollout["groups"] += len(rewards)
+        self.this_rollout["reward_square"] += sum(value**2 for value in values)
+        self.this_rollout["length"] += sum(trajectory.sampled for trajectory in written)
+        self.this_rollout["log_prob"] += sum(trajectory.log_prob for trajectory in written)
+        self.this_rollout["cut"] += sum(trajectory.is_cut for trajectory in written)
+        self.this_rollout["groups_zero_std"] += int((rewards == rewards[:, :1]).all(dim=1).sum())
         self.samples = self.samples or [
             {
-                "prompt": _shown(each.prompt.messages[-1]["content"]),
-                "answer": _shown("\n".join(message["content"] for message in each.messages)),
+                "prompt": _shown(trajectory.prompt.messages[-1]["content"]),
+                "answer": _shown("\n".join(message["content"] for message in trajectory.messages)),
                 "reward": value,
             }
-            for each, value in zip(written[:2], values[:2], strict=True)
+            for trajectory, value in zip(written[:2], values[:2], strict=True)
         ]
 
-    def _flat(self, written: list[Trajectory], counted: int) -> Batch:
-        """The flat batch, in which the trajectories to a prompt share it; with, for each target [M], the
-        length of its completion (`lengths`) and zeros for the fields `of_target`; and with this micro-batch's
-        part of what the loss is divided by (`counted`)."""
+    def _flat(self, written: list[Trajectory], loss_denominator: int) -> Batch:
+        """The flat batch of trajectories; those to one prompt share it.
+
+        Beside the fields of `collate_shared`: for each target [M] the length of its completion (`lengths`),
+        and zeros for `per_token_fields`; and `loss_denominator`, this micro-batch's part of it.
+        """
         samples = [
             {
-                "input_ids": np.array(each.tokens, dtype=np.int64),
-                "loss_mask": np.array(each.is_target),
-                "sample_id": each.prompt.sample_id,
+                "input_ids": np.array(trajectory.tokens, dtype=np.int64),
+                "loss_mask": np.array(trajectory.is_target),
+                "sample_id": trajectory.prompt.sample_id,
                 "target_bytes": 0,
             }
-            for each in written
+            for trajectory in written
         ]
         groups = groupby(samples, lambda sample: sample["sample_id"])
         batch: Batch = collate_shared([list(group) for _, group in groups])
-        sampled = torch.tensor([each.sampled for each in written], dtype=torch.int64)
+        sampled = torch.tensor([trajectory.sampled for trajectory in written], dtype=torch.int64)
         batch["lengths"] = sampled.repeat_interleave(sampled).float()
-        batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.of_target}
-        return batch | {"counted": counted}
+        batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.per_token_fields}
+        return batch | {"loss_denominator": loss_denominator}
 
     def _nothing(self, window: list[Batch]) -> list[Batch]:
         """As many batches without trajectories."""
@@ -272,15 +286,15 @@ class Rollouts(Hooks):
         """The size of a flat batch, or of held-out prompts."""
         if "prompts" in batch:
             return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
-        return flat_size(batch, self.lm_config)._replace(targets=batch["counted"])
+        return flat_size(batch, self.lm_config)._replace(targets=batch["loss_denominator"])
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
-        """Sums over held-out prompts, of which the likeliest completions are judged: the rewards, and `loss`,
+        """Sums over held-out prompts, whose likeliest completions are scored: the rewards, and `loss`,
         minus the weighted one."""
         writer = replace(self.writer, group=1, temperature=0.0)
-        judged = [self._judge(each) for each in self._write(writer, model, batch["prompts"], 0)]
-        names = ("reward", *self.of_rewards) if len(self.rewards) > 1 else ("reward",)
-        figures = {name: sum(each[name] for each in judged) for name in names}
+        scores = [self._score(trajectory) for trajectory in self._write(writer, model, batch["prompts"], 0)]
+        names = ("reward", *self.reward_names) if len(self.rewards) > 1 else ("reward",)
+        figures = {name: sum(score[name] for score in scores) for name in names}
         figures["loss"] = -figures["reward"]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 

@@ -85,10 +85,6 @@ class RolloutArgs(FrozenModelArgs):
         for name in ("packing", "use_compile"):
             if getattr(self, name) is True:
                 wrong.append(f"--{name} 1 has no effect on completions, which are sampled; leave it out")
-        if self.parallel != "ddp" and getattr(self, "num_generations", 0) == 1:  # PPO
-            wrong.append(
-                f"--parallel {self.parallel}: policy and critic compute alone in rollouts; leave it out"
-            )
         return wrong
 
 

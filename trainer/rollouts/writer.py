@@ -87,7 +87,11 @@ class TrajectoryWriter:
             if not active:
                 break
             self._write_turn(model, active, update, turn)
-            active = [each for each in active if self._reply(each, is_last=turn == self.max_turns - 1)]
+            active = [
+                trajectory
+                for trajectory in active
+                if self._reply(trajectory, is_last=turn == self.max_turns - 1)
+            ]
         return trajectories
 
     def _begin(self, prompt: RolloutPrompt, number: int) -> Trajectory:
@@ -101,49 +105,52 @@ class TrajectoryWriter:
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
         """Write one turn of each; those whose tokens are still equal share one prefill."""
         groups: dict[tuple[int, ...], list[Trajectory]] = {}
-        for each in active:
-            groups.setdefault(tuple(each.tokens), []).append(each)
+        for trajectory in active:
+            groups.setdefault(tuple(trajectory.tokens), []).append(trajectory)
 
-        def sampling(each: Trajectory) -> Sampling:
+        def sampling(trajectory: Trajectory) -> Sampling:
             return Sampling(
-                self.temperature, seed=seed_of(self.seed, update, each.prompt.sample_id, each.number, turn)
+                self.temperature,
+                seed=seed_of(self.seed, update, trajectory.prompt.sample_id, trajectory.number, turn),
             )
 
-        samplings = [[sampling(each) for each in group] for group in groups.values()]
+        samplings = [[sampling(trajectory) for trajectory in group] for group in groups.values()]
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
         weight = model.lm_head.weight  # its dtype is that of the cache
         with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):
             answers = generate(model, list(groups), samplings, room, [self.end_id], with_logprobs=True)
         for group, written in zip(groups.values(), answers, strict=True):
-            for each, answer in zip(group, written, strict=True):
-                each.tokens += answer.tokens
-                each.is_target += [True] * len(answer.tokens)
-                each.log_prob += sum(answer.logprobs)
-                each.is_cut = answer.finish == "length"
-                each.text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)  # type: ignore[assignment]
-                each.messages.append({"role": "assistant", "content": each.text})
+            for trajectory, answer in zip(group, written, strict=True):
+                trajectory.tokens += answer.tokens
+                trajectory.is_target += [True] * len(answer.tokens)
+                trajectory.log_prob += sum(answer.logprobs)
+                trajectory.is_cut = answer.finish == "length"
+                trajectory.text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)  # type: ignore[assignment]
+                trajectory.messages.append({"role": "assistant", "content": trajectory.text})
 
-    def _reply(self, each: Trajectory, is_last: bool) -> bool:
+    def _reply(self, trajectory: Trajectory, is_last: bool) -> bool:
         """Append the environment's replies to the calls of the last turn; returns whether another turn
         follows."""
-        calls = calls_of(each.text) if each.environment is not None and not each.is_cut else []
-        if not calls or each.environment is None:
+        calls = (
+            calls_of(trajectory.text) if trajectory.environment is not None and not trajectory.is_cut else []
+        )
+        if not calls or trajectory.environment is None:
             return False
         if is_last:
-            each.is_cut = True
+            trajectory.is_cut = True
             return False
-        with user_code("the environment", each.prompt.source, self.reply_timeout):
-            replies = checked_replies(each.environment.reply(calls))
-        tokens = self._between_turns(each, replies)
-        if len(each.tokens) + len(tokens) >= self.max_total_len:
-            each.is_cut = True
+        with user_code("the environment", trajectory.prompt.source, self.reply_timeout):
+            replies = checked_replies(trajectory.environment.reply(calls))
+        tokens = self._between_turns(trajectory, replies)
+        if len(trajectory.tokens) + len(tokens) >= self.max_total_len:
+            trajectory.is_cut = True
             return False
-        each.messages += replies
-        each.tokens += tokens
-        each.is_target += [False] * len(tokens)
+        trajectory.messages += replies
+        trajectory.tokens += tokens
+        trajectory.is_target += [False] * len(tokens)
         return True
 
-    def _between_turns(self, each: Trajectory, replies: list[dict]) -> list[int]:
+    def _between_turns(self, trajectory: Trajectory, replies: list[dict]) -> list[int]:
         """The tokens between two turns: what follows the end token of one, up to the beginning of the
         next."""
         start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -152,7 +159,7 @@ class TrajectoryWriter:
         try:
             first, *others = prompt_pieces(self.tokenizer, [*start, *replies])
         except ValueError as error:
-            raise UserError(f"{each.prompt.source}: {error}") from error
+            raise UserError(f"{trajectory.prompt.source}: {error}") from error
         if not first.text.startswith(before):
             raise UserError(
                 "the chat template rewrites earlier turns when tools reply, so an agent cannot go on"

@@ -62,7 +62,7 @@ def translated_failures() -> Iterator[None]:
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
         if any(phrase in text for phrase in NO_LOADER):
-            raise UserError(_loader_message(error)) from error
+            raise loader_error(error) from error
         if "OSError" in text and was_compiling(error):  # wrapped
             raise _compiler_error(error) from error
         raise
@@ -92,16 +92,6 @@ def _gpu_memory() -> str:
     return f"; at most {peak_memory_mb(device):,.0f} MB in use, {reserved_memory_mb(device):,.0f} MB reserved"
 
 
-@contextmanager
-def loader_failures() -> Iterator[None]:
-    """Around taking micro-batches: raises UserError if a data loader process was killed while handing one
-    over."""
-    try:
-        yield
-    except (EOFError, ConnectionError) as error:
-        raise UserError(_loader_message(error)) from error
-
-
 def check_shared_memory(num_workers: int) -> None:
     """Make as many semaphores and descriptors as a data loader needs. Raises UserError if there is no room
     for them."""
@@ -110,14 +100,15 @@ def check_shared_memory(num_workers: int) -> None:
         _ = [multiprocessing.Lock() for _ in range(8 * (num_workers + 1))]
         descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(8 * (num_workers + 1)))
     except OSError as error:
-        raise UserError(_loader_message(error)) from error
+        raise loader_error(error) from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _loader_message(error: Exception) -> str:
-    return (
+def loader_error(error: Exception) -> UserError:
+    """The error line for data loader processes that failed."""
+    return UserError(
         f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
         "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
     )

@@ -155,7 +155,7 @@ def test_a_rollout_is_kept_for_its_later_updates():
     for one, other in zip(whole, again, strict=True):
         for name in ("host_cu_seqlens", "host_cu_seqlens_k"):
             assert np.array_equal(one.pop(name, []), other.pop(name, []))
-        assert one.pop("counted") == other.pop("counted")
+        assert one.pop("loss_denominator") == other.pop("loss_denominator")
         assert_same_tensors(one, other)
     assert not rollouts.writer.asked
     cut = rollouts.prepare(state, window((1,), (0,), (2, 3)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from trainer.data.order import Loader, epoch_loader
+from trainer.data.order import ProcessLoader, epoch_loader
 from trainer.run.errors import translated_failures
 
 
@@ -75,13 +75,13 @@ def test_a_loader_process_that_died_while_it_handed_over_is_one_line(error):
             raise error
 
     with pytest.raises(UserError, match=f"{error.__name__}.*--num_workers 0"):
-        list(Loader([torch.zeros(1)], batch_sampler=Dying()))
+        list(ProcessLoader([torch.zeros(1)], batch_sampler=Dying()))
 
 
 def test_a_loader_process_that_died_is_reported_with_the_next_micro_batch():
     """Not at once: the training process may be in the middle of a save."""
     others = multiprocessing.active_children()
-    batches = iter(Loader(range(10), num_workers=1, multiprocessing_context="fork"))
+    batches = iter(ProcessLoader(range(10), num_workers=1, multiprocessing_context="fork"))
     next(batches)
     (process,) = set(multiprocessing.active_children()) - set(others)
     process.kill()
