@@ -20,10 +20,9 @@ from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
 from trainer.data.order import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
-from trainer.devices.compiling import compiles
 from trainer.devices.device import device_and_precision, prepare_device
 from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
-from trainer.devices.wrapping import build_device, freeze, wrap_model  # noqa: F401
+from trainer.devices.wrapping import build_device, compiles, freeze, wrap_model  # noqa: F401
 from trainer.objectives.next_token import (
     SHAPE,
     check_tokenizer,

@@ -226,7 +226,7 @@ def usable_ranks(gpus: int) -> int:
 
 def need_compiler(gpus: int) -> None:
     """Leave a check out where layers cannot be compiled, or take minutes."""
-    from trainer.devices.compiling import has_compiler
+    from trainer.devices.wrapping import has_compiler
 
     if not gpus:
         pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")

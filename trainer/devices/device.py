@@ -35,7 +35,12 @@ def select_device(device: str) -> torch.device:
     alone, local_rank = place.world_size == 1, place.local_rank
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        device = "cuda" if cuda_devices else "mps" if alone and torch.backends.mps.is_available() else "cpu"
+        if cuda_devices:
+            device = "cuda"
+        elif alone and torch.backends.mps.is_available():
+            device = "mps"
+        else:
+            device = "cpu"
     if cuda_devices == 1 and not dist.is_torchelastic_launched():
         local_rank = 0
     try:
@@ -45,10 +50,10 @@ def select_device(device: str) -> torch.device:
     if chosen.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if chosen.type == "cuda" and (chosen.index or 0) >= cuda_devices:
+        why = f"torch sees {cuda_devices} CUDA devices"
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f"torch sees {cuda_devices} CUDA devices" + (
-            "" if limit is None else f", CUDA_VISIBLE_DEVICES={limit!r}"
-        )
+        if limit is not None:
+            why += f", CUDA_VISIBLE_DEVICES={limit!r}"
         raise UserError(
             f"--device {device} cannot be used ({why}); start fewer processes, or use another device"
         )
@@ -82,48 +87,50 @@ def grow_segments() -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Make it the current CUDA device; on a CPU, have the allocator keep freed memory."""
+    """Make it the current CUDA device; on a CPU, have the allocator keep freed memory.
+
+    Each update on a CPU allocates as much again, and page faults on fresh pages can take longer than the
+    arithmetic. The limits are the largest that mallopt(3) takes; without glibc they are left alone.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif device.type == "cpu":
-        keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: each update on a CPU allocates as much again, and page faults on fresh
-    pages can take longer than the arithmetic. The limits are the largest that mallopt(3) takes; without glibc
-    a no-op."""
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def native_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu" and _onednn_takes_bfloat16():  # which it emulates on AVX512
-        is_arm = platform.machine().lower() in ("aarch64", "arm64")
-        return is_arm or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() or has_matrix_unit()
-    return False
-
-
-def _onednn_takes_bfloat16() -> bool:
-    """Whether this torch has oneDNN, as builds for a Mac have not, and it takes bfloat16
-    (ONEDNN_MAX_CPU_ISA)."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # without oneDNN, as in builds for a Mac, or with ONEDNN_MAX_CPU_ISA below it, torch multiplies otherwise
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return True
+    # oneDNN emulates it on a CPU that has only AVX512
+    return cpu_has("avx512_bf16") or cpu_has("amx_tile")
 
 
 def has_matrix_unit() -> bool:
     """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same
     memory."""
-    return _onednn_takes_bfloat16() and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return native_bfloat16(torch.device("cpu")) and cpu_has("amx_tile")
+
+
+def cpu_has(instructions: str) -> bool:
+    """Whether torch says that the CPU has these instructions; it does not say so on every platform."""
+    is_supported = getattr(torch.cpu, f"_is_{instructions}_supported", None)
+    return is_supported is not None and is_supported()
 
 
 def native_float16(device: torch.device) -> bool:
     """Whether the device has float16 arithmetic; emulated it is hundreds of times slower than float32."""
-    return device.type != "cpu" or getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
+    return device.type != "cpu" or cpu_has("amx_fp16")
 
 
 def check_dtype(dtype: str, device: torch.device) -> None:
@@ -145,11 +152,12 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
     if dtype == "bfloat16" and device.type == "cpu" and not native_bfloat16(device):
         dtype = "float32"
         warn(
-            "--dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as long as in "
-            "float32: training in float32 (--dtype bfloat16_emulated insists)"
+            "--dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as "
+            "long as in float32: training in float32 (--dtype bfloat16_emulated insists)"
         )
     dtype = dtype.removesuffix("_emulated")
-    check_dtype(dtype, device)
+    if dtype == "float16":
+        check_dtype(dtype, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     if dtype == "float32":
         return nullcontext(), scaler
@@ -163,8 +171,10 @@ def device_and_precision(
 ) -> tuple[torch.device, AbstractContextManager, torch.amp.GradScaler]:
     """The device of this rank, the autocast context in --dtype, and the gradient scaler, which float16
     needs."""
-    use_deterministic_kernels(args.deterministic)
-    grow_segments()
+    if args.deterministic or torch.are_deterministic_algorithms_enabled():
+        use_deterministic_kernels(args.deterministic)
+    if torch.cuda.is_available():
+        grow_segments()
     device = select_device(args.device)
     return device, *mixed_precision(args.dtype, device)
 
@@ -172,20 +182,21 @@ def device_and_precision(
 def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> torch.dtype:
     """The dtype of matrix products under this context."""
     with autocast:
-        return (
-            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
-        )
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+    return torch.float32
 
 
 def describe_device(device: torch.device, autocast: AbstractContextManager) -> str:
     """What this rank computes on, and in which dtype."""
     threads = torch.get_num_threads()
-    kind = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{threads} thread{'s' * (threads > 1)}"
-    )
-    return f"{device} ({kind}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif threads == 1:
+        name = "1 thread"
+    else:
+        name = f"{threads} threads"
+    return f"{device} ({name}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

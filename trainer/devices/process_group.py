@@ -169,8 +169,8 @@ def _check_gpus() -> None:
     for rank, gpu in enumerate(gpus):
         if (other := gpus.index(gpu)) < rank:
             raise UserError(
-                f"ranks {other} and {rank} have the same GPU, {gpu}; start one process per GPU, or have the launcher "
-                "show each its own (srun --gpus-per-task=1)"
+                f"ranks {other} and {rank} have the same GPU, {gpu}; start one process per GPU, or have the "
+                "launcher show each its own (srun --gpus-per-task=1)"
             )
 
 

@@ -7,8 +7,13 @@ loop and the checkpoints.
 
 import copy
 import inspect
+import os
+import shutil
+import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,11 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import UserError
 from common.launcher import launch
 from common.settings import StageArgs
-from trainer.devices.device import autocast_dtype
-from trainer.devices.process_group import gather, this_rank, world_size
+from dataset.lm_dataset import TokenDataset
+from trainer.data.order import SizedDataset
+from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16, select_device
+from trainer.devices.process_group import Logger, gather, this_rank, world_size
+from trainer.report.flops import layer_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# --use_compile auto: operations of a run per thread from which on it pays: five to twelve minutes of training
+# for half a minute of compiling, which saves a tenth
+MIN_FLOPS_PER_THREAD = 5e13
+# per GPU: eight minutes at 100 TFLOP/s, for a minute of compiling; by arithmetic, not measured
+MIN_FLOPS_PER_GPU = 5e16
 
 
 def wrap_model(
@@ -83,8 +97,8 @@ def _mesh(device_type: str, parallel: str) -> DeviceMesh:
     shards = place.local_world_size
     if set(gather((shards, place.rank % shards == place.local_rank))) != {(shards, True)}:
         raise UserError(
-            "--parallel hsdp: each machine must have the same number of ranks, in a row; start as many on each "
-            "(torchrun --nproc_per_node N), or use --parallel fsdp"
+            "--parallel hsdp: each machine must have the same number of ranks, in a row; start as many on "
+            "each (torchrun --nproc_per_node N), or use --parallel fsdp"
         )
     mesh = init_device_mesh(
         device_type, (world_size() // shards, shards), mesh_dim_names=("machines", "ranks")
@@ -147,6 +161,58 @@ def build_device(args: StageArgs) -> torch.device:
     """Where to build a model that is to be sharded: on the host of rank 0, nowhere on the other ranks, which
     get their shards from there. Copies are built on the host of each rank."""
     return torch.device("cpu" if args.parallel == "ddp" or this_rank() == 0 else "meta")
+
+
+def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
+    """Whether a run compiles its layers: what --use_compile says, or where that is `auto`, whether it pays.
+
+    It pays in long pretraining and SFT: on a CPU with a unit for matrix products, which leaves most of the
+    time to what the compiler fuses, and on other CPUs in those of dense models on packed rows
+    (docs/dev/LOG.md); by arithmetic on GPUs in half precision, where a layer is one graph. Elsewhere it
+    gained nothing, or was not measured. The settings, the data and the machine decide, not times, so that a
+    resumed run does as it did before.
+    """
+    if args.use_compile is not None:
+        return args.use_compile
+    # an engine task may have other data, for which nothing was measured
+    is_text = isinstance(train_set, TokenDataset)
+    if not (args.compiling_pays and is_text) or args.activation_checkpointing:
+        return False
+    device = select_device(args.device)
+    if device.type == "cuda":
+        fits = args.dtype != "float32" and native_bfloat16(device)
+        needed = MIN_FLOPS_PER_GPU
+    elif device.type == "cpu" and args.parallel == "ddp":
+        is_dense_and_packed = args.packing and not args.use_moe
+        fits = is_dense_and_packed or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
+        needed = MIN_FLOPS_PER_THREAD * torch.get_num_threads()
+    else:
+        return False
+    if not fits or operations(args, train_set) < needed or not has_compiler(device.type):
+        return False
+    Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
+    from torch._dynamo import config
+
+    config.suppress_errors = True  # what cannot be compiled runs as it is, with a warning
+    return True
+
+
+def operations(args: StageArgs, train_set: TokenDataset) -> float:
+    """Roughly the floating-point operations of a run, of each rank."""
+    weights = layer_weights(args.num_hidden_layers, args.hidden_size)
+    return 6.0 * weights * train_set.num_tokens * args.epochs / world_size()
+
+
+def has_compiler(device: str) -> bool:
+    """Whether there is what torch needs to compile for `cpu` or `cuda`: Python's headers, and a C++ compiler,
+    or Triton with the C compiler that it calls."""
+    if device == "cuda":
+        if find_spec("triton") is None:
+            return False
+        names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
+    else:
+        names = (os.environ.get("CXX", "g++"),)
+    return any(map(shutil.which, names)) and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -244,8 +310,8 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
         whole = classes[0](cast(Any, model).config).eval()
     if classes != [type(module) for module in whole.modules()]:
         raise UserError(
-            f"--parallel: the rollouts of a sharded model are written by a new {classes[0].__name__} of its config, "
-            "which has not the layers that were put into it; use --parallel ddp"
+            f"--parallel: the rollouts of a sharded model are written by a new {classes[0].__name__} of its "
+            "config, which has not the layers that were put into it; use --parallel ddp"
         )
     for copied, module in zip(whole.modules(), model.modules(), strict=True):
         copied._buffers = module._buffers

@@ -15,8 +15,8 @@ from dataset.lm_dataset import PretrainDataset, TokenDataset
 from dataset.token_cache import TokenCache
 from trainer import train_pretrain
 from trainer.data.datasets import open_datasets
-from trainer.devices import compiling
-from trainer.devices.compiling import compiles, has_compiler, operations
+from trainer.devices import wrapping
+from trainer.devices.wrapping import compiles, has_compiler, operations
 from trainer.train_grpo import Args as GRPOArgs
 from trainer.trainer_utils import load_tokenizer
 
@@ -33,8 +33,8 @@ RUN = data_of(500_000_000)
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A CPU with a compiler and without a matrix unit."""
-    monkeypatch.setattr(compiling, "has_compiler", lambda device: True)
-    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(wrapping, "has_compiler", lambda device: True)
+    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: False)
     with dynamo.patch(suppress_errors=False):
         yield
 
@@ -57,7 +57,7 @@ def test_other_runs_are_not(other, capsys):
     "other", [{"packing": False}, {"use_moe": True}, {"dtype": "bfloat16", "packing": False}]
 )
 def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
-    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
     assert compiles(replace(LONG, **other), RUN)
     assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN)
     assert not compiles(replace(LONG, parallel="fsdp"), RUN)
@@ -73,19 +73,19 @@ def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
 
 def test_other_stages_are_not(monkeypatch):
     """Nothing was measured there."""
-    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
     assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN)
 
 
 def test_other_data_than_tokens_are_not(monkeypatch):
     """Such as those of a task of one's own: nothing was measured there."""
-    monkeypatch.setattr(compiling, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
     assert not compiles(LONG, range(10**9))
 
 
 def test_short_runs_are_not_nor_those_without_a_compiler(monkeypatch):
     assert not compiles(LONG, data_of(50_000))
-    monkeypatch.setattr(compiling, "has_compiler", lambda device: False)
+    monkeypatch.setattr(wrapping, "has_compiler", lambda device: False)
     assert not compiles(LONG, RUN)
 
 
@@ -100,13 +100,13 @@ def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
+    monkeypatch.setattr(wrapping.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(wrapping, "find_spec", lambda name: name)
     assert has_compiler("cpu") and has_compiler("cuda")
     monkeypatch.setenv("CC", "no-such-compiler")
     assert has_compiler("cpu") and not has_compiler("cuda")
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    monkeypatch.setattr(wrapping, "find_spec", lambda name: None)
     assert has_compiler("cpu") and not has_compiler("cuda")
     (tmp_path / "Python.h").unlink()
     assert not has_compiler("cpu")
@@ -117,18 +117,18 @@ def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
 )
 def test_on_a_gpu_all_long_runs_in_half_precision_are(other, monkeypatch):
     for native in (False, True):
-        monkeypatch.setattr(compiling, "select_device", lambda device: torch.device("cuda", 0))
-        monkeypatch.setattr(compiling, "native_bfloat16", lambda device, native=native: native)
+        monkeypatch.setattr(wrapping, "select_device", lambda device: torch.device("cuda", 0))
+        monkeypatch.setattr(wrapping, "native_bfloat16", lambda device, native=native: native)
         assert compiles(replace(LONG, **other), RUN) is native
     for short in (replace(LONG, dtype="float32"), replace(LONG, activation_checkpointing=True)):
         assert not compiles(replace(short, packing=False), RUN)
     per_token = operations(LONG, data_of(1))
-    assert compiles(LONG, data_of(int(compiling.CUDA_ENOUGH / per_token) + 1))
-    assert not compiles(LONG, data_of(int(compiling.CUDA_ENOUGH / per_token) - 1))
+    assert compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) + 1))
+    assert not compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) - 1))
 
 
 def test_what_cannot_be_compiled_runs_as_it_is():
-    """With `auto`: nobody asked for compiling. `1` ends in the compiler's error."""
+    """With `auto`: nobody asked for wrapping. `1` ends in the compiler's error."""
 
     def broken(graph, inputs):
         raise RuntimeError("no kernels")
