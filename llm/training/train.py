@@ -2,8 +2,8 @@
 
     python -m llm.training.train --task full_sft --data_path data/sft.jsonl --from_weight pretrain
     python -m llm.training.train --task full_sft --config llm/training/configs/full_sft.yaml --batch_size 8
-    python -m llm.training.train --task my_tasks:TextClassifier --set classes=4      a task in a file of your own
-    python -m llm.training.train --task my_tasks:Six --data_module my_data:Points    and its data in another one
+    python -m llm.training.train --task my_tasks:TextClassifier --set classes=4      a task in your own file
+    python -m llm.training.train --task my_tasks:Six --data_module my_data:Points    its data in another one
     torchrun --nproc_per_node 2 -m llm.training.train --task pretrain --data_path data/pretrain.jsonl
 
 Without torchrun, --world_size 2 starts two processes. --print_config shows each setting and its source.
@@ -115,11 +115,12 @@ def spawn(world_size: int, config: Config) -> None:
             stop.defer = True
             while not context.join(timeout=0.2) and not stop.signal:
                 pass
-            for process in context.processes if stop.signal else ():
-                if process.is_alive():
-                    os.kill(process.pid, stop.signal)
-            for process in context.processes if stop.signal else ():
-                process.join(60)  # `context.join` would terminate the slower ones
+            if stop.signal:
+                for process in context.processes:
+                    if process.is_alive():
+                        os.kill(process.pid, stop.signal)
+                for process in context.processes:
+                    process.join(60)  # `context.join` would terminate the slower ones
             while not context.join():
                 pass
     except mp.ProcessExitedException as error:  # it has reported why

@@ -80,8 +80,9 @@ def open_datasets(
             f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes"
         )
     if launch().rank == 0:
-        for source in sources if args.packing else ():
-            say(source.describe_packing())
+        if args.packing:
+            for source in sources:
+                say(source.describe_packing())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
     return train, open_held_out(args, train, open_split)

@@ -93,7 +93,9 @@ def lost_rank_message(error: Exception) -> str:
     thread = Thread(target=ask, daemon=True)
     thread.start()
     thread.join(ANSWER + 2)
-    names = silent[:NAMED] + [f"{len(silent) - NAMED} more"] * (len(silent) > NAMED)
+    names = silent[:NAMED]
+    if len(silent) > NAMED:
+        names.append(f"{len(silent) - NAMED} more")
     what = "ended while this one waited for it, hangs, or cannot be reached"
     then = "the reason is what that rank or torchrun says; --from_resume 1 goes on from the last checkpoint"
     return f"rank {dist.get_rank()}: {', '.join(names) or 'another rank'} {what} ({reason(error)}); {then}"
@@ -167,7 +169,8 @@ def _check_gpus() -> None:
     """Refuse ranks that share a GPU, as NCCL would in the middle of the first update."""
     gpus = gather(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
     for rank, gpu in enumerate(gpus):
-        if (other := gpus.index(gpu)) < rank:
+        other = gpus.index(gpu)
+        if other < rank:
             raise UserError(
                 f"ranks {other} and {rank} have the same GPU, {gpu}; start one process per GPU, or have the "
                 "launcher show each its own (srun --gpus-per-task=1)"
@@ -192,9 +195,9 @@ def _meet(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
     else:
         attempt = _listed_attempt(store, rank)
     store.set_timeout(timeout)
-    own = dist.PrefixStore(str(attempt), store)
-    own.set(f"host/{rank}", socket.gethostname())
-    return own
+    attempt_store = dist.PrefixStore(str(attempt), store)
+    attempt_store.set(f"host/{rank}", socket.gethostname())
+    return attempt_store
 
 
 def _listed_attempt(store: dist.Store, rank: int) -> int:

@@ -226,15 +226,19 @@ def compile_layers(model: nn.Module) -> None:
 
     config.optimize_ddp = False  # or DDP's buckets would cut the graph of a layer
     shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
-    for layer in (layers := transformer_layers(model)) or [model]:
+    layers = transformer_layers(model)
+    if not layers:
+        model.compile(dynamic=True)
+    for layer in layers:
         layer.compile(dynamic=True)
-        if layers:
-            layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
+        layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
 
 
 def _call(compiled: Any, plain: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
     """A layer's call with hidden states x."""
-    return (compiled if x.numel() else plain)(x, *rest, **options)
+    if x.numel():
+        return compiled(x, *rest, **options)
+    return plain(x, *rest, **options)
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
@@ -288,8 +292,13 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
         sharded = cast(Any, model)
         sharded.reshard()  # whole after a forward pass without a backward one, as old log-probabilities take
         is_one_row = next(sharded.parameters()).device_mesh.ndim == 1
-        (sharded.set_requires_gradient_sync if is_one_row else sharded.set_requires_all_reduce)(enabled)
-    return nullcontext() if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
+        if is_one_row:
+            sharded.set_requires_gradient_sync(enabled)
+        else:
+            sharded.set_requires_all_reduce(enabled)
+    if isinstance(model, DistributedDataParallel) and not enabled:
+        return model.no_sync()
+    return nullcontext()
 
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -324,7 +333,10 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
     """The class of a module, which `fully_shard` replaces by a subclass of it."""
     from torch.distributed.fsdp import FSDPModule
 
-    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+    for base in type(module).__mro__:
+        if not issubclass(base, FSDPModule):
+            return base
+    raise AssertionError  # nn.Module is one
 
 
 def full_tensor(value: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def load_teacher(
     hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(beside)} - {None}
     if len(hashes) > 1 or config.vocab_size != len(tokenizer):
         raise UserError(
-            f"the teacher {path} has another tokenizer than the student, so their predictions are of different tokens; "
-            "take a teacher with the student's tokenizer"
+            f"the teacher {path} has another tokenizer than the student, so their predictions are of "
+            "different tokens; take a teacher with the student's tokenizer"
         )
     teacher = MiniMindForCausalLM(config)
     fill(teacher, weights, path, config)

@@ -177,8 +177,9 @@ def _read_minimind(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {
         name.removeprefix("module.").replace(".lora.", ".lora_"): value for name, value in file.items()
     }
-    if others := [name for name in tensors if not re.search(r"\.lora_[AB]\.weight$", name)]:
-        raise UserError(f"adapter {path}: it holds {others[0]}, which is not a tensor of an adapter")
+    for name in tensors:
+        if not re.search(r"\.lora_[AB]\.weight$", name):
+            raise UserError(f"adapter {path}: it holds {name}, which is not a tensor of an adapter")
     rank = next((len(value) for name, value in tensors.items() if ".lora_A." in name), 0)
     targets = sorted({name.split(".")[-3] for name in tensors})
     return {"r": rank, "lora_alpha": rank, "target_modules": targets}, tensors

@@ -55,13 +55,14 @@ def check_tokenizer(
     advice = "take the tokenizer that the weights were trained with"
     if tokens > vocabulary or (exactly and tokens != vocabulary):
         raise UserError(
-            f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary {vocabulary}; {advice}"
+            f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary "
+            f"{vocabulary}; {advice}"
         )
     known = lm_config.tokenizer_sha256
     if known is not None and known != vocabulary_hash(tokenizer):
         raise UserError(
-            f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which every text "
-            f"would be gibberish; {advice}"
+            f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which "
+            f"every text would be gibberish; {advice}"
         )
 
 

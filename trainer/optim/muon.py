@@ -166,4 +166,6 @@ def _scatter_rows(whole: Tensor | None, part: Tensor, rows: int, owner: int, gro
 
 def _padded(rows: Tensor, height: int) -> Tensor:
     """[k, rows, ...] with zeros up to `height` rows."""
-    return F.pad(rows, (0, 0) * (rows.ndim - 2) + (0, height - rows.shape[1]))
+    padding = [0] * (2 * rows.ndim)  # of F.pad: two numbers for each dimension, the last one first
+    padding[2 * rows.ndim - 3] = height - rows.shape[1]
+    return F.pad(rows, padding)

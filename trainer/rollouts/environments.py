@@ -144,8 +144,11 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value = Fraction(str(node.value))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-    elif isinstance(node, ast.BinOp) and (operation := OPERATIONS.get(type(node.op))):
+        value = _value(node.operand)
+        if isinstance(node.op, ast.USub):
+            value = -value
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        operation = OPERATIONS[type(node.op)]
         value = Fraction(operation(_value(node.left), _value(node.right)))
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sqrt", "math.sqrt"):
         if len(node.args) != 1 or node.keywords:
@@ -163,7 +166,9 @@ class Calculator:
     data."""
 
     answers = ("calculate", "calculate_math")
-    tools = [tool_schema("calculate", "Compute an arithmetic expression.", expression="such as 12 * (3 + 4)")]  # noqa: RUF012
+    tools = [  # noqa: RUF012
+        tool_schema("calculate", "Compute an arithmetic expression.", expression="such as 12 * (3 + 4)")
+    ]
 
     def __init__(self, record: dict):
         pass
@@ -188,7 +193,9 @@ class Calculator:
 class MiniMindCalculator(Calculator):
     """The calculator, offered under the name that models trained on MiniMind's data know."""
 
-    tools = [tool_schema("calculate_math", "计算数学表达式的结果", expression="如 123+456、2**10、sqrt(144)")]  # noqa: RUF012
+    tools = [  # noqa: RUF012
+        tool_schema("calculate_math", "计算数学表达式的结果", expression="如 123+456、2**10、sqrt(144)")
+    ]
 
 
 SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator, "calculate_math": MiniMindCalculator}
@@ -204,8 +211,8 @@ def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]
         for name in (tool.get("function", tool).get("name") for tool in prompt.tools or ()):
             if name not in answers:
                 raise UserError(
-                    f"{prompt.source}: the record names the tool {name}, but {environment.__name__} answers only "
-                    f"{' and '.join(answers)}; give --environment module:Class of your own"
+                    f"{prompt.source}: the record names the tool {name}, but {environment.__name__} answers "
+                    f"only {' and '.join(answers)}; give --environment module:Class of your own"
                 )
 
 

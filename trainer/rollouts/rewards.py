@@ -10,7 +10,6 @@ data file says about the prompt; `record["answer"]` is its reference answer, if 
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from decimal import Decimal
@@ -125,14 +124,18 @@ def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
     """The rewards that `--reward` names, and the score of a reward model. Raises UserError for an unknown
     name, one given twice, a module that cannot be imported, a weight that is no number."""
     rewards = [_reward_named(part) for part in reward_parts(spec)]
-    rewards += [Reward("model", score, 1.0)] if score is not None else []
+    if score is not None:
+        rewards.append(Reward("model", score, 1.0))
     if not rewards:
         raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
-    taken = Counter([*(each.name for each in rewards), *OTHER_FIGURES])
-    if twice := [name for name, count in taken.items() if count > 1]:
-        raise UserError(
-            f"--reward: {twice[0]} is named twice, or the name of another figure; name it once, or rename the function"
-        )
+    taken = set(OTHER_FIGURES)
+    for reward in rewards:
+        if reward.name in taken:
+            raise UserError(
+                f"--reward: {reward.name} is named twice, or the name of another figure; name it once, or "
+                "rename the function"
+            )
+        taken.add(reward.name)
     return rewards
 
 
@@ -172,8 +175,8 @@ def compute(
             value = float(function(deepcopy(prompt), completion, deepcopy(record)))
         if not abs(value) * max(1.0, abs(weight)) <= LARGEST:  # NaN is not either
             raise UserError(
-                f"{where}: reward {name} is {value:g} (its weight: {weight:g}), not a finite number of at most "
-                f"{LARGEST:g}; make it one"
+                f"{where}: reward {name} is {value:g} (its weight: {weight:g}), not a finite number of at "
+                f"most {LARGEST:g}; make it one"
             )
         values[name] = value
     return values
@@ -195,10 +198,12 @@ def reward_model(folder: str, device: torch.device) -> RewardFn:
         model, loading = AutoModelForSequenceClassification.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises errors of any type for untrusted files
         raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
-    if missing := sorted(loading["missing_keys"]):
+    missing = sorted(loading["missing_keys"])
+    if missing:
         raise UserError(
-            f"--reward_model {folder} holds no sequence classifier: its weights lack {', '.join(missing[:3])}, which "
-            "would be random numbers; give a model that was trained to score answers"
+            f"--reward_model {folder} holds no sequence classifier: its weights lack "
+            f"{', '.join(missing[:3])}, which would be random numbers; give a model that was "
+            "trained to score answers"
         )
     model = model.eval().to(device)
 

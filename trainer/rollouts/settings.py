@@ -80,7 +80,8 @@ class RolloutArgs(FrozenModelArgs):
         given = [name for name in self.clips if getattr(self, name) != getattr(type(self), name)]
         if given and self.num_iterations == 1:
             wrong.append(
-                f"--{given[0]} has no effect with one update per rollout; add --num_iterations 2, or leave it out"
+                f"--{given[0]} has no effect with one update per rollout; add --num_iterations 2, or leave "
+                "it out"
             )
         for name in ("packing", "use_compile"):
             if getattr(self, name) is True:

@@ -125,16 +125,16 @@ class TrajectoryWriter:
                 trajectory.is_target += [True] * len(answer.tokens)
                 trajectory.log_prob += sum(answer.logprobs)
                 trajectory.is_cut = answer.finish == "length"
-                trajectory.text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)  # type: ignore[assignment]
+                trajectory.text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
                 trajectory.messages.append({"role": "assistant", "content": trajectory.text})
 
     def _reply(self, trajectory: Trajectory, is_last: bool) -> bool:
         """Append the environment's replies to the calls of the last turn; returns whether another turn
         follows."""
-        calls = (
-            calls_of(trajectory.text) if trajectory.environment is not None and not trajectory.is_cut else []
-        )
-        if not calls or trajectory.environment is None:
+        if trajectory.environment is None or trajectory.is_cut:
+            return False
+        calls = calls_of(trajectory.text)
+        if not calls:
             return False
         if is_last:
             trajectory.is_cut = True

@@ -176,7 +176,8 @@ class MetricsLogger(Callback):
         self.records: list[State] = []
 
     def on_batch_end(self, engine: Engine, update: int, record: State | None) -> None:
-        self.records += [record] if record is not None else []
+        if record is not None:
+            self.records.append(record)
 
 
 class EarlyStopping(Callback, Patience):
@@ -190,7 +191,8 @@ class EarlyStopping(Callback, Patience):
     def state_dict(self) -> State:
         return self.counts()
 
-    def load_state_dict(self, state: State) -> None:  # type: ignore[override]  # Patience, a hook, names it `saved`
+    # Patience, a hook, names the argument `saved`
+    def load_state_dict(self, state: State) -> None:  # type: ignore[override]
         self.restore(state)
 
 
@@ -235,14 +237,17 @@ class LRSchedulerCallback(Callback):
                     "ReduceLROnPlateau is stepped after each validation, but no data are held out"
                 )
             if self.scheduler.mode != training.mode:
-                modes = f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has --mode"
-                raise UserError(f"{modes} {training.mode}; give both the same")
+                raise UserError(
+                    f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has "
+                    f"--mode {training.mode}; give both the same"
+                )
         else:
             epochs, updates = engine.state.args.epochs, engine.state.total_updates
             engine.logger.info(steps_ahead(self.scheduler, engine.task, epochs, updates))
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
-            self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the resume: no warning
+            # it was, before the resume: no warning
+            self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def on_validation_end(self, engine: Engine, metrics: dict[str, float | None]) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -291,11 +296,13 @@ def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) ->
     made_for = [getattr(scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
     if given is None and updates in made_for and updates != epochs:
         raise UserError(
-            f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after each of "
-            f'{epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is meant'
+            f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after "
+            f'each of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is '
+            "meant"
         )
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
         raise UserError(f"OneCycleLR is made for {scheduler.total_steps} steps, but there will be {steps}")
     if given == "update":
         return f"{name} is stepped after each update: {steps:,} times"
-    return f'{name} is stepped after each epoch: {steps:,} times (scheduler_interval = "update" makes it {updates:,})'
+    text = f"{name} is stepped after each epoch: {steps:,} times"
+    return f'{text} (scheduler_interval = "update" makes it {updates:,})'

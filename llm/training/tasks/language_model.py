@@ -81,8 +81,8 @@ def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
     for name in (read_in_main - read_elsewhere) & vars(script.Args).get("__annotations__", {}).keys():
         if rows[name].section == StageArgs.section and getattr(args, name) != rows[name].default:
             raise UserError(
-                f"--{name}: only main() in {script.__file__} implements it, and the engine does not call that; run the "
-                "script, or write a task of your own"
+                f"--{name}: only main() in {script.__file__} implements it, and the engine does not call "
+                "that; run the script, or write a task of your own"
             )
 
 
