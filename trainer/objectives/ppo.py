@@ -156,12 +156,13 @@ class ValuedRollouts(Rollouts):
     ) -> Batch:
         """The flat batch of trajectories with these rewards [P, 1]: advantages, not yet on one scale, and
         returns."""
-        sampled = [each.sampled for each in written]
+        sampled = [trajectory.sampled for trajectory in written]
         batch = to_device(self._flat(written, sum(sampled)), device)
         values, _ = unwrapped(model).values(batch)
         advantages: list[float] = []
-        for own, reward in zip(values.double().cpu().split(sampled), rewards.flatten().tolist(), strict=True):
-            advantages += token_advantages(own.tolist(), reward, self.args.gamma, self.args.lam)
+        values_of_each = values.double().cpu().split(sampled)
+        for before, reward in zip(values_of_each, rewards.flatten().tolist(), strict=True):
+            advantages += token_advantages(before.tolist(), reward, self.args.gamma, self.args.lam)
         batch["advantages"] = torch.tensor(advantages, device=device)
         batch["returns"] = batch["advantages"] + values
         if self.args.num_iterations > 1:
@@ -170,10 +171,9 @@ class ValuedRollouts(Rollouts):
 
     def _complete(self, batches: list[Batch]) -> list[Batch]:
         """With advantages that have mean 0 and deviation 1 over the tokens of the update, on all ranks."""
-        own = torch.cat([batch["advantages"] for batch in batches]).cpu().double()
-        count, total, squares = reduce_sum(
-            torch.stack((torch.ones_like(own), own, own.square())).sum(dim=1)
-        ).tolist()
+        advantages = torch.cat([batch["advantages"] for batch in batches]).cpu().double()
+        moments = torch.stack((torch.ones_like(advantages), advantages, advantages.square()))
+        count, total, squares = reduce_sum(moments.sum(dim=1)).tolist()
         mean = total / count
         scale = 1 / sqrt(max(0.0, squares - count * mean**2) / max(count - 1, 1) + 1e-8)  # as in TRL
         return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]

@@ -13,7 +13,7 @@ Sampled is softmax(logits / temperature), which is also what is trained.
 import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -162,23 +162,27 @@ class Rollouts(Hooks):
     def _roll_out(self, state: TrainState, window: list[list[RolloutPrompt]]) -> list[Batch]:
         """The flat batch of the trajectories of each micro-batch of prompts; all are written in one go."""
         model = unwrap(state.model)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with state.autocast:
             written = self._write(self.writer, model, list(chain.from_iterable(window)), state.update)
-        middle = time.perf_counter()
+        written_at = time.perf_counter()
         scores = [self._score(trajectory) for trajectory in written]
-        rewards = torch.tensor([score["reward"] for score in scores], dtype=torch.float64).view(
-            -1, self.writer.group
-        )
-        self.this_rollout["seconds"] += middle - begin
-        self.this_rollout["reward_seconds"] += time.perf_counter() - middle
+        values = torch.tensor([score["reward"] for score in scores], dtype=torch.float64)
+        rewards = values.view(-1, self.writer.group)
+        self.this_rollout["seconds"] += written_at - start
+        self.this_rollout["reward_seconds"] += time.perf_counter() - written_at
         self.this_rollout["rollouts"] += 1
         self._count(written, scores, rewards)
-        rest, parts = iter(written), rewards.split([len(prompts) for prompts in window])
+        batches = []
+        begin = 0  # of the prompts of the micro-batch
+        group = self.writer.group
         with torch.no_grad(), state.autocast:
-            return [
-                self._learnable(model, list(islice(rest, own.numel())), own, state.device) for own in parts
-            ]
+            for prompts in window:
+                end = begin + len(prompts)
+                part = written[begin * group : end * group]
+                batches.append(self._learnable(model, part, rewards[begin:end], state.device))
+                begin = end
+        return batches
 
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
@@ -203,15 +207,17 @@ class Rollouts(Hooks):
         """The flat batch of trajectories with these rewards [P, G]. Those without an advantage are left out
         where nothing else is learned from them."""
         advantages = group_advantages(rewards, self.args.scale_rewards).flatten().tolist()
-        pairs = [
-            (trajectory, a) for trajectory, a in zip(written, advantages, strict=True) if a or self.args.beta
-        ]
+        trained: list[Trajectory] = []
+        of_tokens: list[float] = []
+        for trajectory, advantage in zip(written, advantages, strict=True):
+            if advantage or self.args.beta:
+                trained.append(trajectory)
+                of_tokens += [advantage] * trajectory.sampled
         loss_denominator = len(written)
         if self.args.loss_type in TOKEN_LEVEL:
             loss_denominator = sum(trajectory.sampled for trajectory in written)
-        batch = to_device(self._flat([trajectory for trajectory, _ in pairs], loss_denominator), device)
-        values = [value for trajectory, a in pairs for value in [a] * trajectory.sampled]
-        batch["advantages"] = torch.tensor(values, device=device)
+        batch = to_device(self._flat(trained, loss_denominator), device)
+        batch["advantages"] = torch.tensor(of_tokens, device=device)
         return batch | self._log_probs(model, batch)
 
     def _log_probs(self, policy: nn.Module, batch: Batch) -> Batch:
