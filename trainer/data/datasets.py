@@ -41,13 +41,14 @@ def check_data_paths(args: StageArgs) -> None:
 
 
 def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split | None], D]) -> D | None:
-    """The held-out data, if the settings name some. `open_split` opens a split of the records of a data
+    """The held-out data that the settings name, or None. `open_split` opens a split of the records of a data
     path."""
+    if not (args.eval_share or args.eval_data_path):
+        return None
     if not args.eval_share:
-        return open_split(args.eval_data_path, None) if args.eval_data_path else None
-    held_out = open_split(
-        ",".join(split_weights(cast(str, args.data_path))[0]), Split(args.eval_share, held_out=True)
-    )
+        return open_split(cast(str, args.eval_data_path), None)
+    paths, _ = split_weights(cast(str, args.data_path))
+    held_out = open_split(",".join(paths), Split(args.eval_share, held_out=True))
     if launch().rank == 0:
         records = f"{held_out.records:,} of {held_out.records + train.records:,} records"
         tokens = f"{held_out.num_tokens:,} of {held_out.num_tokens + train.num_tokens:,} tokens"
@@ -73,7 +74,9 @@ def open_datasets(
     paths, weights = split_weights(cast(str, args.data_path))
     split = Split(args.eval_share) if args.eval_share else None
     sources = [open_split(path, split, args.packing) for path in paths]
-    train = MixedDataset(list(zip(paths, sources, strict=True)), weights) if weights else sources[0]
+    train = sources[0]
+    if weights:
+        train = MixedDataset(list(zip(paths, sources, strict=True)), weights)
     ranks = launch().world_size
     if ranks > len(train):
         raise UserError(
@@ -114,7 +117,9 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
 
 def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
     """This rank's share of the held-out data, if there are any."""
-    return eval_loader(eval_set, args.batch_size, eval_set.collate) if eval_set is not None else None
+    if eval_set is None:
+        return None
+    return eval_loader(eval_set, args.batch_size, eval_set.collate)
 
 
 def prompts_per_update(args: Any) -> int:
