@@ -54,8 +54,8 @@ from trainer import train_full_sft, train_pretrain
 from trainer.devices.device import describe_device, mixed_precision, select_device
 from trainer.objectives.next_token import model_config
 from trainer.optim import rules
-from trainer.report.flops import GPUS, layer_weights
 from trainer.report.metrics import duration
+from trainer.report.speed import GPUS, layer_weights
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig

@@ -101,7 +101,7 @@ def train_epoch(
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
-            state.peak.again()
+            state.peak.remeasure_if_due()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
@@ -260,7 +260,7 @@ def read_meter(state: TrainState) -> dict[str, float]:
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
         "mfu": state.peak.share(rate),
-        **({"mfu_of_sheet": rate / state.peak.sheet} if state.peak.sheet else {}),
+        **({"mfu_of_sheet": rate / state.peak.data_sheet_rate} if state.peak.data_sheet_rate else {}),
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,

@@ -33,8 +33,8 @@ from trainer.objectives.next_token import (
     target_logits,  # noqa: F401
 )
 from trainer.optim.rules import apply_rules
-from trainer.report.flops import peak_rate
 from trainer.report.samples import sample_hooks
+from trainer.report.speed import peak_rate
 from trainer.report.warnings import Verdict
 from trainer.run import resume
 from trainer.run.checkpoint import lm_checkpoint  # noqa: F401

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.devices.device import mixed_precision, prepare_device
 from trainer.objectives.next_token import Batch, next_token_loss, to_device
 from trainer.optim.build import build_optimizer
-from trainer.report.flops import GPUS, training_flops
+from trainer.report.speed import GPUS, training_flops
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig

@@ -13,7 +13,7 @@ from dataset.lm_dataset import TokenDataset
 from trainer.data.order import SizedDataset
 from trainer.devices.device import has_matrix_unit, native_bfloat16, select_device
 from trainer.devices.process_group import Logger, world_size
-from trainer.report.flops import layer_weights
+from trainer.report.speed import layer_weights
 
 # operations of a run per thread: five to twelve minutes; compiling takes half a one and saves a tenth
 ENOUGH = 5e13

@@ -20,9 +20,8 @@ from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
 from trainer.report.experts import ExpertLoad
-from trainer.report.flops import PeakRate
 from trainer.report.metrics import MetricsLog
-from trainer.report.speed import Meter, Size
+from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.checkpoint import Writer, shard_like
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
