@@ -10,7 +10,6 @@ import gc
 import math
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -285,12 +284,13 @@ def report(state: TrainState) -> dict[str, Any]:
     resumed run evaluates again."""
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        run = partial(evaluate, state, state.eval_loader)
-        for hook in reversed(state.hooks):  # what they do before and after
-            run = partial(hook.validate, state, run)
-        held_out = run()
+        for hook in state.hooks:
+            hook.before_evaluation(state)
+        held_out = evaluate(state, state.eval_loader)
         if held_out is None:  # a signal interrupted it
             raise interrupted(state)
+        for hook in reversed(state.hooks):
+            hook.after_evaluation(state)
         record |= held_out
         is_best = state.is_best(held_out)
         if is_best:

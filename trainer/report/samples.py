@@ -108,11 +108,9 @@ class Samples(Hooks):
         self.prompts, self.tokenizer = prompts, tokenizer
         self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
 
-    def validate(self, state: TrainState, evaluate: Any) -> dict[str, Any] | None:
-        metrics = evaluate()
-        if metrics is not None and is_main_process():
+    def after_evaluation(self, state: TrainState) -> None:
+        if is_main_process():
             self.answers = self.write_answers(state)
-        return metrics
 
     def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
         """After an evaluation the samples, on rank 0, behind those of the rollouts if there are any; and on

@@ -81,13 +81,12 @@ class Hooks:
     def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
         """The state of this update was handed to the writer, which will put it at `path`."""
 
-    def validate(
-        self, state: "TrainState", evaluate: Callable[[], dict[str, Any] | None]
-    ) -> dict[str, Any] | None:
-        """What `evaluate()` gives on the held-out data, None if a signal interrupted it; a hook may do
-        something before and after, such as putting other weights in place. `<name>_best` holds the weights
-        that are there afterwards."""
-        return evaluate()
+    def before_evaluation(self, state: "TrainState") -> None:
+        """Before the loop evaluates on the held-out data; a hook may put other weights in place."""
+
+    def after_evaluation(self, state: "TrainState") -> None:
+        """After it, unless a signal interrupted it; the hooks are called in the reverse order, so that each
+        one finds what it left. `<name>_best` holds the weights that are there afterwards."""
 
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
         """After a validation; `metrics` are the same on all ranks."""
