@@ -43,8 +43,7 @@ from trainer.devices.process_group import world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update, update_size
 from trainer.optim.build import build_optimizer
-from trainer.report.flops import peak_rate
-from trainer.report.speed import Meter
+from trainer.report.speed import Meter, peak_rate
 from trainer.run.state import TrainState
 
 STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
@@ -145,7 +144,7 @@ class Ours:
             meter.count(sizes, self.state.device)
         self.losses += torch.stack(losses).tolist()  # waits for the device
         seconds, counts = time.perf_counter() - meter.begin, meter.counts
-        self.peak.again()
+        self.peak.remeasure_if_due()
         return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
 
 
@@ -161,8 +160,8 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
         "data_wait": total.wait / total.seconds,
         "peak_memory_mb": peak_memory_mb(ours.state.device),
     }
-    if ours.peak.sheet:
-        figures["mfu_of_sheet"] = flops_per_second / ours.peak.sheet
+    if ours.peak.data_sheet_rate:
+        figures["mfu_of_sheet"] = flops_per_second / ours.peak.data_sheet_rate
     return figures
 
 

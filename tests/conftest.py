@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from tests.stage_process import QUICK_RATE
-from trainer.report import flops
+from trainer.report import speed
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -47,7 +47,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("repeatable", print_blob=True, deadline=None)  # a failure prints how to repeat it
 settings.load_profile("repeatable")
 torch.set_num_threads(1)
-exec(QUICK_RATE, vars(flops))
+exec(QUICK_RATE, vars(speed))
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

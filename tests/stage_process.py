@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from trainer.report import flops
+from trainer.report import speed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.stage_process", "tests.preloaded"])
-# in flops.py: to measure it takes as long as a small run
+# in speed.py: to measure it takes as long as a small run
 QUICK_RATE = "matrix_rate = lambda device, dtype: 1e11\n"
 
 
@@ -105,7 +105,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
-    exec(QUICK_RATE, vars(flops))
+    exec(QUICK_RATE, vars(speed))
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):
         _run_file(Path(stage).resolve())

@@ -10,7 +10,6 @@ import gc
 import math
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -101,7 +100,7 @@ def train_epoch(
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
-            state.peak.again()
+            state.peak.remeasure_if_due()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
@@ -240,7 +239,7 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     for hook in state.hooks:
         record |= hook.figures(state)
-    record |= state.expert_load.take(unwrap(state.model)) | state.bad_updates.take()
+    record |= state.bad_updates.take()
     return record | ({"evaluating": True} if evaluate_due else {})
 
 
@@ -260,7 +259,7 @@ def read_meter(state: TrainState) -> dict[str, float]:
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
         "mfu": state.peak.share(rate),
-        **({"mfu_of_sheet": rate / state.peak.sheet} if state.peak.sheet else {}),
+        **({"mfu_of_sheet": rate / state.peak.data_sheet_rate} if state.peak.data_sheet_rate else {}),
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
@@ -285,12 +284,13 @@ def report(state: TrainState) -> dict[str, Any]:
     resumed run evaluates again."""
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        run = partial(evaluate, state, state.eval_loader)
-        for hook in reversed(state.hooks):  # what they do before and after
-            run = partial(hook.validate, state, run)
-        held_out = run()
+        for hook in state.hooks:
+            hook.before_evaluation(state)
+        held_out = evaluate(state, state.eval_loader)
         if held_out is None:  # a signal interrupted it
             raise interrupted(state)
+        for hook in reversed(state.hooks):
+            hook.after_evaluation(state)
         record |= held_out
         is_best = state.is_best(held_out)
         if is_best:

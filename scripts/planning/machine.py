@@ -13,7 +13,7 @@ from torch import nn
 from trainer.devices.device import mixed_precision, prepare_device
 from trainer.objectives.next_token import Batch, next_token_loss, to_device
 from trainer.optim.build import build_optimizer
-from trainer.report.flops import GPUS, training_flops
+from trainer.report.speed import GPUS, training_flops
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -39,7 +39,7 @@ class Cost:
         """Bytes with micro-batches of so many tokens."""
         return LIBRARIES + STATE * self.parameters + self.kept * tokens
 
-    def scaled(self, config: "MiniMindConfig", host: Batch, times: float) -> "Cost":
+    def extrapolate(self, config: "MiniMindConfig", host: Batch, times: float) -> "Cost":
         """The cost of a model that is `times` as wide and as deep, at the same rate on this batch."""
         flops = batch_flops(config, host)
         rate, size = self.flops / self.token, count_parameters(config)

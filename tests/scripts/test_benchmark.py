@@ -18,7 +18,7 @@ from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
 from tools.bench.comparison import Peer, first_samples
 from trainer.data.order import epoch_loader
-from trainer.report.flops import training_flops
+from trainer.report.speed import training_flops
 from trainer.trainer_utils import load_tokenizer
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]

@@ -125,9 +125,8 @@ class Copy(Hooks):
         self.copy = [p.detach().clone() for p in unwrap(state.model).parameters()]
     def checkpoint_saved(self, state, path):
         self.tell(state, "saved")
-    def validate(self, state, evaluate):
+    def before_evaluation(self, state):
         self.tell(state, "evaluated")
-        return evaluate()
     def tell(self, state, what):
         same = all(map(torch.equal, self.copy, unwrap(state.model).parameters()))
         print(what, state.update, "as after its step" if same else "late")

@@ -28,7 +28,7 @@ def clone(tmp_path) -> Path:
     for name in ("common", "dataset", "model", "trainer"):
         ignored = shutil.ignore_patterns("__pycache__", "cache", "demo", "*.jsonl")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    with open(tmp_path / "trainer/report/flops.py", "a") as file:
+    with open(tmp_path / "trainer/report/speed.py", "a") as file:
         file.write(QUICK_RATE)
     return tmp_path
 

@@ -29,7 +29,7 @@ from dataset.lm_dataset import TokenDataset
 from trainer.data.order import SizedDataset
 from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16, select_device
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
-from trainer.report.flops import layer_weights
+from trainer.report.speed import layer_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

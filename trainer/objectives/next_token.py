@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.settings import ModelConfig, settings_of
 from model.flat_batch import cross_entropy
-from trainer.report.flops import training_flops
-from trainer.report.speed import Size
+from trainer.report.speed import Size, training_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

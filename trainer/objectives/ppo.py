@@ -18,8 +18,7 @@ from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, target_logits, to_device
 from trainer.objectives.policy import policy_loss
-from trainer.report.flops import training_flops
-from trainer.report.speed import Size
+from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.writer import Trajectory
 from trainer.run.checkpoint import Writer

@@ -31,7 +31,7 @@ def sample_hooks(state: TrainState) -> list[Hooks]:
     """What --sample_prompts asks for. Raises UserError for a file of prompts, but no held-out data or a model
     that writes no text; the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
-    is_file = args.sample_prompts not in ("auto", "none")
+    is_file = args.sample_prompts != "auto"
     if is_file and not isinstance(held_out, StageData):
         why = (
             "needs held-out data: they are answered at each evaluation"
@@ -41,7 +41,7 @@ def sample_hooks(state: TrainState) -> list[Hooks]:
         raise UserError(
             f"--sample_prompts {args.sample_prompts} {why}; give --eval_share 0.02, or leave it out"
         )
-    if args.sample_prompts == "none" or not isinstance(held_out, StageData):
+    if not isinstance(held_out, StageData):
         return []
     if is_sharded(state.model):
         Logger(
@@ -108,11 +108,9 @@ class Samples(Hooks):
         self.prompts, self.tokenizer = prompts, tokenizer
         self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
 
-    def validate(self, state: TrainState, evaluate: Any) -> dict[str, Any] | None:
-        metrics = evaluate()
-        if metrics is not None and is_main_process():
+    def after_evaluation(self, state: TrainState) -> None:
+        if is_main_process():
             self.answers = self.write_answers(state)
-        return metrics
 
     def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
         """After an evaluation the samples, on rank 0, behind those of the rollouts if there are any; and on

@@ -1,18 +1,39 @@
-"""What a rank has done and where its time went. The meter only measures: nothing in it is saved or changes
-training."""
+"""What a rank has done, where its time went, and the two sides of the MFU (arXiv:2204.02311): how much
+arithmetic a batch is, and how much the device can do. Nothing here is saved, or changes training."""
 
+import math
+import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
+from trainer.devices.device import autocast_dtype, matrix_rate
 from trainer.devices.process_group import reduce_sum
 
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig
+
 COUNTS = ("samples", "tokens", "flops", "wait", "comm")
+# by the makers' data sheets: dense products in bfloat16 or float16 with float32 sums, TFLOP/s; memory, GB;
+# what torch calls it, behind "NVIDIA "
+GPUS = {
+    "rtx3090": (71, 24, "GeForce RTX 3090"),
+    "rtx4060": (30, 8, "GeForce RTX 4060"),
+    "rtx4090": (165, 24, "GeForce RTX 4090"),
+    "a100": (312, 80, "A100.*"),
+    "l40s": (362, 48, "L40S"),
+    "h100": (989, 80, "H100 80GB HBM3"),
+    "h200": (989, 141, "H200"),
+}
+# seconds until the rate is measured again, then at twice the age and so on: less than 1 % of them
+FIRST_AGAIN = 60.0
 
 
 class Size(NamedTuple):
@@ -82,3 +103,82 @@ class Meter:
         saves and evaluations between them."""
         updates, since = self.pace[0]
         return (time.perf_counter() - since) / max(1, self.updates - updates) * updates_left
+
+
+def training_flops(
+    config: "MiniMindConfig",
+    tokens: int,
+    targets: int,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+) -> float:
+    """Floating-point operations of the forward and backward pass over a flat batch, without padding rows.
+
+    Six per weight and token for the layers (two forward, four backward), six per weight and target for the
+    head, and causal attention at half of the square. The embedding is a look-up and counts nothing.
+    `cu_seqlens` [S + 1] on the host, and `cu_seqlens_k` if samples see more keys than their own.
+    """
+    c, d = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    attention = c * d * (2 * heads + 2 * kv_heads)
+    mlp = 3 * c * config.intermediate_size
+    if config.use_moe:
+        mlp = 3 * c * config.moe_intermediate_size * config.num_experts_per_tok + c * config.num_experts
+    own = cu_seqlens.diff().double()
+    seen = own if cu_seqlens_k is None else cu_seqlens_k.diff().double()
+    squares = float((seen.square() - (seen - own).square()).sum())
+    products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
+    return products + 6.0 * targets * c * config.vocab_size
+
+
+def layer_weights(layers: int, width: int) -> float:
+    """Roughly the weights of so many dense layers, all of which a token meets."""
+    return 12.0 * layers * width**2
+
+
+@dataclass
+class PeakRate:
+    """The highest rate that this rank has reached, floating-point operations per second: of matrix products,
+    measured now and then between updates, or of training itself. One measurement alone is of a moment, in
+    which a CPU was busy or a GPU had an idle clock."""
+
+    best: float = math.inf
+    measure: Callable[[], float] | None = None
+    data_sheet_rate: float | None = None  # of this GPU by its data sheet
+    next_measurement_at: float = FIRST_AGAIN
+    begin: float = field(default_factory=time.perf_counter)
+
+    def remeasure_if_due(self) -> None:
+        """Measure once more, if that is due and there is memory for it."""
+        age = time.perf_counter() - self.begin
+        if self.measure is not None and age >= self.next_measurement_at:
+            self.next_measurement_at = 2 * age
+            with suppress(torch.OutOfMemoryError):
+                self.best = max(self.best, self.measure())
+
+    def share(self, rate: float) -> float:
+        """The MFU of training at this rate."""
+        self.best = max(self.best, rate)
+        return rate / self.best
+
+
+def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRate:
+    """The rate of this rank's device in the dtype of the run's matrix products, measured for the first
+    time."""
+    dtype = autocast_dtype(autocast, device)
+    peak = PeakRate(matrix_rate(device, dtype), lambda: matrix_rate(device, dtype))
+    if device.type == "cuda":
+        peak.data_sheet_rate = (
+            data_sheet_rate(torch.cuda.get_device_name(device)) if dtype.itemsize == 2 else None
+        )
+        # leave no trace in the run's memory figures
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def data_sheet_rate(name: str) -> float | None:
+    """Floating-point operations per second in half precision of the GPU that torch calls so, if its sheet is
+    known."""
+    known = (rate for rate, _, pattern in GPUS.values() if re.fullmatch(f"NVIDIA {pattern}", name))
+    return next((rate * 1e12 for rate in known), None)

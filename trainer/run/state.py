@@ -19,10 +19,8 @@ from common.settings import StageArgs
 from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
-from trainer.report.experts import ExpertLoad
-from trainer.report.flops import PeakRate
 from trainer.report.metrics import MetricsLog
-from trainer.report.speed import Meter, Size
+from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.checkpoint import Writer, shard_like
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
@@ -82,13 +80,12 @@ class Hooks:
     def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
         """The state of this update was handed to the writer, which will put it at `path`."""
 
-    def validate(
-        self, state: "TrainState", evaluate: Callable[[], dict[str, Any] | None]
-    ) -> dict[str, Any] | None:
-        """What `evaluate()` gives on the held-out data, None if a signal interrupted it; a hook may do
-        something before and after, such as putting other weights in place. `<name>_best` holds the weights
-        that are there afterwards."""
-        return evaluate()
+    def before_evaluation(self, state: "TrainState") -> None:
+        """Before the loop evaluates on the held-out data; a hook may put other weights in place."""
+
+    def after_evaluation(self, state: "TrainState") -> None:
+        """After it, unless a signal interrupted it; the hooks are called in the reverse order, so that each
+        one finds what it left. `<name>_best` holds the weights that are there afterwards."""
 
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
         """After a validation; `metrics` are the same on all ranks."""
@@ -145,7 +142,6 @@ class TrainState:
     peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
     writer: Writer = field(default_factory=Writer)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
-    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     meter: Meter = field(default_factory=Meter)  # of this process
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
@@ -246,11 +242,7 @@ class TrainState:
             "hooks": hooks,
             "code": self.code,
         }
-        parts |= {
-            "expert_load": self.expert_load,
-            "loss_sum": self.losses.tolist(),
-            "computing": self.computing(),
-        }
+        parts |= {"loss_sum": self.losses.tolist(), "computing": self.computing()}
         parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
         parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
         parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
@@ -280,7 +272,6 @@ class TrainState:
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])
-        self.expert_load.load_state_dict(saved["expert_load"])
         for hook in self.hooks:
             hook.load_state_dict(saved["hooks"])
         claimed = {key for hook in self.hooks for key in hook.state_dict()}

@@ -184,8 +184,9 @@ class TrainingEngine(Hooks):
         )
         self.dispatch("on_epoch_end", epoch)
 
-    def _run_validation_epoch(self, evaluate: Callable) -> dict[str, float] | None:
-        return evaluate()
+    def _run_validation_epoch(self) -> None:
+        """Tell the callbacks that the loop is about to evaluate."""
+        self.dispatch("on_validation_start")
 
     def stop(self, reason: str) -> None:
         """End training after this update. Must be called on all ranks, at the same update. Resumed, the run
@@ -214,9 +215,8 @@ class TrainingEngine(Hooks):
         self.saved_update = state.update
         self.dispatch("on_checkpoint_saved", path)
 
-    def validate(self, state: TrainState, evaluate: Callable) -> dict[str, float] | None:
-        self.dispatch("on_validation_start")
-        return self._run_validation_epoch(evaluate)
+    def before_evaluation(self, state: TrainState) -> None:
+        self._run_validation_epoch()
 
     def validation_end(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> None:
         self.dispatch("on_validation_end", metrics)

@@ -9,10 +9,8 @@ from trainer import loop
 from trainer.devices import device as device_module
 from trainer.devices.device import autocast_dtype, mixed_precision
 from trainer.loop import read_meter
-from trainer.report import flops as flops_module
 from trainer.report import speed as meter_module
-from trainer.report.flops import FIRST_AGAIN, GPUS, PeakRate, sheet_rate
-from trainer.report.speed import Meter, Size
+from trainer.report.speed import FIRST_AGAIN, GPUS, Meter, PeakRate, Size, data_sheet_rate
 
 CPU = torch.device("cpu")
 
@@ -107,15 +105,14 @@ def test_the_rate_is_measured_in_the_dtype_of_the_run(dtype, monkeypatch):
     assert autocast_dtype(mixed_precision(dtype, CPU)[0], CPU) == expected
 
 
-def test_the_peak_is_the_best_of_measurements_at_growing_distances(clock, monkeypatch):
+def test_the_peak_is_the_best_of_measurements_at_growing_distances(clock):
     """Six in the first hour: below 1 % of the time, if each takes half a second."""
-    monkeypatch.setattr(flops_module, "time", clock)
     rates, times = iter([50.0, 200.0, 100.0, 90.0, 90.0, 90.0, 90.0]), []
     peak = PeakRate(60.0, lambda: times.append(clock.now) or next(rates), begin=clock.now)
     best = []
     for _ in range(3600):
         clock.now += 1.0
-        peak.again()
+        peak.remeasure_if_due()
         best.append(peak.best)
     assert times == [FIRST_AGAIN * 2**k for k in range(6)]
     assert [best[int(at) - 1] for at in times] == [60.0, 200.0, 200.0, 200.0, 200.0, 200.0]
@@ -128,14 +125,13 @@ def test_training_is_never_faster_than_the_peak(clock):
     assert PeakRate().share(1.0) == 0.0
 
 
-def test_too_little_memory_is_no_failure(clock, monkeypatch):
-    monkeypatch.setattr(flops_module, "time", clock)
+def test_too_little_memory_is_no_failure(clock):
 
     def measure() -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    peak = PeakRate(5.0, measure, due=0.0)
-    peak.again()
+    peak = PeakRate(5.0, measure, next_measurement_at=0.0)
+    peak.remeasure_if_due()
     assert peak.best == 5.0
 
 
@@ -147,13 +143,13 @@ def test_a_gpu_is_known_by_the_name_that_torch_gives(clock):
         "l40s": "L40S",
     }
     for key, name in names.items():
-        assert sheet_rate(f"NVIDIA {name}") == GPUS[key][0] * 1e12
+        assert data_sheet_rate(f"NVIDIA {name}") == GPUS[key][0] * 1e12
     for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4060 Ti", "H100 PCIe", "RTX A1000", "L40"):
-        assert sheet_rate(f"NVIDIA {other}") is None
+        assert data_sheet_rate(f"NVIDIA {other}") is None
     state = make_state()
     clock.now += 1.0
     assert "mfu_of_sheet" not in read_meter(state)
-    state.peak.sheet = 2000.0
+    state.peak.data_sheet_rate = 2000.0
     state.meter.count([Size(10, 20, flops=500.0)], CPU)
     clock.now += 1.0
     record = read_meter(state)

@@ -103,7 +103,7 @@ def test_a_loss_that_rises_is_compared_with_the_lowest(stop, capsys):
         assert history.warned == ["rose"] and warning.endswith("; a smaller learning rate may help")
         assert history.lowest == pytest.approx(min(means.values()), rel=1e-12)
         assert history.lowest_update == min(means, key=lambda update: means[update])
-        assert history.losses.end() == pytest.approx(means[200], rel=1e-12)
+        assert history.losses.means()[1] == pytest.approx(means[200], rel=1e-12)
         found.add(warning)
     assert len(found) == 1
 
@@ -122,8 +122,8 @@ def test_a_spike_that_heals_is_no_overfitting(capsys):
     losses = noisy(4.0, 2.0, 9.0, 9.0, 4.0, 3.0, 2.8, noise=0.01)
     hook, _ = trained(run_state(), losses, capsys, {80: 2.0, 160: 8.0, 200: 4.0, 240: 3.0, 280: 3.1})
     low, spike, _, _, now = hook.history.evaluations
-    assert hook.lowest_evaluation() is low and now.training < spike.training
-    assert not hook.overfits(low, now) and not hook.overfits(spike, now)
+    assert hook.history.lowest_evaluation() is low and now.training < spike.training
+    assert not hook.history.overfits(low, now) and not hook.history.overfits(spike, now)
     assert "overfitting" not in hook.verdict(run_state())
 
 
@@ -133,7 +133,7 @@ def test_a_spike_that_heals_is_no_overfitting(capsys):
 def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises(levels, falls, capsys):
     evaluations = {40: 2.5, 80: 2.0, 120: 2.1, 160: 2.2, 200: 2.3}
     hook, (warning,) = trained(run_state(), noisy(4, 2, *levels, noise=0.001), capsys, evaluations)
-    assert hook.history.warned == ["rising"] and hook.lowest_evaluation().update == 80
+    assert hook.history.warned == ["rising"] and hook.history.lowest_evaluation().update == 80
     assert ("overfitting" in warning) == ("overfitting" in hook.verdict(run_state())) == falls
 
 
