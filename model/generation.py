@@ -25,11 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.linear import is_plain_product
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
-# rows from which oneDNN multiplies by a vocabulary faster than torch's MKL does
-FEW, ONEDNN = 8, "_linear_pointwise"
 SLOTS = 128  # answers written at once on a CPU
 # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 BURST = {"cpu": 1}
@@ -328,11 +325,9 @@ class Decoder:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [R, V] of hidden states [R, C]."""
-        head, is_float = self.model.lm_head, hidden.dtype == torch.float32
-        has_kernel = hidden.device.type == "cpu" and is_float and hasattr(torch.ops.mkldnn, ONEDNN)
-        if has_kernel and len(hidden) >= FEW and is_plain_product(head):
-            return getattr(torch.ops.mkldnn, ONEDNN)(hidden, head.weight, None, "none", [], "")
-        return head(hidden).float()
+        from model.fused import head_logits  # brings in the compiler
+
+        return head_logits(self.model.lm_head, hidden)
 
     def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
         """The next token of each answer from logits [R, V], its log-probability, and its `details`."""

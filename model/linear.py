@@ -1,4 +1,5 @@
-"""Linear layers: which of them may be computed without being called, and LoRA (arXiv:2106.09685)."""
+"""Linear layers: their dtype, which of them may be computed without being called, and LoRA
+(arXiv:2106.09685)."""
 
 import math
 
@@ -6,6 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def is_plain(layer: object, kind: type[nn.Module]) -> bool:
