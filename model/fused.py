@@ -70,7 +70,7 @@ def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Matrices [out, in] below each other in another dtype: one cast of them all."""
     rows = [len(weight) for weight in weights]
     joined = weights[0].new_empty(sum(rows), weights[0].shape[1], dtype=dtype)
-    torch._foreach_copy_(joined.split(rows), weights)
+    torch._foreach_copy_(joined.split(rows), list(weights))
     return joined
 
 
@@ -282,7 +282,7 @@ GROUP = 16
 RANK = 8
 
 
-def can_group(experts: Sequence[Any], x: Tensor) -> bool:
+def can_group(experts: Any, x: Tensor) -> bool:
     """Whether `grouped_experts` computes what calls of the experts do, and pays: on a GPU, where calls would
     wait for the device, and in half precision on a CPU, where oneDNN would compile a product for each number
     of rows; but not in decoding there, which reads only the weights that it needs.
@@ -320,7 +320,7 @@ def are_alike(layers: Sequence[Any]) -> bool:
     return True
 
 
-def grouped_experts(experts: Sequence[Any], x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+def grouped_experts(experts: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """`MOEFeedForward.called_experts`: of x [N, C] the outputs of the chosen experts [N, K], weighted and
     summed.
 
@@ -354,7 +354,7 @@ def grouped_experts(experts: Sequence[Any], x: Tensor, weight: Tensor, chosen: T
 
 
 class AllExperts:
-    """Takes the place of `self` in the forward of an expert's class; it has its layers, each of all experts."""
+    """Takes the place of `self` in the forward of an expert's class, with its layers, each of all experts."""
 
 
 class GroupedLinear:

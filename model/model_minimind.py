@@ -8,9 +8,10 @@ There are two forms of input (shape legend: B batch, T padded length, N tokens o
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
 token):
 
-    padded  model(input_ids [B, T], attention_mask [B, T])             generation; `generate()` is transformers' own
-    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1],  training without padding: samples concatenated,
-                  max_seqlen, target_index [M], targets [M])            attention stays within each sample
+    padded  model(input_ids [B, T], attention_mask [B, T])
+            for generation; `generate()` is transformers' own
+    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1], max_seqlen, target_index [M], targets [M])
+            for training without padding: samples concatenated, attention stays within each sample
 """
 
 import math
@@ -87,9 +88,8 @@ class MiniMindConfig(PretrainedConfig):
                 f"rope_scaling of type {rope_type} is not supported; use one of {', '.join(ROPE_TYPES)}"
             )
         if self.use_moe and self.num_experts_per_tok > self.num_experts:
-            raise UserError(
-                f"num_experts_per_tok {self.num_experts_per_tok} must be num_experts {self.num_experts} or less"
-            )
+            k, experts = self.num_experts_per_tok, self.num_experts
+            raise UserError(f"num_experts_per_tok {k} must be num_experts {experts} or less")
 
     def own_fields(self) -> dict[str, Any]:
         """All fields under Hugging Face's names, without what transformers adds for itself: what
@@ -319,7 +319,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MiniMindConfig
     base_model_prefix = "model"
     _supports_sdpa = supports_gradient_checkpointing = True
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own form)
+    # transformers' form
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
@@ -369,8 +370,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         if cu_seqlens is not None:
             spans = self._spans(cu_seqlens, max_seqlen, host_cu_seqlens)
             if seen_keys is not None:
-                rows, *key_spans = seen_keys
-                spans = spans._replace(shared_prefix=(rows, self._spans(*key_spans)))
+                shared_prefix = seen_keys[0], self._spans(*seen_keys[1:])
+                spans = spans._replace(shared_prefix=shared_prefix)
             return self._forward_flat(input_ids, position_ids, spans, target_index, targets, reduction)
         embeds = self.model.embed_tokens(input_ids)
         cache = past_key_values
