@@ -3,7 +3,8 @@ between two steps. For serving, and for whoever needs many answers (`generate`);
 network here.
 
     decoder = Decoder(model, slots=64, length=2048, end_ids=[2])
-    answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)   one prefill, two answers
+    # one prefill, two answers
+    answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)
     while decoder.rows:
         for answer in decoder.step():       # every answer that got a token: answer.tokens, answer.finish
             ...
@@ -19,17 +20,13 @@ Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from model.linear import is_plain_product
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
-# rows from which oneDNN multiplies by a vocabulary faster than torch's MKL does
-FEW, ONEDNN = 8, "_linear_pointwise"
 SLOTS = 128  # answers written at once on a CPU
 # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 BURST = {"cpu": 1}
@@ -114,10 +111,22 @@ class Running:
         self.draws = Draws([answer.sampling for answer in answers], vocabulary, device)
 
 
-# the same as numbers, step by step for each answer
-Written = list[list[tuple[int, float, list[TokenLogprob]]]]
-# of a step: tokens [R], log-probabilities [R], details
-Drawn = tuple[Tensor, Tensor | None, list[list[TokenLogprob]]]
+@dataclass
+class Drawn:
+    """What a step drew for each answer, on the device; `details` on the host."""
+
+    tokens: Tensor  # [R]
+    logprobs: Tensor | None  # [R]
+    details: list[TokenLogprob | None]
+
+
+@dataclass
+class Step:
+    """What a step drew for each answer, on the host."""
+
+    tokens: list[int]
+    logprobs: list[float]  # empty if they are not kept
+    details: list[TokenLogprob | None]
 
 
 # Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are
@@ -126,7 +135,7 @@ Drawn = tuple[Tensor, Tensor | None, list[list[TokenLogprob]]]
 #
 #   A0 A1 A2 | P0 P1        three answers, two prompts
 #   A0 A2 | P0 P1           A1 has ended: A2 and P1 moved to the gaps
-#   A0 A2 A3 A4 | P1        P0 is read: its first answer A3 has its row, A4 got a copy of it in the next, P1 moved on
+#   A0 A2 A3 A4 | P1        P0 is read: its first answer A3 has its row, A4 a copy of it in the next, P1 moved
 
 
 class Decoder:
@@ -232,15 +241,15 @@ class Decoder:
             end = min(end + 1, self.length)
             hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
             drawn.append(self._draw(running.draws, answers, self._logits(hidden[:, 0]), uniform))
-            tokens = drawn[-1][0][:, None]
+            tokens = drawn[-1].tokens[:, None]
             # an answer that has ended stays in its row
             positions = (positions + 1).clamp(max=self.length - 1)
-        written = self._read(drawn)
+        steps = self._read(drawn)
         if only is None:
             running.tokens, running.positions, self.running = tokens, positions, running
         for answer in answers:
             answer.cached += count
-        return self._write(answers, written)
+        return self._write(answers, steps)
 
     @torch.inference_mode()
     def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
@@ -270,14 +279,14 @@ class Decoder:
         hidden = self._hidden(tokens, positions, slots[:, None], slots, end)
         read = [i for i, row in enumerate(chosen) if row.cached + len(chunks[i]) == len(row.tokens)]
         answers = [answer for i in read for answer in chosen[i].answers]
-        written: Written = []
+        steps: list[Step] = []
         if answers:
             last = on_device([i * width + len(chunks[i]) - 1 for i in read], self.device)
             logits = self._logits(hidden.flatten(0, 1).index_select(0, last))  # [P, V]
             of_prompt = on_device([at for at, i in enumerate(read) for _ in chosen[i].answers], self.device)
             draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
             (uniform,) = draws.numbers([0] * len(answers), 1)
-            written = self._read([self._draw(draws, answers, logits.index_select(0, of_prompt), uniform)])
+            steps = self._read([self._draw(draws, answers, logits.index_select(0, of_prompt), uniform)])
         for row, chunk in zip(chosen, chunks, strict=True):
             row.cached += len(chunk)
         for row in (chosen[i] for i in read):
@@ -286,29 +295,35 @@ class Decoder:
             for answer in row.answers:  # they share its row until `_settle` copies it
                 answer.slot, answer.cached = row.slot, row.cached
             self.running = None
-        return self._write(answers, written)
+        return self._write(answers, steps)
 
     def _settle(self) -> None:
         """Give every answer and prompt a row of its own, answers first, and move there what is cached of
         it."""
-        count, total = len(self.answers), len(self.answers) + len(self.prompts)
-        stays: dict[int, PromptRow | Answer] = {}
+        count, total = len(self.answers), len(self.rows)
+        taken: set[int] = set()
+        moving: list[PromptRow | Answer] = []
         for row in self.rows:
-            low, high = (0, count) if isinstance(row, Answer) else (count, total)
-            if low <= row.slot < high:
-                stays.setdefault(row.slot, row)
-        moving = [row for row in self.rows if stays.get(row.slot) is not row]
+            first, end = (0, count) if isinstance(row, Answer) else (count, total)
+            if first <= row.slot < end and row.slot not in taken:
+                taken.add(row.slot)
+            else:
+                moving.append(row)
         if not moving:
             return
-        gaps = [slot for slot in range(total) if slot not in stays]  # as many as are moving, answers first
-        moves = [(row, slot) for row, slot in zip(moving, gaps, strict=True) if row.cached]
-        if moves:
+        gaps = [slot for slot in range(total) if slot not in taken]  # as many as are moving, answers first
+        sources, targets, length = [], [], 0
+        for row, gap in zip(moving, gaps, strict=True):
+            if row.cached:
+                sources.append(row.slot)
+                targets.append(gap)
+                length = max(length, row.cached)
+        if sources:
             self.broken = True
-            sources, targets = [row.slot for row, _ in moves], [slot for _, slot in moves]
-            self.cache.move(sources, targets, max(row.cached for row, _ in moves))
+            self.cache.move(sources, targets, length)
             self.broken = False
-        for row, slot in zip(moving, gaps, strict=True):
-            row.slot = slot
+        for row, gap in zip(moving, gaps, strict=True):
+            row.slot = gap
         self.answers.sort(key=lambda answer: answer.slot)
         self.running = None
 
@@ -328,52 +343,52 @@ class Decoder:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [R, V] of hidden states [R, C]."""
-        head, is_float = self.model.lm_head, hidden.dtype == torch.float32
-        has_kernel = hidden.device.type == "cpu" and is_float and hasattr(torch.ops.mkldnn, ONEDNN)
-        if has_kernel and len(hidden) >= FEW and is_plain_product(head):
-            return getattr(torch.ops.mkldnn, ONEDNN)(hidden, head.weight, None, "none", [], "")
-        return head(hidden).float()
+        from model.fused import head_logits  # brings in the compiler
+
+        return head_logits(self.model.lm_head, hidden)
 
     def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
-        """The next token of each answer from logits [R, V], its log-probability, and its `details`."""
+        """The next token of each answer from logits [R, V]."""
         tokens, logprobs = draws.draw(logits, uniform, self.with_logprobs)
-        tops = [answer.top for answer in answers]
-        if all(top is None for top in tops):
-            return tokens, logprobs, [[] for _ in answers]
-        found = zip(tops, top_logprobs(logits, tokens, max(top or 0 for top in tops)), strict=True)
-        return (
-            tokens,
-            logprobs,
-            [[] if top is None else [one._replace(top=one.top[:top])] for top, one in found],
-        )
+        details: list[TokenLogprob | None] = [None] * len(answers)
+        wanted = [answer.top for answer in answers if answer.top is not None]
+        if wanted:
+            likeliest = top_logprobs(logits, tokens, max(wanted))
+            for i, answer in enumerate(answers):
+                if answer.top is not None:
+                    details[i] = likeliest[i]._replace(top=likeliest[i].top[: answer.top])
+        return Drawn(tokens, logprobs, details)
 
-    def _read(self, drawn: list[Drawn]) -> Written:
-        """What was drawn, step by step for each answer. Sync point."""
-        tensors = [tokens for tokens, *_ in drawn] + [
-            logprobs for _, logprobs, _ in drawn if logprobs is not None
-        ]
-        found = torch.stack(tensors).tolist()  # one copy; as float32, in which token ids are exact
-        logprobs = found[len(drawn) :] or [[0.0] * len(found[0])] * len(drawn)
-        columns = zip(found, logprobs, (details for *_, details in drawn), strict=False)
-        return [list(zip(map(int, tokens), *rest, strict=True)) for tokens, *rest in columns]
+    def _read(self, drawn: list[Drawn]) -> list[Step]:
+        """What was drawn, copied to the host. Sync point."""
+        tokens = torch.stack([each.tokens for each in drawn]).tolist()
+        logprobs: list[list[float]] = [[] for _ in drawn]
+        if self.with_logprobs:
+            logprobs = torch.stack([cast(Tensor, each.logprobs) for each in drawn]).tolist()
+        return [Step(tokens[i], logprobs[i], each.details) for i, each in enumerate(drawn)]
 
-    def _write(self, answers: list[Answer], written: Written) -> list[Answer]:
+    def _write(self, answers: list[Answer], steps: list[Step]) -> list[Answer]:
         """Give each answer its next tokens, and let those leave that are finished."""
-        steps = (zip(answers, step, strict=True) for step in written)
-        for answer, (token, logprob, details) in chain.from_iterable(steps):
-            if answer.finish:
-                continue
-            answer.tokens.append(token)
-            answer.details += details
-            if self.with_logprobs:
-                answer.logprobs.append(logprob)
-            if token in self.end_ids:
-                answer.finish = "stop"
-            elif len(answer.tokens) == answer.max_new_tokens:
-                answer.finish = "length"
-            if answer.finish:
-                self.remove(answer)
+        for step in steps:
+            for i, answer in enumerate(answers):
+                if not answer.finish:
+                    self._append(answer, step, i)
         return answers
+
+    def _append(self, answer: Answer, step: Step, i: int) -> None:
+        """Give an answer, number i of the step, its next token."""
+        token, details = step.tokens[i], step.details[i]
+        answer.tokens.append(token)
+        if details is not None:
+            answer.details.append(details)
+        if self.with_logprobs:
+            answer.logprobs.append(step.logprobs[i])
+        if token in self.end_ids:
+            answer.finish = "stop"
+        elif len(answer.tokens) == answer.max_new_tokens:
+            answer.finish = "length"
+        if answer.finish:
+            self.remove(answer)
 
 
 def fitting_slots(model: Any, length: int) -> int:

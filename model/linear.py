@@ -1,6 +1,8 @@
-"""Linear layers: which of them may be computed without being called, and LoRA (arXiv:2106.09685)."""
+"""Linear layers: their dtype, which of them may be computed without being called, and LoRA
+(arXiv:2106.09685)."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -8,13 +10,19 @@ from torch import Tensor, nn
 from common.errors import UserError
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def is_plain(layer: object, kind: type[nn.Module]) -> bool:
     """Whether calling a layer does what `kind.forward` does and nothing else: no forward method of its own,
     no hooks.
 
     Only such a layer may be computed from its parameters, without a call. A weight under torch's
-    `parametrize` is
-    plain: reading it computes it."""
+    `parametrize`
+    is plain: reading it computes it."""
     if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
     has_hooks = (
@@ -36,13 +44,12 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0):
         super().__init__()
-        try:
-            self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
-        except AttributeError as error:
+        if not (hasattr(base, "in_features") and hasattr(base, "out_features")):
             raise UserError(
-                f"no adapter fits a {type(base).__name__}: it has no in_features and out_features, which tell the "
-                "adapter's shape"
-            ) from error
+                f"no adapter fits a {type(base).__name__}: it has no in_features and out_features, which tell "
+                "the adapter's shape"
+            )
+        self.in_features, self.out_features = cast(int, base.in_features), cast(int, base.out_features)
         self.base = base.requires_grad_(False)
         self.lora_A = nn.Linear(self.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False)

@@ -1,15 +1,17 @@
-"""MiniMind: a decoder-only transformer, dense or mixture of experts (MoE; see feed_forward.py).
+"""MiniMind: a decoder-only transformer, dense or mixture of experts (MoE).
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
-into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged.
+into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. What stands here is plain PyTorch; where
+`fused.` is called, a faster form of the same arithmetic may take its place (model/fused.py).
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
 token):
 
-    padded  model(input_ids [B, T], attention_mask [B, T])             generation; `generate()` is transformers' own
-    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1],  training without padding: samples concatenated,
-                  max_seqlen, target_index [M], targets [M])            attention stays within each sample
+    padded  model(input_ids [B, T], attention_mask [B, T])
+            for generation; `generate()` is transformers' own
+    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1], max_seqlen, target_index [M], targets [M])
+            for training without padding: samples concatenated, attention stays within each sample
 """
 
 import math
@@ -26,17 +28,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
-from model.attention import Spans, flat_attention, has_varlen_kernel, padded_attention
-from model.feed_forward import (
-    FeedForward,
-    JoinedLinear,
-    MOEFeedForward,
-    can_join,
-    load_balancing_loss,
-    product_dtype,
-)
-from model.flat_batch import head_cross_entropy, pad_rows
-from model.linear import is_plain
+from model import fused
+from model.fused import Spans, flat_attention, padded_attention
+from model.linear import product_dtype
 
 # the others' frequencies depend on the length of the input
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -94,9 +88,8 @@ class MiniMindConfig(PretrainedConfig):
                 f"rope_scaling of type {rope_type} is not supported; use one of {', '.join(ROPE_TYPES)}"
             )
         if self.use_moe and self.num_experts_per_tok > self.num_experts:
-            raise UserError(
-                f"num_experts_per_tok {self.num_experts_per_tok} must be num_experts {self.num_experts} or less"
-            )
+            k, experts = self.num_experts_per_tok, self.num_experts
+            raise UserError(f"num_experts_per_tok {k} must be num_experts {experts} or less")
 
     def own_fields(self) -> dict[str, Any]:
         """All fields under Hugging Face's names, without what transformers adds for itself: what
@@ -104,32 +97,6 @@ class MiniMindConfig(PretrainedConfig):
         them."""
         values = self.to_dict()
         return {name: values[name] for name in type(self).__annotations__}
-
-
-def has_fused_norm(weight: Tensor) -> bool:
-    """Whether torch has one kernel for RMSNorm with Qwen3's rounding: on CUDA, where the weight is in
-    float32."""
-    return weight.is_cuda and weight.dtype == torch.float32
-
-
-class NormInFewPasses(torch.autograd.Function):
-    """RMSNorm in float32 with its derivative written out: the same numbers in two thirds of autograd's time
-    on a CPU, and one tensor less kept for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
-        normed = x * scale
-        product = grad * normed
-        of_weight = product.flatten(0, -2).sum(0)
-        mean = product.mul_(weight).mean(-1, keepdim=True)
-        return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), of_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -142,15 +109,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        if has_fused_norm(self.weight):
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        training = self.weight.dtype == torch.float32 and torch.is_grad_enabled()
-        if training and not torch.compiler.is_compiling():  # which saves the passes itself
-            return cast(Tensor, NormInFewPasses.apply(x, self.weight, self.eps))
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(
-            self.weight.dtype
-        )
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(self.weight.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -182,47 +142,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     2).
 
     cos, sin [..., D]; the first half of `sin` is negated, so a roll does what is usually a split, negation
-    and concat.
-    """
+    and concat."""
     return torch.addcmul(x * cos.unsqueeze(-2), x.roll(x.shape[-1] // 2, dims=-1), sin.unsqueeze(-2))
-
-
-class NormAndRotary(torch.autograd.Function):
-    """`RMSNorm` and `apply_rotary` of query and key heads side by side, with the derivative written out.
-
-    From qkv [..., H + 2G, D], the norms' weights [D], and cos, sin [..., 1, D]: q [..., H, D] and k [..., G,
-    D] in `dtype`, v [..., G, D] as it is. Kept for the backward pass: qkv, and one number for each head."""
-
-    @staticmethod
-    def forward(
-        ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps, sizes, dtype
-    ):
-        weight = torch.cat(
-            [weight.expand(n, -1) for weight, n in zip((q_weight, k_weight), sizes, strict=True)]
-        )
-        normed, v = qkv.split((len(weight), sizes[1]), dim=-2)
-        normed, scale = torch._fused_rms_norm(normed.float(), q_weight.shape, None, eps)  # one kernel on CUDA
-        ctx.save_for_backward(qkv, weight, cos, sin, scale)
-        ctx.sizes = sizes
-        normed.mul_(weight)
-        out = torch.empty_like(normed, dtype=dtype)
-        torch.addcmul(normed * cos, normed.roll(normed.shape[-1] // 2, dims=-1), sin, out=out)
-        return *out.split(sizes, dim=-2), v
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        (of_q, of_k, of_v), (qkv, weight, cos, sin, scale) = grads, ctx.saved_tensors
-        heads, of_qkv = len(weight), torch.empty_like(qkv)
-        grad = torch.cat((of_q, of_k), dim=-2)
-        rolled = grad.roll(grad.shape[-1] // 2, dims=-1)
-        grad = torch.addcmul(grad * cos, rolled, sin, value=-1)  # rotated back
-        normed = qkv[..., :heads, :] * scale
-        product = grad * normed
-        of_weights = [part.sum(list(range(part.ndim - 1))) for part in product.split(ctx.sizes, dim=-2)]
-        mean = product.mul_(weight).mean(-1, keepdim=True)
-        torch.mul(grad.mul_(weight).addcmul_(normed, mean, value=-1), scale, out=of_qkv[..., :heads, :])
-        of_qkv[..., heads:, :] = of_v
-        return of_qkv, *of_weights, None, None, None, None, None
 
 
 class Attention(nn.Module):
@@ -237,37 +158,28 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
-
-    def has_plain_norms(self) -> bool:
-        """Whether `NormAndRotary` computes what the norms of query and key heads do."""
-        q, k = self.q_norm, self.k_norm
-        return (
-            is_plain(q, RMSNorm)
-            and is_plain(k, RMSNorm)
-            and q.eps == k.eps
-            and q.weight.dtype == torch.float32
-        )
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
-        layers = self.q_proj, self.k_proj, self.v_proj
-        if can_join(x, *layers) and self.has_plain_norms():
-            qkv = JoinedLinear.apply(x, *(layer.weight for layer in layers)).unflatten(
-                -1, (-1, self.head_dim)
-            )
-            dtype = qkv.dtype if has_varlen_kernel(qkv) else torch.float32
-            sizes = [layer.out_features // self.head_dim for layer in layers[:2]]
-            rest = (cos.unsqueeze(-2), sin.unsqueeze(-2), self.q_norm.eps, sizes, dtype)
-            return NormAndRotary.apply(qkv, self.q_norm.weight, self.k_norm.weight, *rest)
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        if fused.can_fuse_heads(self, x, RMSNorm):
+            return fused.rotated_heads(self, x, cos, sin)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask=None, cache: Cache | None = None, flat=None
-    ):
-        q, k, v = self.heads(x.to(product_dtype(x)), *rotary)
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+        flat: Spans | None = None,
+    ) -> Tensor:
+        q, k, v = self.heads(x.to(product_dtype(x)), *rotary)  # cast once for three products
         if flat is not None:
             out = flat_attention(q, k, v, flat)
             return self.dropout(self.o_proj(out.flatten(-2)))
@@ -276,6 +188,81 @@ class Attention(nn.Module):
             k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         return self.dropout(self.o_proj(padded_attention(q, k, v, mask).flatten(-2)))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): all of a dense layer, or one expert of a mixture."""
+
+    def __init__(self, config: MiniMindConfig, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C]."""
+        gate, up = fused.products(x.to(product_dtype(x)), self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class MOEFeedForward(nn.Module):
+    """Top-k routed experts (Qwen3-MoE's arithmetic): softmax over the experts, the best K of them, weighted
+    sum."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
+        experts = [FeedForward(config, config.moe_intermediate_size) for _ in range(self.num_experts)]
+        self.experts = nn.ModuleList(experts)
+        self.tokens_per_expert: Tensor
+        counts = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [..., C] -> the mixed output [..., C], and the routing (probabilities [N, E], chosen experts [N,
+        K])."""
+        flat = x.reshape(-1, x.shape[-1]).to(product_dtype(x))  # [N, C]
+        probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
+        weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
+        if self.norm_topk_prob:
+            weight = weight / weight.sum(dim=-1, keepdim=True)
+        if fused.can_group(self.experts, flat):
+            out = fused.grouped_experts(self.experts, flat, weight, chosen)
+        else:
+            out = self.called_experts(flat, weight, chosen)
+        return out.view(x.shape), (probs, chosen)
+
+    @torch.compiler.disable
+    def called_experts(self, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Each expert is called for the rows of x [N, C] that chose it; weighted sum [N, C]."""
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            part = expert(x[row]) * weight[row, place, None]
+            out.index_add_(0, row, part.to(out.dtype))
+        return out
+
+
+def load_balancing_loss(
+    probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int, tokens_per_expert: Tensor | None = None
+) -> Tensor:
+    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, for one layer.
+
+    f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
+    arXiv:2101.03961, eq. 4). Taken per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) it is a sum that does
+    not depend on how samples are cut into micro-batches and ranks. `probs` [N, E], `chosen` [N, K], `sample`
+    [N]; sample number `num_samples` marks padding. The tokens that each expert got are added to
+    `tokens_per_expert` [E]."""
+    picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
+    totals = probs.new_zeros(num_samples + 1, probs.shape[-1])
+    counts = totals.index_add(0, sample, picked)[:num_samples]
+    masses = totals.index_add(0, sample, probs)[:num_samples]
+    if tokens_per_expert is not None:
+        tokens_per_expert += counts.sum(dim=0).to(tokens_per_expert.dtype)
+    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)
+    return probs.shape[-1] * ((counts * masses).sum(dim=-1) / lengths).sum()
 
 
 class MiniMindBlock(GradientCheckpointingLayer):
@@ -292,8 +279,10 @@ class MiniMindBlock(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, rotary, mask=None, cache=None, flat=None):
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache, flat)
-        out = self.mlp(self.post_attention_layernorm(x))
-        return (x + out[0], out[1]) if isinstance(out, tuple) else (x + out, None)
+        out, routing = self.mlp(self.post_attention_layernorm(x)), None
+        if isinstance(out, tuple):
+            out, routing = out
+        return x + out, routing
 
 
 TransformerBlock = MiniMindBlock  # by its general name
@@ -330,7 +319,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MiniMindConfig
     base_model_prefix = "model"
     _supports_sdpa = supports_gradient_checkpointing = True
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own form)
+    # transformers' form
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
@@ -348,7 +338,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -366,25 +356,27 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
 
+        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be
+        added. The aux_loss is 0 in a dense model, and in a call with a cache but no labels, as generation
+        makes it.
+
         Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens;
         the head runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the
         caller divides by the counts of the whole update; with `reduction` "none" the loss is [M], minus the
         log-probability of each target. Without `targets`: logits [M, V] instead of a loss; without
         `target_index`, [N, V]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
         them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
-        `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py.
-        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be
-            added. The
-        aux_loss is 0 in a dense model, and in a call with a cache but no labels: generation does not compute
-            it.
-        """
-        embeds = self.model.embed_tokens(input_ids)
+        `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
         if cu_seqlens is not None:
-            spans = self._spans(cu_seqlens, cast(int, max_seqlen), host_cu_seqlens)
+            spans = self._spans(cu_seqlens, max_seqlen, host_cu_seqlens)
             if seen_keys is not None:
-                spans = spans._replace(keys=(seen_keys[0], self._spans(*seen_keys[1:])))
-            return self._forward_flat(embeds, position_ids, spans, target_index, targets, reduction)
-        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
+                shared_prefix = seen_keys[0], self._spans(*seen_keys[1:])
+                spans = spans._replace(shared_prefix=shared_prefix)
+            return self._forward_flat(input_ids, position_ids, spans, target_index, targets, reduction)
+        embeds = self.model.embed_tokens(input_ids)
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
@@ -395,9 +387,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
         loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):
-            ones = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
-            # [B, T]
-            real = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else ones
+            real = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)  # [B, T]
+            if attention_mask is not None and attention_mask.ndim == 2:
+                real = attention_mask
             sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
             aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
         if labels is not None:
@@ -405,39 +397,43 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
     @staticmethod
-    def _spans(cu_seqlens: Tensor, max_seqlen: int, host_cu_seqlens: np.ndarray | None) -> Spans:
-        is_there = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
-        return Spans(cu_seqlens, max_seqlen, cu_seqlens if is_there else torch.from_numpy(host_cu_seqlens))
+    def _spans(cu_seqlens: Tensor, max_seqlen: int | None, host_cu_seqlens: np.ndarray | None) -> Spans:
+        already_on_host = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
+        on_host = cu_seqlens if already_on_host else torch.from_numpy(host_cu_seqlens)
+        return Spans(cu_seqlens, cast(int, max_seqlen), on_host)
 
-    def _forward_flat(self, embeds, position_ids, spans, target_index, targets, reduction):
-        cu_seqlens, tokens, extra = spans.cu_seqlens, len(embeds), pad_rows(embeds)
-        embeds, position_ids = F.pad(embeds, (0, 0, 0, extra)), F.pad(position_ids, (0, extra))
-        if spans.keys is not None:  # padding rows see any
-            spans = spans._replace(keys=(F.pad(spans.keys[0], (0, extra)), spans.keys[1]))
+    def _forward_flat(
+        self, input_ids, position_ids, spans, target_index, targets, reduction
+    ) -> MoeCausalLMOutputWithPast:
+        tokens, extra = len(input_ids), fused.pad_rows(input_ids)
+        if extra:
+            input_ids, position_ids = F.pad(input_ids, (0, extra)), F.pad(position_ids, (0, extra))
+        if extra and spans.shared_prefix is not None:  # padding rows see any
+            rows, key_spans = spans.shared_prefix
+            spans = spans._replace(shared_prefix=(F.pad(rows, (0, extra)), key_spans))
+        embeds = self.model.embed_tokens(input_ids)
         hidden, routings = self.model(embeds, position_ids, flat=spans)  # [N, C]
         if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
-        rows, extra = len(target_index), pad_rows(target_index)
-        hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
-        aux_loss, positions = (
-            hidden.new_zeros((), dtype=torch.float32),
-            torch.arange(len(embeds), device=embeds.device),
-        )
+        aux_loss = hidden.new_zeros((), dtype=torch.float32)
         if self.config.use_moe:
-            # [N], padding rows get S
-            sample = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)
-            aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
+            positions = torch.arange(len(input_ids), device=hidden.device)
+            samples = len(spans.cu_seqlens) - 1  # the number of padding rows
+            sample = torch.bucketize(positions, spans.cu_seqlens[1:].to(positions), right=True)  # [N]
+            aux_loss = self._aux_loss(routings, sample, samples)
+        count, extra = len(target_index), fused.pad_rows(target_index)
+        hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
         if targets is None:
-            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden)[:rows], aux_loss=aux_loss)
-        targets = F.pad(targets, (0, extra), value=-100)  # -100: ignored, 0 each
-        loss = head_cross_entropy(self.lm_head, hidden, targets, reduction)
-        return MoeCausalLMOutputWithPast(loss=loss[:rows] if reduction == "none" else loss, aux_loss=aux_loss)
+            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden)[:count], aux_loss=aux_loss)
+        targets = F.pad(targets, (0, extra), value=-100)  # is ignored
+        loss = fused.head_cross_entropy(self.lm_head, hidden, targets, reduction)
+        if reduction == "none":
+            loss = loss[:count]
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
-        losses = [
-            load_balancing_loss(
-                probs, chosen, sample, num_samples, layer.mlp.tokens_per_expert if self.training else None
-            )
-            for layer, (probs, chosen) in zip(self.model.layers, routings, strict=True)
-        ]
+        losses = []
+        for layer, (probs, chosen) in zip(self.model.layers, routings, strict=True):
+            counts = layer.mlp.tokens_per_expert if self.training else None
+            losses.append(load_balancing_loss(probs, chosen, sample, num_samples, counts))
         return self.config.router_aux_loss_coef * torch.stack(losses).sum()

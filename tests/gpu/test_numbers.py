@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from model.attention import Spans, flat_attention
-from model.feed_forward import GROUP, grouped_linear, has_grouped_mm
+from model.fused import GROUP, Spans, flat_attention, grouped_linear, has_grouped_mm
 from model.generation import generate
 from model.model_minimind import MiniMindConfig
 from model.sampling import Sampling
@@ -165,7 +164,7 @@ def attend(
         rows = [torch.cat((torch.arange(count), each)) for count, each in zip(before, own, strict=True)]
         ends = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
         keys = Spans(ends.to(q.device), max(map(len, rows)), ends)
-        spans = spans._replace(keys=(torch.cat(rows).to(q.device), keys))
+        spans = spans._replace(shared_prefix=(torch.cat(rows).to(q.device), keys))
     out = flat_attention(q, k, v, spans)
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], grad)]
 

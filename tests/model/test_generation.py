@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import generation
+from model import fused, generation
 from model.generation import Answer, Decoder, generate
 from model.model_minimind import MiniMindForCausalLM
 from model.sampling import Sampling
@@ -224,15 +224,17 @@ def test_the_memory_of_a_gpu_says_how_many_answers_are_written_at_once(monkeypat
     assert generation.fitting_slots(gpu, 100) == 8
 
 
-@pytest.mark.parametrize("rows", [generation.FEW - 1, generation.FEW, 40])
+@pytest.mark.parametrize("rows", [fused.MIN_ROWS_FOR_ONEDNN_HEAD - 1, fused.MIN_ROWS_FOR_ONEDNN_HEAD, 40])
 def test_logits_of_several_rows_are_made_by_onednn(rows):
     """They are the head's."""
     model = build("dense")
     decoder, hidden = Decoder(model, 1, 8, [END]), torch.randn(rows, model.config.hidden_size)
     with torch.inference_mode(), torch.profiler.profile() as profile:
         torch.testing.assert_close(decoder._logits(hidden), model.lm_head(hidden))
-    found = f"mkldnn::{generation.ONEDNN}" in {event.key for event in profile.key_averages()}
-    assert found == (rows >= generation.FEW and hasattr(torch.ops.mkldnn, generation.ONEDNN))
+    found = f"mkldnn::{fused.ONEDNN_PRODUCT}" in {event.key for event in profile.key_averages()}
+    assert found == (
+        rows >= fused.MIN_ROWS_FOR_ONEDNN_HEAD and hasattr(torch.ops.mkldnn, fused.ONEDNN_PRODUCT)
+    )
 
 
 def test_clear_makes_room_and_forgets_what_a_broken_step_left_behind():

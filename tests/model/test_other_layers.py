@@ -1,5 +1,5 @@
-"""Other layers than those of the model, put in their place: each is called, or refused in one line; none is
-passed over by the forms that compute layers without calling them."""
+"""Other layers than those of the model, put in their place: each is called; none is passed over by the forms
+that compute layers without calling them."""
 
 import pytest
 import torch
@@ -8,11 +8,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from common.errors import UserError
-from model import feed_forward, model_minimind
-from model.feed_forward import FeedForward, MOEFeedForward
+from model import fused, model_minimind
 from model.generation import Decoder
-from model.linear import LoRALinear
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.linear import LoRALinear, product_dtype
+from model.model_minimind import FeedForward, MiniMindConfig, MiniMindForCausalLM, MOEFeedForward
 from model.sampling import Sampling
 from tests.model.test_model_minimind import build, flat_batch, ragged
 from trainer.devices.wrapping import transformer_layers, whole_model
@@ -102,7 +101,7 @@ def changed(shape: str, change: str, adapters: bool) -> MiniMindForCausalLM:
 def mixture_by_calls(self: MOEFeedForward, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The forward of a mixture in plain words: each expert is called for each token, and weighted."""
     flat = x.reshape(-1, x.shape[-1])
-    flat = flat.to(feed_forward.product_dtype(flat))
+    flat = flat.to(product_dtype(flat))
     probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
     weight, chosen = probs.topk(self.top_k, dim=-1)
     weight = weight / weight.sum(dim=-1, keepdim=True)
@@ -125,9 +124,8 @@ def results(model: MiniMindForCausalLM, dtype: torch.dtype, trains: bool) -> dic
 
 def take_cuda_branch(monkeypatch, grouped: bool) -> None:
     """The joined products, norms and rotations of half precision on a GPU."""
-    monkeypatch.setattr(feed_forward, "has_launches", lambda x: True)
-    monkeypatch.setattr(model_minimind, "has_fused_norm", lambda weight: True)
-    monkeypatch.setattr(feed_forward, "has_grouped_mm", lambda x: grouped)
+    monkeypatch.setattr(fused, "has_launches", lambda x: True)
+    monkeypatch.setattr(fused, "has_grouped_mm", lambda x: grouped)
 
 
 FORMS = {  # dtype, training, the branch of a GPU, compiled
@@ -144,7 +142,7 @@ FORMS = {  # dtype, training, the branch of a GPU, compiled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", ["dense", "moe_top2"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_layer_is_called_or_refused(change, shape, form, adapters, monkeypatch):
+def test_another_layer_is_called(change, shape, form, adapters, monkeypatch):
     """What is computed is what calls of all layers compute."""
     dtype, trains, on_gpu, is_compiled = FORMS[form]
     if change == "Sequential" and adapters:
@@ -152,7 +150,6 @@ def test_another_layer_is_called_or_refused(change, shape, form, adapters, monke
             changed(shape, change, adapters)
         return
     model = changed(shape, change, adapters)
-    is_known = shape == "dense" or change == "parametrized"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MOEFeedForward, "forward", mixture_by_calls)
         want = results(changed(shape, change, adapters), dtype, trains)
@@ -162,18 +159,17 @@ def test_another_layer_is_called_or_refused(change, shape, form, adapters, monke
         torch.compiler.reset()
         for layer in transformer_layers(model):
             layer.compile(dynamic=True, backend="eager")
-    if not is_known:
-        with pytest.raises(
-            UserError, match=r"_proj of an expert is an? .* which a mixture of experts cannot compute"
-        ):
-            results(model, dtype, trains)
-        return
     got = results(model, dtype, trains)
     assert got.keys() == want.keys() and len(want) >= (2 if trains else 1)
-    for name, value in want.items():
-        assert (got[name] - value).norm() <= (1e-4 if dtype == torch.float32 else 0.06) * value.norm().clamp(
-            min=1e-3
-        ), name
+    if dtype == torch.float32:
+        for name, value in want.items():
+            assert (got[name] - value).norm() <= 1e-4 * value.norm().clamp(min=1e-3), name
+        return
+    loss = want.pop("loss")
+    assert (got.pop("loss") - loss).norm() <= 0.06 * loss.norm()
+    if want:  # all gradients together: in bfloat16 they are up to 9 % from those in float32
+        flat, exact = (torch.cat([each[name].flatten() for name in want]) for each in (got, want))
+        assert (flat - exact).norm() <= 0.08 * exact.norm()
 
 
 class Smoothed(FeedForward):
@@ -199,36 +195,51 @@ class Normed(FeedForward):
 
 
 def mixture(expert_class: type[FeedForward], monkeypatch) -> MOEFeedForward:
-    monkeypatch.setattr(feed_forward, "FeedForward", expert_class)
+    monkeypatch.setattr(model_minimind, "FeedForward", expert_class)
     torch.manual_seed(0)
     return MOEFeedForward(MiniMindConfig(hidden_size=32, use_moe=True, num_experts=3, num_experts_per_tok=2))
 
 
-def test_experts_compute_what_their_forward_says(monkeypatch):
-    layer, x = mixture(Smoothed, monkeypatch), torch.randn(50, 32)
+class Squared(FeedForward):
+    """One with the usual layers and another forward, which grouped products can compute."""
+
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x).relu().square() * self.up_proj(x))
+
+
+@pytest.mark.parametrize("kind", [Smoothed, Normed, Squared])
+def test_experts_compute_what_their_forward_says(kind, monkeypatch):
+    layer, x = mixture(kind, monkeypatch), torch.randn(50, 32)
+    take_cuda_branch(monkeypatch, grouped=False)
+    assert fused.can_group(layer.experts, x) == (kind is Squared)
     torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(
-        UserError, match="norm of an expert is a LayerNorm, which a mixture of experts cannot compute"
-    ):
-        mixture(Normed, monkeypatch)
-    layer.experts[2].register_forward_hook(lambda *_: None)
-    with pytest.raises(UserError, match=r"must all be of one class \(Smoothed\) and without hooks"):
-        layer(x)
+    before = layer(x)[0]
+    layer.experts[2].register_forward_hook(lambda _, inputs, out: out.sin())
+    assert not torch.equal(layer(x)[0], before)
+    torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spoil", ["one without", "another scale", "another rank", "another dropout"])
-def test_adapters_of_experts_that_are_not_alike_are_refused(spoil):
-    model = build("moe_top2")
-    add_adapters(model, 4, 8.0, 0.0, PROJECTIONS)
-    expert = model.model.layers[1].mlp.experts[3]
-    other = {"another scale": (4, 3.0, 0.0), "another rank": (2, 2.0, 0.0), "another dropout": (4, 2.0, 0.5)}
-    expert.up_proj = (
-        expert.up_proj.base if spoil == "one without" else LoRALinear(expert.up_proj.base, *other[spoil])
-    )
-    with pytest.raises(
-        UserError, match="up_proj: all experts of a mixture, or none, must have an adapter, and of one"
-    ):
-        results(model, torch.float32, True)
+def test_adapters_of_experts_that_are_not_alike_are_called(spoil, monkeypatch):
+    found = []
+    for on_gpu in (False, True):
+        model = changed("moe_top2", "parametrized", adapters=True)
+        torch.manual_seed(0)
+        expert = model.model.layers[1].mlp.experts[3]
+        expert.up_proj = expert.up_proj.base
+        others = {
+            "another scale": (4, 3.0, 0.0),
+            "another rank": (2, 2.0, 0.0),
+            "another dropout": (4, 2.0, 0.5),
+        }
+        if spoil in others:
+            expert.up_proj = LoRALinear(expert.up_proj, *others[spoil])
+        if on_gpu:
+            take_cuda_branch(monkeypatch, grouped=False)
+        assert not fused.can_group(model.model.layers[1].mlp.experts, torch.zeros(1))
+        torch.manual_seed(0)
+        found.append(results(model, torch.float32, True))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 class UnwrittenRows(torch.autograd.Function):
@@ -265,9 +276,10 @@ def test_nothing_reads_the_rows_that_grouped_mm_does_not_write(adapters, monkeyp
         return UnwrittenRows.apply(x, weights, offs)
 
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
+    take_cuda_branch(monkeypatch, grouped=True)
     got = results(changed("moe_top2", "parametrized", adapters), torch.float32, True)
     assert any(calls) and len(calls) == 2 * 3 * (3 if adapters else 1)
-    torch.testing.assert_close(got, want, equal_nan=False)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=False)
 
 
 @pytest.mark.parametrize("change", ["another class", "a hook", "another epsilon"])

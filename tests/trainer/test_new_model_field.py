@@ -56,14 +56,14 @@ EDITS = {
         ),
         ("mask = create_causal_mask(", "mask = create("),
     ],
-    "model/attention.py": [
+    "model/fused.py": [
         ("v: Tensor, spans: Spans)", "v: Tensor, spans: Spans, window: int = 0)"),
         ("window_size=(-1, 0)", "window_size=(window - 1, 0)"),
         ("seen.host_cu_seqlens)", "seen.host_cu_seqlens, window)"),
         ("cu_seqlens_k: Tensor) -> Tensor:", "cu_seqlens_k: Tensor, window: int = 0) -> Tensor:"),
-        ("sample_attention(*piece)", "sample_attention(*piece, window)"),
+        ("sample_attention(*sample)", "sample_attention(*sample, window)"),
         ("def sample_attention(q: Tensor, k: Tensor, v: Tensor)", "def sample_attention(q, k, v, window)"),
-        ("if 1 < len(q) <= before:", "if window or 1 < len(q) <= before:"),
+        ("if len(q) > 1 and before >= len(q):", "if window or (len(q) > 1 and before >= len(q)):"),
         (".tril(before)", ".tril(before).triu(before + 1 - (window or len(k)))"),
     ],
 }

@@ -1,0 +1,497 @@
+"""Faster forms of the model's arithmetic, each beside the plain form that it equals.
+
+ENABLED = False computes everything in the plain forms; tests/model/test_fused.py compares the two.
+A form that multiplies by weights without calling their layers is taken only where calls would do the
+same (`is_plain_product` in linear.py). Other layers are called.
+
+Shape legend: N tokens of a flat batch, S samples, B batch, T padded length, C hidden size, H query
+heads, G key/value heads, D head size, E experts, K experts per token, R rows, M targets, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype
+
+ENABLED = True
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether each operator on x is a kernel that must be launched, as on a GPU."""
+    return x.device.type != "cpu"
+
+
+def pad_rows(rows: Tensor) -> int:
+    """Rows to pad a flat batch with, up to a multiple of 64 on a CPU.
+
+    oneDNN compiles and keeps a product for each new number of rows (docs/dev/LOG.md, "Few kernel shapes
+    on the CPU"). The plain form pads nothing."""
+    if not ENABLED or runs_kernels(rows):
+        return 0
+    return -len(rows) % 64
+
+
+def has_launches(x: Tensor) -> bool:
+    """Whether launches, or waiting for the device, cost more than small copies do: here where each operator
+    is a kernel. Tests set it to take the branch of a GPU on a CPU."""
+    return runs_kernels(x)
+
+
+# --- linear layers of the same input as one product
+
+
+def can_join(x: Tensor, *layers: nn.Module) -> bool:
+    """Whether to compute linear layers of x as one product.
+
+    It pays on a GPU, in training in half precision, where all weights must be cast. A compiler fuses by
+    itself."""
+    if not ENABLED or not has_launches(x) or x.dtype == torch.float32:
+        return False
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return all(is_plain_product(layer) for layer in layers)
+
+
+def products(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """The outputs of several linear layers of x [..., in]: of each [..., out]."""
+    if not can_join(x, *layers):
+        return [layer(x) for layer in layers]
+    weights = [cast(Tensor, layer.weight) for layer in layers]
+    joined = cast(Tensor, JoinedLinear.apply(x, *weights))
+    return joined.split([len(weight) for weight in weights], dim=-1)
+
+
+def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Matrices [out, in] below each other in another dtype: one cast of them all."""
+    rows = [len(weight) for weight in weights]
+    joined = weights[0].new_empty(sum(rows), weights[0].shape[1], dtype=dtype)
+    torch._foreach_copy_(joined.split(rows), list(weights))
+    return joined
+
+
+class JoinedLinear(torch.autograd.Function):
+    """Linear layers side by side: x [..., in] -> [..., sum of out].
+
+    One product, one cast of all weights and one of their gradients. The weights are joined again for the
+    backward pass, so no copy of them is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, join(weights, x.dtype))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        grad = grads[0]
+        grad_weights = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(weights[0].dtype)
+        rows = [len(weight) for weight in weights]
+        return grad @ join(weights, x.dtype), *grad_weights.split(rows)
+
+
+# --- norm and rotation of query and key heads in one pass
+
+
+def can_fuse_heads(attention: Any, x: Tensor, norm: type[nn.Module]) -> bool:
+    """Whether `rotated_heads` computes what the layers of an `Attention` do, and pays; norm: `RMSNorm`."""
+    if not can_join(x, attention.q_proj, attention.k_proj, attention.v_proj):
+        return False
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm)):
+        return False
+    return q_norm.eps == k_norm.eps and q_norm.weight.dtype == torch.float32
+
+
+def rotated_heads(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`Attention.heads`: rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
+    layers, head_dim = (attention.q_proj, attention.k_proj, attention.v_proj), attention.head_dim
+    qkv = cast(Tensor, JoinedLinear.apply(x, *(layer.weight for layer in layers)))
+    qkv = qkv.unflatten(-1, (-1, head_dim))
+    heads = [len(layer.weight) // head_dim for layer in layers]
+    dtype = qkv.dtype if has_varlen_kernel(qkv) else torch.float32
+    weights = attention.q_norm.weight, attention.k_norm.weight
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return NormAndRotary.apply(qkv, *weights, cos, sin, attention.q_norm.eps, heads[:2], dtype)
+
+
+class NormAndRotary(torch.autograd.Function):
+    """`RMSNorm` and `apply_rotary` of query and key heads side by side, with the derivative written out.
+
+    From qkv [..., H + 2G, D], the norms' weights [D], and cos, sin [..., 1, D]: q [..., H, D] and k [..., G,
+    D] in `dtype`, v [..., G, D] as it is. heads: (H, G). Kept for the backward pass: qkv, and one number
+    for each head."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos, sin, eps, heads, dtype):
+        q_heads, k_heads = heads
+        weight = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(k_heads, -1)))
+        qk, v = qkv.split((q_heads + k_heads, k_heads), dim=-2)
+        normed, scale = torch._fused_rms_norm(qk.float(), q_weight.shape, None, eps)  # one kernel on CUDA
+        ctx.save_for_backward(qkv, weight, cos, sin, scale)
+        ctx.heads = heads
+        normed.mul_(weight)
+        out = torch.empty_like(normed, dtype=dtype)
+        torch.addcmul(normed * cos, normed.roll(normed.shape[-1] // 2, dims=-1), sin, out=out)
+        q, k = out.split(heads, dim=-2)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        grad_q, grad_k, grad_v = grads
+        qkv, weight, cos, sin, scale = ctx.saved_tensors
+        grad = torch.cat((grad_q, grad_k), dim=-2)
+        rolled = grad.roll(grad.shape[-1] // 2, dims=-1)
+        grad = torch.addcmul(grad * cos, rolled, sin, value=-1)  # rotated back
+        normed = qkv[..., : len(weight), :] * scale
+        product = grad * normed
+        grad_weights = [part.sum(list(range(part.ndim - 1))) for part in product.split(ctx.heads, dim=-2)]
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        grad_qkv = torch.empty_like(qkv)
+        grad_qk = grad.mul_(weight).addcmul_(normed, mean, value=-1)
+        torch.mul(grad_qk, scale, out=grad_qkv[..., : len(weight), :])
+        grad_qkv[..., len(weight) :, :] = grad_v
+        return grad_qkv, *grad_weights, None, None, None, None, None
+
+
+# --- attention
+
+
+class Spans(NamedTuple):
+    """Where the samples of a flat batch begin and end.
+
+    shared_prefix: where samples begin alike, each also sees keys of that beginning. It holds the rows [R]
+    of the keys that each sample sees, one sample behind the other, and where those of each begin and end."""
+
+    cu_seqlens: Tensor  # [S + 1] on the device
+    max_seqlen: int
+    host_cu_seqlens: Tensor  # [S + 1] on the host
+    shared_prefix: "tuple[Tensor, Spans] | None" = None
+
+
+def has_varlen_kernel(values: Tensor) -> bool:
+    """Whether torch has a variable-length attention kernel: in half precision, on GPUs from Ampere on."""
+    half, head_dim = values.dtype in (torch.float16, torch.bfloat16), values.shape[-1]
+    if not (ENABLED and values.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256):
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    """Causal attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
+
+    One variable-length FlashAttention kernel where torch has one, else one call for each sample. Which
+    tokens see which is said in three places, one for each form of input: here for training, in
+    `MiniMindForCausalLM.forward` for padded batches, and in `MiniMindModel.visible` for decoding."""
+    if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
+        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
+    seen = spans
+    if spans.shared_prefix is not None:
+        rows, seen = spans.shared_prefix
+        k, v = take_rows(k, rows), take_rows(v, rows)
+    if not has_varlen_kernel(v):
+        return attention_by_sample(q, k, v, spans.host_cu_seqlens, seen.host_cu_seqlens)
+    from torch.nn.attention.varlen import varlen_attn  # takes long, and no other device needs it
+
+    borders = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    return cast(Tensor, varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True))  # causal
+
+
+@torch.compiler.disable
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows [R] of x [N, ...], some of them several times.
+
+    The gradients of a row must be summed in the same order each time. On CUDA indexing does so, but not
+    index_select, which uses atomic additions; nor do the compiler's kernels."""
+    if runs_kernels(x):
+        return x[rows]
+    return x.index_select(0, rows)
+
+
+@torch.compiler.disable
+def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """The plain form of `flat_attention`: one call for each sample, whose queries are the last of its keys.
+
+    It reads `cu_seqlens` and `cu_seqlens_k` on the host. On a CPU it computes in float32: the bfloat16
+    kernel would be compiled for every new length."""
+    lengths, lengths_k = cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist()
+    lengths.append(len(q) - sum(lengths))  # the padding rows
+    lengths_k.append(len(k) - sum(lengths_k))
+    out_dtype = v.dtype
+    if runs_kernels(q):  # there grouped queries would be computed without a kernel
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    else:
+        q, k, v = q.float(), k.float(), v.float()
+    samples = zip(q.split(lengths), k.split(lengths_k), v.split(lengths_k), strict=True)
+    with torch.autocast(q.device.type, enabled=False):
+        out = torch.cat([sample_attention(*sample) for sample in samples])
+    return out.to(out_dtype)
+
+
+def sample_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the queries q [T, H, D] of a sample, the last of its keys [T', G, D]."""
+    before, mask = len(k) - len(q), None
+    if len(q) > 1 and before >= len(q):
+        mask = q.new_ones(len(q), len(k), dtype=torch.bool).tril(before)
+    elif len(q) > 1 and before:
+        # pad the queries: the causal kernel skips the future, with a mask it computes all
+        q = F.pad(q, (0, 0, 0, 0, before, 0))
+        return padded_attention(q[None], k[None], v[None], None)[0, before:]
+    return padded_attention(q[None], k[None], v[None], mask)[0]
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Key or value heads [N, G, D], each as often as query heads share it -> [N, H, D]."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of q [B, T, H, D] over k, v [B, T', G, D]; a mask [B, 1, T, T'] replaces the causal
+    one."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if q.shape[1] == 1 and ENABLED:
+        return attention_of_one_query(q, k, v, mask)
+    q = q.transpose(1, 2)
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
+def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention in decoding: q [B, 1, H, D] over k, v [B, G, T', D] -> [B, 1, H, D].
+
+    The heads that share a key take the place of queries, so no key is repeated."""
+    grouped = q.reshape(len(q), k.shape[1], q.shape[2] // k.shape[1], q.shape[-1])  # [B, G, H / G, D]
+    if not runs_kernels(q) and len(q) > 1 and mask is not None and mask.is_floating_point():
+        # three operators: the kernel is made for longer queries
+        scores = torch.matmul(grouped * q.shape[-1] ** -0.5, k.transpose(-1, -2)) + mask
+        return torch.matmul(scores.softmax(dim=-1), v).reshape(q.shape)
+    return F.scaled_dot_product_attention(grouped, k, v, mask).reshape(q.shape)
+
+
+# --- experts: the rows of all of them in one grouped product for each linear layer
+
+# each expert's rows are padded to a multiple: CUDA's grouped_mm needs 8, and oneDNN caches few shapes
+GROUP = 16
+# ranks of adapters are padded to a multiple: CUDA's grouped_mm wants rows that are multiples of 16 bytes
+RANK = 8
+
+
+def can_group(experts: Any, x: Tensor) -> bool:
+    """Whether `grouped_experts` computes what calls of the experts do, and pays: on a GPU, where calls would
+    wait for the device, and in half precision on a CPU, where oneDNN would compile a product for each number
+    of rows; but not in decoding there, which reads only the weights that it needs.
+
+    Only experts of one class with nothing but plain linear layers in them, or adapters of one kind around
+    these, can be computed without calls."""
+    if not ENABLED:
+        return False
+    if not has_launches(x):
+        must_cast = next(experts[0].parameters()).dtype != x.dtype
+        if x.dtype == torch.float32 or not (must_cast or torch.is_grad_enabled()):
+            return False
+    for expert in experts:
+        if not is_plain(expert, type(experts[0])) or expert._parameters or expert._buffers:
+            return False
+        if expert._modules.keys() != experts[0]._modules.keys():
+            return False
+    return all(are_alike([expert._modules[name] for expert in experts]) for name in experts[0]._modules)
+
+
+def are_alike(layers: Sequence[Any]) -> bool:
+    """Whether all layers are a plain product, or all have an adapter of one kind around one."""
+    if not is_plain(layers[0], LoRALinear):
+        return all(is_plain_product(layer) for layer in layers)
+    first = layers[0]
+    for layer in layers:
+        if not is_plain(layer, LoRALinear):
+            return False
+        if not all(is_plain_product(part) for part in (layer.base, layer.lora_A, layer.lora_B)):
+            return False
+        if (layer.scale, layer.dropout.p) != (first.scale, first.dropout.p):
+            return False
+        if layer.lora_A.out_features != first.lora_A.out_features:
+            return False
+    return True
+
+
+def grouped_experts(experts: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """`MOEFeedForward.called_experts`: of x [N, C] the outputs of the chosen experts [N, K], weighted and
+    summed.
+
+    The forward of the experts' class runs once, for all of them. Sizes depend on shapes alone, so no token
+    is dropped and the host waits for nothing."""
+    # Sort the rows by expert; each expert's rows are padded to a multiple of `group`. Say group = 4, and
+    # the chosen experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the rows go to the places 4 0
+    # 5 6 1.
+    count, number, expert = chosen.numel(), len(experts), chosen.flatten()
+    group = GROUP if has_grouped_mm(x) else group_size(count, number)
+    picked = expert == torch.arange(number, device=expert.device)[:, None]  # [E, N * K]: scanned by row
+    loads = picked.sum(dim=1)  # [E]
+    if torch.is_grad_enabled():
+        # An expert without rows gets a group of zeros: on sm_100 grouped_mm leaves the gradient of a
+        # matrix without rows unwritten (pytorch issue 172439).
+        loads = loads.clamp(min=1)
+    ends = ((loads + group - 1) // group * group).cumsum(0)  # [E]
+    begin = F.pad(ends[:-1], (1, 0))
+    place = (picked.cumsum(1) - 1 + begin[:, None]).gather(0, expert[None])[0]  # [N * K]
+    size = (count // group + number) * group  # R, the largest possible
+    rows = x.new_zeros(size, x.shape[-1])
+    rows = rows.index_copy(0, place, x.repeat_interleave(chosen.shape[1], dim=0))
+    ends = ends.to(torch.int32)
+    all_experts = AllExperts()
+    for name in experts[0]._modules:
+        layers = [expert._modules[name] for expert in experts]
+        setattr(all_experts, name, GroupedLinear(layers, ends, group))
+    out = type(experts[0]).forward(all_experts, rows)  # [R, C]
+    out = out.index_select(0, place).view(*weight.shape, x.shape[-1])  # [N, K, C]
+    return (out * weight[..., None].to(out.dtype)).sum(dim=1)
+
+
+class AllExperts:
+    """Takes the place of `self` in the forward of an expert's class, with its layers, each of all experts."""
+
+
+class GroupedLinear:
+    """The same linear layer of all experts, called with the rows of them all; see `grouped_linear`."""
+
+    def __init__(self, layers: Sequence[Any], ends: Tensor, group: int):
+        self.layers, self.ends, self.group = layers, ends, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(self.layers[0], LoRALinear):
+            return self.product(x, stacked([layer.weight for layer in self.layers], x))
+        first = self.layers[0]
+        extra = -first.lora_A.out_features % RANK
+        out = self.product(x, stacked([layer.base.weight for layer in self.layers], x))
+        a = torch.stack([layer.lora_A.weight for layer in self.layers])  # [E, rank, in]
+        b = torch.stack([layer.lora_B.weight for layer in self.layers])  # [E, out, rank]
+        low = self.product(first.dropout(x), F.pad(a, (0, 0, 0, extra)))
+        return out + self.product(low, F.pad(b, (0, extra))) * first.scale
+
+    def product(self, x: Tensor, weights: Tensor) -> Tensor:
+        return grouped_linear(x, weights, self.ends, self.group)
+
+
+def stacked(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Matrices of one shape as one tensor [E, out, in], in the dtype of products of x."""
+    if torch.compiler.is_compiling():  # which fuses by itself
+        return torch.stack(list(weights))
+    return cast(Tensor, Stacked.apply(product_dtype(x), *weights))
+
+
+class Stacked(torch.autograd.Function):
+    """`torch.stack` with one cast of all matrices, and one of their gradients."""
+
+    @staticmethod
+    def forward(ctx, dtype: torch.dtype, *weights: Tensor) -> Tensor:
+        ctx.dtype = weights[0].dtype
+        return join(weights, dtype).view(len(weights), *weights[0].shape)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, *grads[0].to(ctx.dtype).unbind()
+
+
+def has_grouped_mm(x: Tensor) -> bool:
+    """Whether torch multiplies groups of rows of x without a host sync: on a CPU, and in bfloat16 on Hopper
+    and Blackwell data-centre GPUs. On other GPUs its grouped_mm reads the groups on the host."""
+    if x.is_cuda:
+        return product_dtype(x) == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+    return not runs_kernels(x)
+
+
+def group_size(rows: int, experts: int) -> int:
+    """Rows per group without grouped_mm: multiples of 16 so large that there are at most 5 groups for each
+    expert."""
+    return GROUP * (rows // (4 * GROUP * experts) + 1)
+
+
+def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, group: int) -> Tensor:
+    """The product of rows [ends[i-1], ends[i]) of x [R, in] with weights[i] of [E, out, in] -> [R, out].
+
+    `ends` [E] and R are multiples of `group`. `ends` stays on the device. Rows behind the last end are
+    undefined, and so are their gradients: grouped_mm leaves them unwritten. Nothing may read them."""
+    x = x.to(product_dtype(x))
+    weights = weights.to(x.dtype).transpose(1, 2)  # [E, in, out]
+    if has_grouped_mm(x):
+        return F.grouped_mm(x, weights, offs=ends)
+    starts = torch.arange(0, len(x), group, dtype=ends.dtype, device=x.device)
+    # spare groups: rows of zeros
+    owner = torch.bucketize(starts, ends, right=True).clamp(max=len(weights) - 1)
+    blocks = x.view(-1, group, x.shape[-1])
+    return cast(Tensor, GroupedProduct.apply(blocks, weights, owner)).flatten(0, 1)
+
+
+class GroupedProduct(torch.autograd.Function):
+    """x [B, group, in] times the matrices weights [E, in, out], of which group b takes number owner[b].
+
+    As batched products, with a copy of its matrix for each group; the copies are not kept for the backward
+    pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, owner: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, owner)
+        return x.bmm(weights.index_select(0, owner))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        grad, (x, weights, owner) = grads[0], ctx.saved_tensors
+        by_group = x.transpose(1, 2).bmm(grad)  # [B, in, out]
+        # summed by a product: always in the same order
+        owners = F.one_hot(owner, len(weights)).to(grad.dtype)
+        grad_weights = (owners.T @ by_group.flatten(1)).view_as(weights)
+        return grad.bmm(weights.index_select(0, owner).transpose(1, 2)), grad_weights, None
+
+
+# --- head and cross entropy
+
+MAX_LOGITS = 2**27  # of a head at once: 0.5 GB in float32
+MIN_ROWS_FOR_ONEDNN_HEAD = 8  # rows from which oneDNN multiplies by a vocabulary faster than MKL does
+ONEDNN_PRODUCT = "_linear_pointwise"
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M].
+
+    On a CPU 512 rows at a time, whose float32 copies fit its cache; plain is all at once."""
+    rows = len(logits)
+    if ENABLED and not runs_kernels(logits):
+        rows = 512
+    losses = []
+    for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
+        losses.append(F.cross_entropy(x.float(), y, reduction=reduction))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """`cross_entropy` of the logits head(hidden [M, C]).
+
+    More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
+    not grow with the vocabulary times the targets."""
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(head(x), y, reduction)
+
+    rows = max(1, MAX_LOGITS // cast(int, head.out_features))
+    if len(hidden) <= rows or not ENABLED:
+        return loss_of(hidden, targets)
+    losses = []
+    for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
+        losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+def head_logits(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Float32 logits [R, V] of hidden states [R, C] in decoding; of several rows on a CPU by oneDNN."""
+    product = getattr(torch.ops.mkldnn, ONEDNN_PRODUCT, None)
+    if not ENABLED or product is None or runs_kernels(hidden) or not is_plain_product(head):
+        return head(hidden).float()
+    if hidden.dtype != torch.float32 or len(hidden) < MIN_ROWS_FOR_ONEDNN_HEAD:
+        return head(hidden).float()
+    return product(hidden, head.weight, None, "none", [], "")

@@ -1,0 +1,41 @@
+"""The faster forms against the plain ones: the same model with `fused.ENABLED` switched off."""
+
+import pytest
+import torch
+
+from model import fused
+from model.generation import generate
+from model.sampling import Sampling
+from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "branch of a GPU"])
+def test_losses_and_gradients_are_those_of_the_plain_forms(shape, dtype, on_gpu, monkeypatch):
+    model, batch, found = build(shape).train(), flat_batch(ragged([5, 33, 12, 1, 70])), []
+    if on_gpu:
+        monkeypatch.setattr(fused, "has_launches", lambda x: True)
+        monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
+    monkeypatch.setattr(fused, "MAX_LOGITS", 50 * 300)
+    for enabled in (True, False):
+        monkeypatch.setattr(fused, "ENABLED", enabled)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            out = model(**batch)
+        (out.loss + out.aux_loss).backward()
+        found.append((out.loss.detach(), torch.cat([g.flatten() for g in gradients(model).values()])))
+    (loss, grads), (plain_loss, plain_grads) = found
+    tolerance = 1e-5 if dtype == torch.float32 else 0.08  # in bfloat16 as rounding does
+    assert abs(loss - plain_loss) <= tolerance * plain_loss
+    assert (grads - plain_grads).norm() <= tolerance * plain_grads.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answers_are_those_of_the_plain_forms(shape, monkeypatch):
+    model, found = build(shape), []
+    prompts = [ids.tolist() for ids in ragged([7, 30, 2])]
+    for enabled in (True, False):
+        monkeypatch.setattr(fused, "ENABLED", enabled)
+        groups = generate(model, prompts, [[Sampling(0.0)] * 4] * 3, 12, [2])
+        found.append([answer.tokens for group in groups for answer in group])
+    assert found[0] == found[1]
