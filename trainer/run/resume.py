@@ -56,10 +56,8 @@ def held_out_fingerprint(loader: Any) -> str | None:
 
 def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
     """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a
-    file, all files of a sharded checkpoint, or config and tensors of a Hugging Face folder."""
-    if paths.is_hugging_face(path):  # beside a model may lie anything, also what a run writes
-        return files_fingerprint(name, paths.model_files(path), cache_dir)
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    file, or config and tensors of a Hugging Face folder."""
+    files = paths.model_files(path) if path.is_dir() else [path]
     return files_fingerprint(name, files, cache_dir)
 
 
