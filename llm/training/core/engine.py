@@ -74,7 +74,7 @@ class TrainingEngine(Hooks):
         run = check_resume(args, run, checkpoint)
         self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
-        start = replace(task.config.checkpoint, from_weight=utils.start_weights(args, run, checkpoint))
+        start = replace(task.config.checkpoint, from_weight=utils.weights_to_load(args, run, checkpoint))
         task.config = replace(task.config, checkpoint=start)
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)

@@ -41,7 +41,7 @@ from trainer.run.resume import (
     weights_fingerprint,
 )
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model, load_tokenizer, model_config, start_weights
+from trainer.trainer_utils import init_model, load_tokenizer, model_config, weights_to_load
 from trainer.weights.files import save_weights
 
 
@@ -422,9 +422,9 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     config, cpu = model_config(load_tokenizer(ROOT / "model"), args), torch.device("cpu")
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     run = run_fingerprint(args, {}, {}, 9)
-    assert [start_weights(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
+    assert [weights_to_load(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
     without = replace(args, beta=0.0)
-    assert [start_weights(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
+    assert [weights_to_load(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
     model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
     run_of: dict[str, Any] = {"device": cpu, "hooks": [], "autocast": nullcontext()}
     state: Any = SimpleNamespace(args=args, lm_config=config, model=model, **run_of)
@@ -434,7 +434,7 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     assert reference is not model and not any(p.requires_grad for p in reference.parameters())
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
-        start_weights(args, run, {})
+        weights_to_load(args, run, {})
 
 
 def test_other_data_are_named():
