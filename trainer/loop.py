@@ -61,7 +61,7 @@ def train_epoch(
         return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    # DDP orders its buckets anew after its first backward pass: let that be of nothing
+    # DDP rebuilds its buckets after the first backward pass: run it on an empty batch now
     if is_replicated(state.model):
         trial_pass(state, prepared(state, [cast(Any, loader).collate_fn([])])[0])
     state.iters = iters
@@ -93,7 +93,7 @@ def train_epoch(
         evaluate_due &= not is_near_end
         state.save_due = save_is_due(state, before, evaluate_due)
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
-        state.bad_updates.note(state.update, window, read=log_due or state.device.type == "cpu")
+        state.bad_updates.remember(state.update, window, read=log_due or state.device.type == "cpu")
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)
         # keep the last good checkpoint while updates are skipped
@@ -148,7 +148,8 @@ def train_update(
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
-    skip = state.bad_updates.judge(losses[:2], grad_norm, scaler)  # on the device, alike on all ranks
+    # alike on all ranks
+    skip = state.bad_updates.check_on_device(losses[:2], grad_norm, scaler)
     if not is_empty and should_step(optimizer, skip):  # fused optimizers read `skip` on the device
         optimizer.step()
     scaler.update()
@@ -239,8 +240,8 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     for hook in state.hooks:
-        record |= hook.figures(state)
-    record |= state.expert_load.take(unwrap(state.model)) | state.bad_updates.take()
+        record |= hook.record_values(state)
+    record |= state.expert_load.take(unwrap(state.model)) | state.bad_updates.pop_record_fields()
     return record | ({"evaluating": True} if evaluate_due else {})
 
 
@@ -298,7 +299,7 @@ def report(state: TrainState) -> dict[str, Any]:
         for hook in state.hooks:
             hook.validation_end(state, held_out, is_best)
     for hook in state.hooks:
-        record |= hook.remarks(state, record)
+        record |= hook.record_values_after_eval(state, record)
     iters = record.pop("iters")
     if is_main_process():
         state.writer.check()

@@ -164,7 +164,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
         targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
         means, norm = train_update(state, window, targets, tokens)
         losses.append(means[0].item())
-        state.bad_updates.note(1, window)
+        state.bad_updates.remember(1, window)
     record = make_record(state, means, norm, False)
     assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
     assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5

@@ -189,7 +189,7 @@ class Verdict(Hooks):
             is_same, "teacher", "the teacher predicts just what the student does: are they the same weights?"
         )
 
-    def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
+    def record_values_after_eval(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
         """The warnings since the last record, and of this one."""
         self.read_losses(state)
         if record.get("reward") is not None:
@@ -327,7 +327,7 @@ class Verdict(Hooks):
 
     # ---- the end
 
-    def verdict(self, state: TrainState) -> str:
+    def last_line(self, state: TrainState) -> str:
         """One line for the end of the run; empty if no update had a loss."""
         self.read_losses(state)
         history = self.history

@@ -147,8 +147,7 @@ class Writer:
     disk.
 
     What a job writes must not change any more. After a failure nothing further is written, and each call of a
-    method
-    raises it: the files on the disk stay those of the last complete save.
+    method raises it: the files on the disk stay those of the last complete save.
     """
 
     def __init__(self):
@@ -178,8 +177,8 @@ class Writer:
 
 def snapshot(value: Any, keep: bool = True, copies: dict[int, Tensor | None] | None = None) -> Any:
     """A copy on the host of nested dicts, lists and tensors; a tensor that occurs twice (tied weights) is
-    copied once. A sharded one becomes whole, which takes all ranks; one that does not `keep` them drops each
-    at once."""
+    copied once. A sharded one becomes whole, which takes all ranks; ranks with keep=False take part and get
+    None."""
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
         if id(value) not in copies:
@@ -241,8 +240,8 @@ def lm_checkpoint(
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return _load_newest(path) if resume_from is None else _load_branch(path, Path(resume_from))
-    if not (is_sharded(model) or is_main_process()):
+        return load(path, resume_from)
+    if not is_sharded(model) and not is_main_process():
         return None
     state = {
         FORMAT: 1,
@@ -253,22 +252,37 @@ def lm_checkpoint(
         "world_size": world_size(),
         "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
     }
-    state |= {
-        key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()
-    }
-    copy = snapshot(state, keep=is_main_process())
-    if not is_main_process():
-        return None
-
+    for key, value in kwargs.items():
+        state[key] = value.state_dict() if hasattr(value, "state_dict") else value
     comment = b""
     if hasattr(lm_config, "own_fields"):  # a MiniMindConfig, not the settings of a user's own task
         comment = model_comment(lm_config.own_fields(), kwargs.get("run", {}).get("tokenizer"))
+    save(path, state, comment, writer)
+    return None
+
+
+def save(path: Path, state: dict[str, Any], comment: bytes = b"", writer: Writer | None = None) -> None:
+    """Copy a state and write the copy on rank 0, with a `writer` in the background. All ranks call it if its
+    tensors are sharded."""
+    copy = snapshot(state, keep=is_main_process())
+    if not is_main_process():
+        return
 
     def write() -> None:
         atomic_write(path, lambda file: write_file(copy, file, comment), rotate=rotate)
 
-    writer.submit(write) if writer is not None else write()
-    return None
+    if writer is None:
+        write()
+    else:
+        writer.submit(write)
+
+
+def load(path: Path, resume_from: str | None = None) -> dict[str, Any] | None:
+    """The newest readable state of a run whose states lie at `path`, None if there is none; or that of a
+    branch which begins with the state `resume_from`."""
+    if resume_from is None:
+        return _load_newest(path)
+    return _load_branch(path, Path(resume_from))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -317,8 +331,7 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
 
 def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
     """The state `start` as the beginning of a branch, or the newest state of this run if that is `start`
-    itself, or
-    continues it, in a branch or as the same run: then the run was only interrupted."""
+    itself, or continues it, in a branch or as the same run: then the run was only interrupted."""
     digest = stored_digest(start)
     if digest is not None and digest == stored_digest(newest):
         state = load_state(start)

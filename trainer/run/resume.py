@@ -183,8 +183,6 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     that this run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The
     same weights may lie elsewhere than before. Raises UserError if the checkpoint belongs to another run, or
     the ranks do not all see the same."""
-    from model.model_minimind import MiniMindConfig
-
     _check_ranks_agree(run, checkpoint)
     if checkpoint is None or checkpoint.get("is_new_branch"):
         check_not_overwritten(args)
@@ -198,21 +196,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         raise UserError(
             f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script"
         )
-    rows = settings_of(type(args))
-    defaults = {name: row.default for name, row in rows.items() if row.role == "run"}
-    defaults |= {
-        name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__.keys() & run.keys()
-    }
-    # a flag or a field of the model was added since: the run did what its default does
-    saved = defaults | saved
-    start, before = (paths.start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
-    is_own = _is_own_weights(args, start) or _is_own_state(args, start)
-    if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
-        run = run | {"from_weight_sha256": saved["from_weight_sha256"]}  # it holds what became of the weights
-    for name, row in rows.items():
-        digest = run.get(row.hashed_as)
-        if digest is not None and digest == saved.get(row.hashed_as) and name in saved:
-            run = run | {name: saved[name]}  # the same weights may lie elsewhere
+    saved = _with_added_fields(args, saved, run)
+    run = _with_weights_of_checkpoint(args, run, saved)
     hint = ""
     if run["global_batch"] != saved["global_batch"]:
         hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}: "
@@ -221,9 +206,39 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         run["from_weight_sha256"] != saved["from_weight_sha256"]
         and run["from_weight"] == saved["from_weight"]
     ):
+        start = paths.start_path(args.save_dir, args.from_weight, args)
         hint += f". {start} is not the file that the run started from: put that one back"
-        hint += "" if paths.is_path(args.from_weight) else ", or move this away"
+        if not paths.is_path(args.from_weight):
+            hint += ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
+    return run
+
+
+def _with_added_fields(args: StageArgs, saved: Fingerprint, run: Fingerprint) -> Fingerprint:
+    """The fingerprint in a checkpoint, with the defaults of the flags and of the fields of the model that
+    were added since: the run did what they do."""
+    from model.model_minimind import MiniMindConfig
+
+    defaults = {name: row.default for name, row in settings_of(type(args)).items() if row.role == "run"}
+    for name in MiniMindConfig.__annotations__:
+        if name in run:
+            defaults[name] = getattr(MiniMindConfig, name)
+    return defaults | saved
+
+
+def _with_weights_of_checkpoint(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> Fingerprint:
+    """The fingerprint of the present settings, with the start weights that the run began with if their file
+    is gone or written over by the run, and with the saved places of weights that lie elsewhere now."""
+    start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
+    before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
+    is_changed_by_run = _is_own_weights(args, start) or _is_own_state(args, start)
+    run = dict(run)
+    if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_changed_by_run):
+        run["from_weight_sha256"] = saved["from_weight_sha256"]
+    for name, row in settings_of(type(args)).items():
+        digest = run.get(row.hashed_as)
+        if digest is not None and digest == saved.get(row.hashed_as) and name in saved:
+            run[name] = saved[name]
     return run
 
 

@@ -185,7 +185,7 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
 def save_and_stop(state: TrainState) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
     state.expert_load.read(unwrap(state.model))
-    state.bad_updates.read()
+    state.bad_updates.read_and_warn()
     save_checkpoint(state)
     raise interrupted(state)
 
@@ -234,7 +234,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         if is_main_process() and not state.can_continue:
             mark_finished(state, paths.settings_path(path))
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
-        for line in filter(None, [hook.verdict(state) for hook in state.hooks]):
+        for line in filter(None, [hook.last_line(state) for hook in state.hooks]):
             Logger(line)
         tracker_timeout = None
     finally:

@@ -54,14 +54,14 @@ class Hooks:
     callbacks: the loop calls each method of each one in `state.hooks`, on every rank, in the order in
     docs/dev/ARCHITECTURE.md."""
 
-    shown: tuple[str, ...] = ()  # names of `figures` that stand on the console's line
+    shown: tuple[str, ...] = ()  # names of `record_values` that stand on the console's line
 
     def prepare(self, state: "TrainState", window: list[Batch]) -> list[Batch]:
         """The micro-batches to train, made of those that the loader gave: rollouts of prompts, for
         instance."""
         return window
 
-    def figures(self, state: "TrainState") -> dict[str, Any]:
+    def record_values(self, state: "TrainState") -> dict[str, Any]:
         """More values for the record at a log point; called on all ranks."""
         return {}
 
@@ -93,7 +93,7 @@ class Hooks:
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
-    def remarks(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
+    def record_values_after_eval(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
         """More values for a record that is complete, with the evaluation if there was one; called on all
         ranks."""
         return {}
@@ -102,7 +102,7 @@ class Hooks:
         """The run was resumed with other held-out data or another --monitor: drop what earlier evaluations
         gave."""
 
-    def verdict(self, state: "TrainState") -> str:
+    def last_line(self, state: "TrainState") -> str:
         """A line for the end of the run, or an empty text."""
         return ""
 
@@ -178,7 +178,8 @@ class TrainState:
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
-        self.unclaimed: dict[str, Any] = {}  # what the checkpoint holds of hooks that this run has not
+        # what the checkpoint holds of hooks that this run does not have
+        self.state_of_absent_hooks: dict[str, Any] = {}
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
@@ -237,7 +238,7 @@ class TrainState:
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
-        hooks = self.unclaimed | {
+        hooks = self.state_of_absent_hooks | {
             key: value for hook in self.hooks for key, value in hook.state_dict().items()
         }
         parts: dict[str, Any] = {
@@ -284,8 +285,10 @@ class TrainState:
         for hook in self.hooks:
             hook.load_state_dict(saved["hooks"])
         claimed = {key for hook in self.hooks for key in hook.state_dict()}
-        self.unclaimed = {key: value for key, value in saved["hooks"].items() if key not in claimed}
-        if callbacks := self.unclaimed.get("callbacks"):
+        self.state_of_absent_hooks = {
+            key: value for key, value in saved["hooks"].items() if key not in claimed
+        }
+        if callbacks := self.state_of_absent_hooks.get("callbacks"):
             warn(
                 f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint"
             )

@@ -163,7 +163,7 @@ class CheckpointManager(KeptStates):
         state = cast(TrainState, state or self.state)
         read_meter(state)
         state.expert_load.read(unwrap(state.model))
-        state.bad_updates.read()
+        state.bad_updates.read_and_warn()
         save_checkpoint(state)
         state.writer.wait()
 
