@@ -20,14 +20,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from trainer.devices.device import peak_memory_mb, reserved_memory_mb
+from dataset.lm_dataset import TokenDataset
+from trainer.devices.device import describe_device, peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import set_learning_rate, should_step
+from trainer.report.metrics import duration
 from trainer.report.speed import Size
 from trainer.report.trackers import drawable
-from trainer.run.first_update import describe_run, trial_pass
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
@@ -213,6 +214,63 @@ def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
     torch.manual_seed(
         int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0])
     )
+
+
+# --- before the first update
+
+
+def trial_pass(state: TrainState, batch: Batch) -> float:
+    """Seconds of a micro-batch forward and backward that changes nothing: the gradients are thrown away;
+    buffers, such as token counts, and random streams are put back. Sync point."""
+    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    begin = time.perf_counter()
+    with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []):
+        with state.autocast:
+            loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
+        (loss + aux_loss).backward()
+    loss.item()  # a device works in order: then the backward pass is done as well
+    seconds = time.perf_counter() - begin
+    state.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return seconds
+
+
+def describe_run(
+    state: TrainState,
+    loader: DataLoader,
+    fetched: list[Batch],
+    window: list[Batch],
+    own_tokens: int,
+    tokens: float,
+) -> str:
+    """The line before the first update of this process: the updates that are left, their tokens, passes over
+    the data and time, which two micro-batches tell (saves and evaluations not included), device and dtype. Of
+    rollouts, which take most of the time, it says neither tokens nor time. Called on all ranks.
+
+    own_tokens: of this rank's first micro-batch. tokens: of the first update, over all ranks.
+    """
+    left, updates = state.total_updates - state.update, f"{state.total_updates:,} updates"
+    passes = state.args.epochs * left / state.total_updates
+    parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
+    time_left: list[str] = []
+    if window[0] is fetched[0] and tokens:
+        data = loader.dataset
+        # else prompts are counted once
+        is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]
+        amount = data.num_tokens * passes if is_exact else tokens * left
+        parts[0] += f" of about {amount / left:,.0f} tokens"
+        parts.append(
+            f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all"
+        )
+        with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
+            trial_pass(state, window[0])  # it compiles, and asks for memory
+            trials = gather((own_tokens, trial_pass(state, window[0])))
+        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
+        time_left += [f"about {duration(amount / rate)}"] if rate else []
+    parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
+    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}"
 
 
 # --- the log

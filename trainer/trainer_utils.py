@@ -38,10 +38,10 @@ from trainer.report.samples import sample_hooks
 from trainer.report.warnings import Verdict
 from trainer.run import resume
 from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
+from trainer.run.errors import StopRequest
 from trainer.run.hooks import hooks_of_settings
 from trainer.run.paths import is_path, run_name, start_path
 from trainer.run.saving import is_finished  # noqa: F401
-from trainer.run.signals import StopRequest
 from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 from trainer.weights.files import (
@@ -193,7 +193,10 @@ def resolve_settings_and_check_resume(
 ) -> tuple[A, resume.Fingerprint]:
     """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the
     run. Raises UserError if the checkpoint belongs to another run."""
-    args = resume.keep_global_batch(apply_rules(args, checkpoint, train_set), checkpoint)
+    if args.learning_rate is None or args.batch_size is None:
+        args = apply_rules(args, checkpoint, train_set)
+    if checkpoint is not None:
+        args = resume.keep_global_batch(args, checkpoint)
     run = resume.run_fingerprint(
         args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)
     )
@@ -242,14 +245,15 @@ def begin_run(
     args = state.args
     if eval_set is not None:
         state.eval_loader = held_out_loader(eval_set, args)
-    state.eval_data = resume.held_out_fingerprint(state.eval_loader)
+    if state.eval_loader is not None:
+        state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
     state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
-    state.hooks[:0] = hooks_of_settings(args)
+    state.hooks[:0] = hooks_of_settings(args, state.eval_loader is not None)
     state.hooks += [*sample_hooks(state), Verdict(getattr(data, "train_dataset", data))]
     if tokenizer := state.run.get("tokenizer"):
         for folder in (args.save_dir, args.checkpoint_dir):

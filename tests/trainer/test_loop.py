@@ -13,9 +13,8 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer.data.order import epoch_loader
-from trainer.loop import train_epoch
+from trainer.loop import train_epoch, trial_pass
 from trainer.report.metrics import read_metrics
-from trainer.run.first_update import trial_pass
 
 
 def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:

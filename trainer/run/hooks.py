@@ -17,10 +17,12 @@ from trainer.run.paths import is_state, run_name, tensorboard_folder
 from trainer.run.state import Hooks, TrainState, monitored
 
 
-def hooks_of_settings(args: StageArgs) -> list[Hooks]:
-    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for. Raises UserError if
-    TensorBoard is not installed."""
-    hooks: list[Hooks] = [KeptStates(args)]
+def hooks_of_settings(args: StageArgs, has_held_out: bool) -> list[Hooks]:
+    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for; with held-out data the best
+    checkpoint is kept, too. Raises UserError if TensorBoard is not installed."""
+    hooks: list[Hooks] = []
+    if args.keep_every or has_held_out:
+        hooks.append(KeptStates(args))
     if args.patience:
         hooks.append(Patience(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
@@ -142,7 +144,8 @@ class KeptStates(Hooks):
         return {"checkpoints": {"best_update": self.best_update}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.best_update = saved["checkpoints"]["best_update"]
+        if "checkpoints" in saved:
+            self.best_update = saved["checkpoints"]["best_update"]
 
 
 def link_state(source: Path, name: Path) -> None:

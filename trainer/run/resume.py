@@ -84,8 +84,10 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
 def start_fingerprint(args: StageArgs) -> Fingerprint:
     """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
+    if args.from_weight == "none":
+        return {"from_weight_sha256": None}
     start = paths.start_path(args.save_dir, args.from_weight, args)
-    if args.from_weight == "none" or not start.exists():
+    if not start.exists():
         return {"from_weight_sha256": None}
     return weights_fingerprint("from_weight", start, args.cache_dir)
 
@@ -108,7 +110,9 @@ def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
 def check_not_overwritten(args: StageArgs) -> None:
     """Refuse a new run that would write over weights which it reads again when it is resumed, or that starts
     from a checkpoint of its own name, which it sets aside. Raises UserError with the flag and the path."""
-    start = {"from_weight": paths.start_path(args.save_dir, args.from_weight, args)}
+    start: dict[str, Path] = {}
+    if args.from_weight != "none":
+        start["from_weight"] = paths.start_path(args.save_dir, args.from_weight, args)
     read_again: dict[str, Path] = {}
     if isinstance(args, FrozenModelArgs):
         read_again |= args.frozen_weights()
@@ -144,12 +148,12 @@ def total_updates(run: Fingerprint) -> int:
     return math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
 
 
-def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
+def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     """The settings of a run resumed with another number of ranks: `accumulation_steps` such that an update
     has as many samples as before, where that is possible."""
-    wanted = ((checkpoint or {}).get("run") or {}).get("global_batch")
+    wanted = (checkpoint.get("run") or {}).get("global_batch")
     ranks, micro_batch = world_size(), args.batch_size * world_size()
-    if checkpoint is None or not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
+    if not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
         return args
     if ranks == checkpoint["world_size"] or wanted % micro_batch:
         return args  # check_resume refuses it
@@ -183,7 +187,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     that this run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The
     same weights may lie elsewhere than before. Raises UserError if the checkpoint belongs to another run, or
     the ranks do not all see the same."""
-    _check_ranks_agree(run, checkpoint)
+    if world_size() > 1:
+        _check_ranks_agree(run, checkpoint)
     if checkpoint is None or checkpoint.get("is_new_branch"):
         check_not_overwritten(args)
     if checkpoint is None:

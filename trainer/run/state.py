@@ -24,9 +24,9 @@ from trainer.report.flops import PeakRate
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, Size
 from trainer.run.checkpoint import Writer, shard_like
+from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
-from trainer.run.signals import StopRequest
 from trainer.run.skipped_updates import BadUpdates
 
 LossFn = Callable[

@@ -187,4 +187,4 @@ def test_the_count_survives_a_checkpoint():
     again = BadUpdates()
     again.load_state_dict(state.bad_updates.state_dict() | {"overflows": 2})
     assert again.in_a_row == 1
-    assert again.take() == {"skipped": [{"update": 1, "sample_ids": [100]}], "overflows": 2}
+    assert again.pop_record_fields() == {"skipped": [{"update": 1, "sample_ids": [100]}], "overflows": 2}
