@@ -1,5 +1,5 @@
-"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in the folders beside this file), and
-what every stage does alike before it trains."""
+"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in the folders beside
+this file), and what every stage does alike before it trains."""
 
 import math
 import random

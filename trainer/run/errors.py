@@ -1,5 +1,8 @@
-"""What ends a run before its time: errors of memory, of shared memory and of lost peers, which become a
-UserError of one line; and stop signals, at which the loop finishes the update under way, saves, and leaves."""
+"""What ends a run before its time.
+
+Errors of memory, of shared memory and of lost peers become a UserError of one line. At a stop signal the loop
+finishes the update under way, saves, and leaves.
+"""
 
 import multiprocessing
 import os
@@ -59,9 +62,9 @@ def translated_failures() -> Iterator[None]:
         text = str(error)
         if is_out_of_memory(error):
             raise UserError(
-                f"out of memory ({reason(error)}{_gpu_memory()}); lower --batch_size (raise --accumulation_steps by as "
-                "much: the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the "
-                "last checkpoint"
+                f"out of memory ({reason(error)}{_gpu_memory()}); lower --batch_size (raise "
+                "--accumulation_steps by as much: the update stays the same), --max_seq_len or the model's "
+                "size; --from_resume 1 goes on from the last checkpoint"
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
@@ -84,8 +87,8 @@ def was_compiling(error: BaseException) -> bool:
 
 def _compiler_error(error: Exception) -> UserError:
     return UserError(
-        f"--use_compile: the compiler cannot write its cache ({reason(error)}); make room, or name another folder in "
-        "the environment variable TORCHINDUCTOR_CACHE_DIR, or give --use_compile 0"
+        f"--use_compile: the compiler cannot write its cache ({reason(error)}); make room, or name another "
+        "folder in the environment variable TORCHINDUCTOR_CACHE_DIR, or give --use_compile 0"
     )
 
 
@@ -122,8 +125,9 @@ def check_shared_memory(num_workers: int) -> None:
 
 def _loader_message(error: Exception) -> str:
     return (
-        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
-        "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
+        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine "
+        "more shared memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last "
+        "checkpoint"
     )
 
 

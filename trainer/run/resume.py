@@ -31,7 +31,7 @@ class FrozenModelArgs(StageArgs):
 
     @property
     def reference_is_start_weights(self) -> bool:
-        """Whether the weights of --from_weight are the reference, so that the run must not write over them."""
+        """Whether the weights of --from_weight are the reference, which the run must not write over."""
         return False
 
     @property
@@ -121,13 +121,14 @@ def check_not_overwritten(args: StageArgs) -> None:
     for flag, path in (start | read_again).items():
         if _is_own_state(args, path):
             raise UserError(
-                f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a new run of "
-                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+                f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a "
+                "new run of this name sets aside; give another --save_weight, or go on with that run "
+                "(--from_resume 1)"
             )
         if flag in read_again and _is_own_weights(args, path):
             raise UserError(
-                f"--{flag} {path}: the run writes over these weights, and needs them again when it is resumed; give "
-                "another --save_weight"
+                f"--{flag} {path}: the run writes over these weights, and needs them again when it is "
+                "resumed; give another --save_weight"
             )
 
 
@@ -259,8 +260,8 @@ def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> N
                 for key in differing
             )
             raise UserError(
-                f"the ranks do not see the same data, settings or checkpoint ({'; '.join(fields)}); all machines need "
-                "the same files: a file system that they share, or copies"
+                f"the ranks do not see the same data, settings or checkpoint ({'; '.join(fields)}); all "
+                "machines need the same files: a file system that they share, or copies"
             )
 
 
@@ -338,7 +339,8 @@ def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[
     saved = checkpoint["code"]
     if changed := [name for name in sorted(saved) if name in code and saved[name] != code[name]]:
         warn(
-            f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code"
+            f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the "
+            "present code"
         )
     before = checkpoint["computing"] if checkpoint["world_size"] == world_size() else {}
     changed = [

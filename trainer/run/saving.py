@@ -268,7 +268,8 @@ def is_finished(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | 
         has_ended = has_ended and comparable(content["settings"]) == comparable(args.values())
     if gather(has_ended)[0]:
         Logger(
-            f"{path.stem} is finished, after {checkpoint['update']} updates: nothing to do; its weights: {weights}"
+            f"{path.stem} is finished, after {checkpoint['update']} updates: nothing to do; its weights: "
+            f"{weights}"
         )
         return True
     return False

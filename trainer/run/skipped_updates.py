@@ -75,9 +75,10 @@ class BadUpdates:
                 self._warn(update, samples)
             if self.in_a_row >= self.limit:
                 raise UserError(
-                    f"--max_bad_updates {self.limit}: the loss or gradient was not finite in {self.limit} updates in a "
-                    f"row, the last of them update {update}. The last checkpoint is intact, no bad update is in it; "
-                    "lower --learning_rate, look at the samples named above, or use --dtype float32"
+                    f"--max_bad_updates {self.limit}: the loss or gradient was not finite in {self.limit} "
+                    f"updates in a row, the last of them update {update}. The last checkpoint is intact, "
+                    "no bad update is in it; lower --learning_rate, look at the samples named above, or "
+                    "use --dtype float32"
                 )
 
     def _warn(self, update: int, own_samples: list[int]) -> None:

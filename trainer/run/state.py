@@ -208,7 +208,8 @@ class TrainState:
         if is_other or monitor != (self.args.monitor, self.args.mode):
             text = "the held-out data or --monitor are not those of before"
             warn(
-                f"{text}: earlier evaluations do not count, for the best weights, early stopping and the verdict"
+                f"{text}: earlier evaluations do not count, for the best weights, early stopping and the "
+                "verdict"
             )
             self.best_eval = math.inf
             for hook in self.hooks:
@@ -223,8 +224,8 @@ class TrainState:
         ]
         jump = "" if None in rates else f"; the learning rate jumps from {rates[0]:.2e} to {rates[1]:.2e}"
         Logger(
-            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule spans all of "
-            f"them, so the result is not that of a run of so many from the start{jump}"
+            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule "
+            f"spans all of them, so the result is not that of a run of so many from the start{jump}"
         )
 
     def is_best(self, metrics: dict[str, Any]) -> bool:
@@ -268,8 +269,8 @@ class TrainState:
         it is of another kind of model, such as that of another stage."""
         if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
             raise UserError(
-                f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "
-                "give another --save_weight, or --from_resume 0"
+                f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
+                "them only); give another --save_weight, or --from_resume 0"
             )
         warn_of_changes(checkpoint, self.code, self.computing())
         saved = shard_like(unwrap(self.model), checkpoint)
@@ -290,7 +291,8 @@ class TrainState:
         }
         if callbacks := self.state_of_absent_hooks.get("callbacks"):
             warn(
-                f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint"
+                f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the "
+                "checkpoint"
             )
         new_run_id = self.run_id
         for key in SAVED:
@@ -310,7 +312,8 @@ class TrainState:
         if self.is_new_branch:
             Logger(f"a new branch of the run {saved['run_name']} begins, with the state in {self.state_file}")
         Logger(
-            f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
+            f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of "
+            f"{self.total_updates}"
         )
         if saved["run"]["epochs"] != self.run["epochs"]:
             self.report_more_epochs(saved["run"])

@@ -170,8 +170,8 @@ def read_description(path: Path) -> Description | None:
     with suppress(OSError, ValueError, TypeError):
         if "model" in json.loads(beside.read_text(encoding="utf-8")):
             raise UserError(
-                f"{beside} describes other weights than {path}, which come from elsewhere or were written anew by "
-                "another program; delete it, then the shape is taken from the tensors"
+                f"{beside} describes other weights than {path}, which come from elsewhere or were written "
+                "anew by another program; delete it, then the shape is taken from the tensors"
             )
     return None
 
@@ -253,8 +253,8 @@ def missing_weights(path: Path) -> UserError:
     there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
     listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
     return UserError(
-        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight) or "
-        "its shape (--hidden_size)"
+        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, "
+        "--weight) or its shape (--hidden_size)"
     )
 
 
