@@ -19,14 +19,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from trainer.devices.device import peak_memory_mb, reserved_memory_mb
+from dataset.lm_dataset import TokenDataset
+from trainer.devices.device import describe_device, peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import set_learning_rate, should_step
+from trainer.report.metrics import duration
 from trainer.report.speed import Size
 from trainer.report.trackers import drawable
-from trainer.run.first_update import describe_run, trial_pass
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
@@ -60,7 +61,7 @@ def train_epoch(
         return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    # DDP orders its buckets anew after its first backward pass: let that be of nothing
+    # DDP rebuilds its buckets after the first backward pass: run it on an empty batch now
     if is_replicated(state.model):
         trial_pass(state, prepared(state, [cast(Any, loader).collate_fn([])])[0])
     state.iters = iters
@@ -92,7 +93,7 @@ def train_epoch(
         evaluate_due &= not is_near_end
         state.save_due = save_is_due(state, before, evaluate_due)
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
-        state.bad_updates.note(state.update, window, read=log_due or state.device.type == "cpu")
+        state.bad_updates.remember(state.update, window, read=log_due or state.device.type == "cpu")
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)
         # keep the last good checkpoint while updates are skipped
@@ -147,7 +148,8 @@ def train_update(
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
-    skip = state.bad_updates.judge(losses[:2], grad_norm, scaler)  # on the device, alike on all ranks
+    # alike on all ranks
+    skip = state.bad_updates.check_on_device(losses[:2], grad_norm, scaler)
     if not is_empty and should_step(optimizer, skip):  # fused optimizers read `skip` on the device
         optimizer.step()
     scaler.update()
@@ -213,6 +215,63 @@ def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
     )
 
 
+# --- before the first update
+
+
+def trial_pass(state: TrainState, batch: Batch) -> float:
+    """Seconds of a micro-batch forward and backward that changes nothing: the gradients are thrown away;
+    buffers, such as token counts, and random streams are put back. Sync point."""
+    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    begin = time.perf_counter()
+    with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []):
+        with state.autocast:
+            loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
+        (loss + aux_loss).backward()
+    loss.item()  # a device works in order: then the backward pass is done as well
+    seconds = time.perf_counter() - begin
+    state.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return seconds
+
+
+def describe_run(
+    state: TrainState,
+    loader: DataLoader,
+    fetched: list[Batch],
+    window: list[Batch],
+    own_tokens: int,
+    tokens: float,
+) -> str:
+    """The line before the first update of this process: the updates that are left, their tokens, passes over
+    the data and time, which two micro-batches tell (saves and evaluations not included), device and dtype. Of
+    rollouts, which take most of the time, it says neither tokens nor time. Called on all ranks.
+
+    own_tokens: of this rank's first micro-batch. tokens: of the first update, over all ranks.
+    """
+    left, updates = state.total_updates - state.update, f"{state.total_updates:,} updates"
+    passes = state.args.epochs * left / state.total_updates
+    parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
+    time_left: list[str] = []
+    if window[0] is fetched[0] and tokens:
+        data = loader.dataset
+        # else prompts are counted once
+        is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]
+        amount = data.num_tokens * passes if is_exact else tokens * left
+        parts[0] += f" of about {amount / left:,.0f} tokens"
+        parts.append(
+            f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all"
+        )
+        with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
+            trial_pass(state, window[0])  # it compiles, and asks for memory
+            trials = gather((own_tokens, trial_pass(state, window[0])))
+        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
+        time_left += [f"about {duration(amount / rate)}"] if rate else []
+    parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
+    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}"
+
+
 # --- the log
 # ---------------------------------------------------------------------------------------------------------
 
@@ -238,8 +297,8 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     for hook in state.hooks:
-        record |= hook.figures(state)
-    record |= state.bad_updates.take()
+        record |= hook.record_values(state)
+    record |= state.bad_updates.pop_record_fields()
     return record | ({"evaluating": True} if evaluate_due else {})
 
 
@@ -298,7 +357,7 @@ def report(state: TrainState) -> dict[str, Any]:
         for hook in state.hooks:
             hook.validation_end(state, held_out, is_best)
     for hook in state.hooks:
-        record |= hook.remarks(state, record)
+        record |= hook.record_values_after_eval(state, record)
     iters = record.pop("iters")
     if is_main_process():
         state.writer.check()

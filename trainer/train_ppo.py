@@ -98,8 +98,8 @@ def extend_run(state, tokenizer, train_set, eval_set):
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings; the console, device, precision, signals and files of this run.
-    args = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop = utils.take_over(args)
+    args, start = utils.read_settings(Args, __doc__)
+    device, autocast, scaler, stop = utils.set_up_process(args)
 
     # 2. Prompts.
     tokenizer = utils.load_tokenizer(args.tokenizer_path)
@@ -110,10 +110,10 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = utils.start_model_config(tokenizer, args)
+    lm_config = utils.build_model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.identify_run(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
     if utils.is_finished(args, run, checkpoint):
         return
 
@@ -121,7 +121,7 @@ def main() -> None:
     wandb = start_tracker(args, run, checkpoint)
 
     # 6. Policy and critic as one model, wrapped in DDP, and one optimizer with two rates.
-    weight = utils.start_weights(args, run, checkpoint)
+    weight = utils.weights_to_load(args, run, checkpoint)
     policy, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = ppo.ActorCritic(policy)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)

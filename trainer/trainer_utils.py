@@ -1,5 +1,5 @@
-"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in the folders beside this file), and
-what every stage does alike before it trains."""
+"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in the folders beside
+this file), and what every stage does alike before it trains."""
 
 import math
 import random
@@ -38,10 +38,10 @@ from trainer.report.speed import peak_rate
 from trainer.report.warnings import Verdict
 from trainer.run import resume
 from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
+from trainer.run.errors import StopRequest
 from trainer.run.hooks import hooks_of_settings
 from trainer.run.paths import is_path, run_name, start_path
 from trainer.run.saving import is_finished  # noqa: F401
-from trainer.run.signals import StopRequest
 from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 from trainer.weights.files import (
@@ -82,13 +82,30 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
     return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
 
 
-def start_shape(args: A) -> A:
-    """The settings with the shape and the tokenizer of the model in --from_weight. Raises UserError if there
-    is no such model, or another shape was asked for."""
-    config = start_config(args)
-    if config is None:
-        return args
+def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
+    """The settings with the shape and the tokenizer of the model in --from_weight, and its config; None if
+    the run starts from random weights, or its checkpoint replaces weights that are gone.
+
+    Order of precedence, the first that there is:
+        config of the weights: in their file, else what the tensors and the name of the file show.
+        shape: the config of the weights; flags, --config, defaults. A flag that contradicts is refused.
+        tokenizer: --tokenizer_path; that of the weights; that of this repository.
+        dropout: the settings alone.
+
+    Raises UserError if there are no such weights, or another shape was asked for.
+    """
+    if args.from_weight == "none":
+        return args, None
     path = start_path(args.save_dir, args.from_weight, args)
+    if not path.exists():
+        if is_path(args.from_weight):
+            raise UserError(f"--from_weight {path}: no such file or folder")
+        if not args.from_resume and not args.resume_from:
+            raise missing_weights(path)
+        return args, None
+    config = described_config(path)
+    if config is None:
+        config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
         if getattr(args, name) != value and is_given(args, name):
@@ -97,7 +114,7 @@ def start_shape(args: A) -> A:
             )
     if not is_given(args, "tokenizer_path"):
         args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
-    return replace(args, **shape)
+    return replace(args, **shape), config
 
 
 def is_given(args: StageArgs, name: str) -> bool:
@@ -105,34 +122,15 @@ def is_given(args: StageArgs, name: str) -> bool:
     return name in args.given or getattr(args, name) != getattr(type(args), name)
 
 
-def start_config(args: StageArgs) -> "MiniMindConfig | None":
-    """The config of the weights that a stage starts from: the one that they come with, or of a file from
-    elsewhere what its tensors show; None if there are none. Raises UserError if there are no such weights,
-    and no checkpoint to resume from replaces them."""
-    if args.from_weight == "none":
-        return None
-    path = start_path(args.save_dir, args.from_weight, args)
-    if not path.exists():
-        if is_path(args.from_weight):
-            raise UserError(f"--from_weight {path}: no such file or folder")
-        if not (args.from_resume or args.resume_from):
-            raise missing_weights(path)
-        return None
-    config = described_config(path)
-    if config is not None:
-        return config
-    return read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
-
-
-def start_model_config(tokenizer: "PreTrainedTokenizerBase", args: StageArgs) -> "MiniMindConfig":
-    """The config of the model of a stage: that of the weights in --from_weight, with the dropout of the
-    settings, or what the settings say. Raises UserError if the weights were trained with another
-    tokenizer."""
-    config = start_config(args)
-    if config is None:
+def build_model_config(
+    tokenizer: "PreTrainedTokenizerBase", args: StageArgs, start: "MiniMindConfig | None"
+) -> "MiniMindConfig":
+    """The config of the model of a stage. start: that of its start weights, from `read_start_weights`. Raises
+    UserError if they were trained with another tokenizer."""
+    if start is None:
         return model_config(tokenizer, args)
-    check_tokenizer(tokenizer, args.tokenizer_path, config)
-    return model_config(tokenizer, args, **config.own_fields())
+    check_tokenizer(tokenizer, args.tokenizer_path, start)
+    return model_config(tokenizer, args, **start.own_fields())
 
 
 def init_model(
@@ -164,14 +162,17 @@ def init_model(
 # -------------------------------------------------------------------------------------
 
 
-def read_settings(args_class: type[A], description: str | None) -> A:
-    """The settings of a stage, from its class, --config and command line."""
+def read_settings(args_class: type[A], description: str | None) -> "tuple[A, MiniMindConfig | None]":
+    """The settings of a stage, from its class, --config and command line, and the config of its start
+    weights, see `read_start_weights`."""
     args = parse_args(args_class, description)
     check_data_paths(args)
-    return start_shape(replace(args, from_resume=args.from_resume or args.resume_from is not None))
+    if args.resume_from is not None:
+        args = replace(args, from_resume=True)
+    return read_start_weights(args)
 
 
-def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler, StopRequest]:
+def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler, StopRequest]:
     """Make this process one of the run: its console, kernels, device and precision; signals are handled, and
     no other run may write its files.
 
@@ -187,19 +188,22 @@ def take_over(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler,
     return *place, stop
 
 
-def identify_run(
+def resolve_settings_and_check_resume(
     args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
 ) -> tuple[A, resume.Fingerprint]:
     """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the
     run. Raises UserError if the checkpoint belongs to another run."""
-    args = resume.keep_global_batch(apply_rules(args, checkpoint, train_set), checkpoint)
+    if args.learning_rate is None or args.batch_size is None:
+        args = apply_rules(args, checkpoint, train_set)
+    if checkpoint is not None:
+        args = resume.keep_global_batch(args, checkpoint)
     run = resume.run_fingerprint(
         args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)
     )
     return args, resume.check_resume(args, run, checkpoint)
 
 
-def start_weights(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str, Any] | None) -> str:
+def weights_to_load(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str, Any] | None) -> str:
     """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint
     replaces them. Raises UserError if the checkpoint does not replace them, and they are no longer those that
     the run began with."""
@@ -241,14 +245,15 @@ def begin_run(
     args = state.args
     if eval_set is not None:
         state.eval_loader = held_out_loader(eval_set, args)
-    state.eval_data = resume.held_out_fingerprint(state.eval_loader)
+    if state.eval_loader is not None:
+        state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
     state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
-    state.hooks[:0] = hooks_of_settings(args)
+    state.hooks[:0] = hooks_of_settings(args, state.eval_loader is not None)
     if token_counters(unwrap(state.model)):
         state.hooks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none":

@@ -29,9 +29,8 @@ from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFT, Pretrain
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
-from trainer.run.errors import training_errors, translated_failures
+from trainer.run.errors import StopRequest, training_errors, translated_failures
 from trainer.run.paths import run_name
-from trainer.run.signals import StopRequest
 
 C = TypeVar("C")
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {

@@ -155,7 +155,7 @@ def update(
         state = state_of(use_moe, dtype, **settings)
         with recorder:
             train_update(state, window, 100.0, 110.0)
-            state.bad_updates.note(1, window, read=False)
+            state.bad_updates.remember(1, window, read=False)
             state.update = 2
             Verdict(None).after_step(state)
     return {"waits": recorder.waits, "operators": sorted(recorder.operators)}

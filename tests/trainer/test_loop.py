@@ -13,9 +13,8 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer.data.order import epoch_loader
-from trainer.loop import train_epoch
+from trainer.loop import train_epoch, trial_pass
 from trainer.report.metrics import read_metrics
-from trainer.run.first_update import trial_pass
 
 
 def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
@@ -164,7 +163,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
         targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
         means, norm = train_update(state, window, targets, tokens)
         losses.append(means[0].item())
-        state.bad_updates.note(1, window)
+        state.bad_updates.remember(1, window)
     record = make_record(state, means, norm, False)
     assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
     assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5

@@ -19,7 +19,13 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
-from trainer.trainer_utils import init_model, load_tokenizer, read_settings, start_model_config, start_shape
+from trainer.trainer_utils import (
+    build_model_config,
+    init_model,
+    load_tokenizer,
+    read_settings,
+    read_start_weights,
+)
 from trainer.weights.files import save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
 
@@ -38,10 +44,10 @@ def folder(tmp_path):
 
 
 def test_shape_and_tensors_are_those_of_the_model(folder):
-    args = start_shape(train_full_sft.Args(from_weight=str(folder), dropout=0.2))
+    args, start = read_start_weights(train_full_sft.Args(from_weight=str(folder), dropout=0.2))
     assert (args.hidden_size, args.num_hidden_layers, args.use_moe) == (48, 1, False)
     assert args.tokenizer_path == str(folder)
-    config = start_model_config(load_tokenizer(args.tokenizer_path), args)
+    config = build_model_config(load_tokenizer(args.tokenizer_path), args, start)
     assert (config.num_attention_heads, config.intermediate_size, config.vocab_size) == (2, 80, 6464)
     assert config.dropout == 0.2 and not config.tie_word_embeddings
     model, _ = init_model(config, args.from_weight, args.tokenizer_path)
@@ -143,17 +149,17 @@ def test_what_cannot_be_is_one_line(folder, tmp_path):
     with pytest.raises(
         UserError, match=r"--hidden_size 64: --from_weight .*mine is of 48; leave the flag out"
     ):
-        start_shape(train_full_sft.Args(from_weight=str(folder), hidden_size=64))
+        read_start_weights(train_full_sft.Args(from_weight=str(folder), hidden_size=64))
     with pytest.raises(UserError, match="no such file or folder"):
-        start_shape(train_full_sft.Args(from_weight="nowhere/model.pth"))
+        read_start_weights(train_full_sft.Args(from_weight="nowhere/model.pth"))
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    with_epsilon = start_shape(train_full_sft.Args(from_weight=str(folder)))
+    with_epsilon, start = read_start_weights(train_full_sft.Args(from_weight=str(folder)))
     tokenizer = load_tokenizer(with_epsilon.tokenizer_path)
-    assert start_model_config(tokenizer, with_epsilon).rms_norm_eps == 1e-5
+    assert build_model_config(tokenizer, with_epsilon, start).rms_norm_eps == 1e-5
     args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"pretrain_512\.pth do not exist"):  # before the data are tokenised
-        start_shape(args)
+        read_start_weights(args)
 
 
 def test_the_shape_of_weights_from_elsewhere_is_that_of_their_tensors(tmp_path):
@@ -162,10 +168,10 @@ def test_the_shape_of_weights_from_elsewhere_is_that_of_their_tensors(tmp_path):
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=512, num_hidden_layers=3))
     torch.save(model.state_dict(), tmp_path / "pretrain_512.pth")
     args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
-    assert start_shape(args).num_hidden_layers == 3
+    assert read_start_weights(args)[0].num_hidden_layers == 3
     (tmp_path / "pretrain_512.json").write_text('{"model": {}}')
     with pytest.raises(UserError, match=r"pretrain_512\.json describes other weights"):
-        start_shape(args)
+        read_start_weights(args)
 
 
 def test_a_flag_with_the_value_of_its_default_counts(tmp_path, monkeypatch):
@@ -175,7 +181,7 @@ def test_a_flag_with_the_value_of_its_default_counts(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
     line = ["--from_weight", str(path), "--data_path", str(data)]
     monkeypatch.setattr(sys, "argv", ["train_full_sft.py", *line])
-    args = read_settings(train_full_sft.Args, "")
+    args, _ = read_settings(train_full_sft.Args, "")
     assert (args.hidden_size, args.num_hidden_layers) == (64, 2)
     for flag in (["--hidden_size", "512"], ["--num_hidden_layers", "8"]):
         monkeypatch.setattr(sys, "argv", ["train_full_sft.py", *line, *flag])

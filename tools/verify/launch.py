@@ -16,7 +16,7 @@ import psutil
 from common.arguments import parse_args as parse_stage_args
 from trainer.objectives.lora import WEIGHTS as ADAPTER
 from trainer.report.metrics import complete_lines, log_record
-from trainer.run.checkpoint import UNREADABLE, places, read_state
+from trainer.run.checkpoint import UNREADABLE, previous_path, read_state
 from trainer.run.paths import metrics_path, resume_path, run_name, weight_path
 
 # A small run with many epochs, incomplete accumulation windows, saves and evaluations, and with dropout.
@@ -70,7 +70,7 @@ class Run:
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
-        for path in places(self.checkpoint):
+        for path in (self.checkpoint, previous_path(self.checkpoint)):
             with suppress(*UNREADABLE):
                 return read_state(path)["update"]
         return None

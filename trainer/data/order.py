@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dataset.lm_dataset import collate_flat
 from trainer.devices.process_group import this_rank, world_size
-from trainer.run.errors import check_shared_memory, loader_error
-from trainer.run.signals import ignore_stop_signals
+from trainer.run.errors import check_shared_memory, ignore_stop_signals, loader_error
 
 
 class ProcessLoader(DataLoader):

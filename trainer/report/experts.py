@@ -37,7 +37,7 @@ class ExpertLoad(Hooks):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.kept = saved.get("expert_load", [])
 
-    def figures(self, state: TrainState) -> dict[str, Any]:
+    def record_values(self, state: TrainState) -> dict[str, Any]:
         """The fields of a log record, and a new start."""
         self.read()
         kept, self.kept = self.kept, []

@@ -112,7 +112,7 @@ class Samples(Hooks):
         if is_main_process():
             self.answers = self.write_answers(state)
 
-    def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
+    def record_values_after_eval(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
         """After an evaluation the samples, on rank 0, behind those of the rollouts if there are any; and on
         all ranks how many of the answers' trigrams are distinct."""
         if "eval_loss" not in record:

@@ -187,7 +187,7 @@ class Verdict(Hooks):
                     "teacher", "the teacher predicts just what the student does: are they the same weights?"
                 )
 
-    def remarks(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
+    def record_values_after_eval(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
         """The warnings since the last record, and of this one."""
         history, losses = self.history, self.history.losses
         self.look_at_losses(state)
@@ -298,7 +298,7 @@ class Verdict(Hooks):
             text += "a sign of overfitting"
         return text
 
-    def verdict(self, state: TrainState) -> str:
+    def last_line(self, state: TrainState) -> str:
         """One line for the end of the run; empty if no update had a loss."""
         self.look_at_losses(state)
         history, losses, rewards = self.history, self.history.losses, self.history.rewards

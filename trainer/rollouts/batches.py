@@ -105,7 +105,7 @@ class Rollouts(Hooks):
         state.reward = sums["reward"] / sums["completions"] if sums["completions"] else None
         self.this_rollout.clear()
 
-    def figures(self, state: TrainState) -> dict[str, Any]:
+    def record_values(self, state: TrainState) -> dict[str, Any]:
         """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last
         rollout."""
         means = self._means({name: self.since_last_record[name] for name in self.sum_names})

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import struct
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
-from common.files import atomic_write, remove
+from common.files import atomic_write
 from common.settings import ROOT
 from trainer.devices.process_group import Logger, is_main_process, world_size
 from trainer.devices.wrapping import host_copy, is_sharded, unwrap
@@ -42,7 +41,7 @@ UNREADABLE: tuple[type[Exception], ...] = (
 
 DIGEST_MARK, DIGEST_SIZE = b"sha256:", 64  # the comment of a zip file: the mark and 64 hexadecimal digits
 COMMENT_LENGTH = struct.Struct("<H")  # the last field of a zip file before its comment
-FORMAT = "state_format"  # key in a resume state, from version 2 on: its file has a digest
+FORMAT = "state_format"  # key of the states that are written here: their files have a digest
 
 
 # --- files that are checked
@@ -84,12 +83,12 @@ def comment_of(path: Path) -> bytes:
 
 def read_file(path: Path) -> Any:
     """The content of a file of `torch.save`, checked against its digest; no code in it is executed. Its
-    tensors are
-    mapped: the ranks of a machine share the pages, and a tensor that is changed gets pages of its own.
+    tensors are mapped: the ranks of a machine share the pages, and a tensor that is changed gets pages of its
+    own.
 
-    A file of another program, or of an early version of this one, has no digest: of such a file each record
-    is checked against its checksum. Raises one of UNREADABLE if the file is damaged, of another kind, or
-    holds code, UserError if it is whole, but there is not enough memory for it."""
+    A file of another program has no digest: each of its records is checked against its checksum. Raises one
+    of UNREADABLE if the file is damaged, of another kind, or holds code, UserError if it is whole, but there
+    is not enough memory for it."""
     with open(path, "rb") as file:
         length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
         file.seek(length)
@@ -148,8 +147,7 @@ class Writer:
     disk.
 
     What a job writes must not change any more. After a failure nothing further is written, and each call of a
-    method
-    raises it: the files on the disk stay those of the last complete save.
+    method raises it: the files on the disk stay those of the last complete save.
     """
 
     def __init__(self):
@@ -179,8 +177,8 @@ class Writer:
 
 def snapshot(value: Any, keep: bool = True, copies: dict[int, Tensor | None] | None = None) -> Any:
     """A copy on the host of nested dicts, lists and tensors; a tensor that occurs twice (tied weights) is
-    copied once. A sharded one becomes whole, which takes all ranks; one that does not `keep` them drops each
-    at once."""
+    copied once. A sharded one becomes whole, which takes all ranks; ranks with keep=False take part and get
+    None."""
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
         if id(value) not in copies:
@@ -196,11 +194,9 @@ def snapshot(value: Any, keep: bool = True, copies: dict[int, Tensor | None] | N
 # --- the places of a state
 
 
-def places(path: Path) -> tuple[Path, ...]:
-    """All places of a resume state: the newest, at `path`, then the previous one; each a file, or the folder
-    of an early sharded run."""
-    previous = path.with_name(f"{path.stem}_previous.pth")
-    return path, path.with_suffix(""), previous, previous.with_suffix("")
+def previous_path(path: Path) -> Path:
+    """The file of the state before the newest, which is at `path`."""
+    return path.with_name(f"{path.stem}_previous.pth")
 
 
 # states that this process found to be unreadable: they never become the previous one
@@ -208,17 +204,11 @@ _damaged: set[Path] = set()
 
 
 def rotate(path: Path) -> None:
-    """Make the state at `path`, in whichever form, the previous one, and delete what was that before."""
-    file, folder, *spares = places(path)
-    for current, spare in zip((file, folder), spares, strict=True):
-        if current.absolute() in _damaged:
-            _damaged.remove(current.absolute())
-            if current.is_dir():  # a file is replaced in one step, but not a folder
-                remove(current)
-        elif current.exists():
-            for old in spares:
-                remove(old)
-            os.replace(current, spare)
+    """Make the state at `path` the previous one, in place of what was that before."""
+    if path.absolute() in _damaged:
+        _damaged.remove(path.absolute())
+    elif path.exists():
+        os.replace(path, previous_path(path))
 
 
 # --- saving and loading
@@ -250,11 +240,11 @@ def lm_checkpoint(
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return _load_newest(path) if resume_from is None else _load_branch(path, Path(resume_from))
-    if not (is_sharded(model) or is_main_process()):
+        return load(path, resume_from)
+    if not is_sharded(model) and not is_main_process():
         return None
     state = {
-        FORMAT: 2,
+        FORMAT: 1,
         "model": unwrap(model).state_dict(keep_vars=True),  # tied weights stay recognisable
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "epoch": epoch,
@@ -262,31 +252,46 @@ def lm_checkpoint(
         "world_size": world_size(),
         "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
     }
-    state |= {
-        key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in kwargs.items()
-    }
-    copy = snapshot(state, keep=is_main_process())
-    if not is_main_process():
-        return None
-
+    for key, value in kwargs.items():
+        state[key] = value.state_dict() if hasattr(value, "state_dict") else value
     comment = b""
     if hasattr(lm_config, "own_fields"):  # a MiniMindConfig, not the settings of a user's own task
         comment = model_comment(lm_config.own_fields(), kwargs.get("run", {}).get("tokenizer"))
+    save(path, state, comment, writer)
+    return None
+
+
+def save(path: Path, state: dict[str, Any], comment: bytes = b"", writer: Writer | None = None) -> None:
+    """Copy a state and write the copy on rank 0, with a `writer` in the background. All ranks call it if its
+    tensors are sharded."""
+    copy = snapshot(state, keep=is_main_process())
+    if not is_main_process():
+        return
 
     def write() -> None:
         atomic_write(path, lambda file: write_file(copy, file, comment), rotate=rotate)
 
-    writer.submit(write) if writer is not None else write()
-    return None
+    if writer is None:
+        write()
+    else:
+        writer.submit(write)
+
+
+def load(path: Path, resume_from: str | None = None) -> dict[str, Any] | None:
+    """The newest readable state of a run whose states lie at `path`, None if there is none; or that of a
+    branch which begins with the state `resume_from`."""
+    if resume_from is None:
+        return _load_newest(path)
+    return _load_branch(path, Path(resume_from))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A resume state in either form.
+    """The resume state in a file.
 
     Raises:
         one of UNREADABLE: it is missing, damaged or something else.
     """
-    state = read_state_folder(path) if path.is_dir() else read_file(path)
+    state = read_file(path)
     if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
         raise ValueError("it is not a state to resume from")
     return state
@@ -307,7 +312,9 @@ def load_state(path: Path) -> dict[str, Any]:
 def _load_newest(newest: Path) -> dict[str, Any] | None:
     """The first readable state, newest first."""
     damaged = []
-    for path in filter(Path.exists, places(newest)):
+    for path in (newest, previous_path(newest)):
+        if not path.exists():
+            continue
         try:
             state = read_state(path)
         except UNREADABLE as error:
@@ -324,8 +331,7 @@ def _load_newest(newest: Path) -> dict[str, Any] | None:
 
 def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
     """The state `start` as the beginning of a branch, or the newest state of this run if that is `start`
-    itself, or
-    continues it, in a branch or as the same run: then the run was only interrupted."""
+    itself, or continues it, in a branch or as the same run: then the run was only interrupted."""
     digest = stored_digest(start)
     if digest is not None and digest == stored_digest(newest):
         state = load_state(start)
@@ -393,58 +399,3 @@ def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
         return value
 
     return saved | {part: shard(saved[part], (part,)) for part in PARTS}
-
-
-# --- folders: sharded runs of early versions saved their state so, with torch.distributed.checkpoint
-
-REST = "state.pth"  # everything but the tensors, with a name in place of each
-DIGESTS = "digests"  # key for the SHA-256 of each other file of the folder
-SAFE = {  # module -> what of it may be in a folder's list of tensors
-    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool",
-    "torch.serialization": "_get_layout",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta ChunkStorageMetadata "
-    "TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
-    "pathlib": "Path PosixPath WindowsPath PurePosixPath PureWindowsPath",
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in SAFE.get(module, "").split():
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
-        return super().find_class(module, name)
-
-
-def read_state_folder(folder: Path) -> dict[str, Any]:
-    """The state in a folder, with whole tensors; every byte is checked.
-
-    Raises:
-        one of UNREADABLE: something is damaged or missing.
-    """
-    import torch.distributed.checkpoint as dcp  # as in other functions: it takes a second to load
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's own unpickles anything
-            return metadata
-
-    rest = read_file(folder / REST)
-    for name, digest in rest.pop(DIGESTS).items():
-        if file_digest(folder / name) != digest:
-            raise ValueError(f"the digest of {name} is wrong")
-    with open(folder / ".metadata", "rb") as file:
-        metadata = _Unpickler(file).load()
-    stored = metadata.state_dict_metadata
-    tensors = {name: torch.zeros(each.size, dtype=each.properties.dtype) for name, each in stored.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that each rank reads for itself
-        dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
-
-    def put(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: put(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(put(item) for item in value)
-        return tensors.get(value, value) if isinstance(value, str) else value
-
-    return rest | {part: put(rest[part]) for part in PARTS}

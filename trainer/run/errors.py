@@ -1,7 +1,13 @@
-"""Translates errors of memory, of shared memory and of lost peers into a UserError of one line."""
+"""What ends a run before its time.
+
+Errors of memory, of shared memory and of lost peers become a UserError of one line. At a stop signal the loop
+finishes the update under way, saves, and leaves.
+"""
 
 import multiprocessing
 import os
+import signal
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +15,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.command_line import one_line_errors
-from common.console import outlast_console
-from common.errors import LostRank, UserError, WriteError, reason
+from common.command_line import STOP_SIGNALS, handled_signals, one_line_errors
+from common.console import outlast_console, write_now
+from common.errors import Interrupted, LostRank, UserError, WriteError, reason
+from common.launcher import launch
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import LOST, leave_process_group, lost_rank_message
 
@@ -55,9 +62,9 @@ def translated_failures() -> Iterator[None]:
         text = str(error)
         if is_out_of_memory(error):
             raise UserError(
-                f"out of memory ({reason(error)}{_gpu_memory()}); lower --batch_size (raise --accumulation_steps by as "
-                "much: the update stays the same), --max_seq_len or the model's size; --from_resume 1 goes on from the "
-                "last checkpoint"
+                f"out of memory ({reason(error)}{_gpu_memory()}); lower --batch_size (raise "
+                "--accumulation_steps by as much: the update stays the same), --max_seq_len or the model's "
+                "size; --from_resume 1 goes on from the last checkpoint"
             ) from error
         if dist.is_initialized() and any(phrase in text for phrase in LOST):
             raise LostRank(lost_rank_message(error)) from error
@@ -80,8 +87,8 @@ def was_compiling(error: BaseException) -> bool:
 
 def _compiler_error(error: Exception) -> UserError:
     return UserError(
-        f"--use_compile: the compiler cannot write its cache ({reason(error)}); make room, or name another folder in "
-        "the environment variable TORCHINDUCTOR_CACHE_DIR, or give --use_compile 0"
+        f"--use_compile: the compiler cannot write its cache ({reason(error)}); make room, or name another "
+        "folder in the environment variable TORCHINDUCTOR_CACHE_DIR, or give --use_compile 0"
     )
 
 
@@ -112,3 +119,64 @@ def loader_error(error: Exception) -> UserError:
         f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
         "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
     )
+
+
+# --- stop signals
+
+
+class StopRequest:
+    """SIGINT, SIGTERM and SIGHUP as a request that the loop grants at the end of an update.
+
+    Before and after training (`defer` is False: nothing to save) a first signal ends the run at once. A
+    second Ctrl-C always does. As a context manager it restores the previous handlers at the end.
+    """
+
+    def __init__(self):
+        self.signal = 0  # the number of the signal that came; 0: none
+        self.defer = False
+        self._since = 0.0
+
+    def install(self) -> "StopRequest":
+        """Handle the stop signals from here on."""
+        self._owner = os.getpid()
+        self._before = {number: signal.signal(number, self._receive) for number in handled_signals()}
+        return self
+
+    __enter__ = install
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame) -> None:
+        if os.getpid() != self._owner:
+            return  # a data loader process; its parent ends it
+        now = time.monotonic()
+        # torchrun and the terminal may both deliver the same Ctrl-C: only a later one is a second one
+        insists = number == signal.SIGINT and self.signal and now - self._since > 2
+        name = signal.Signals(number).name
+        # later signals repeat the request, also while the last files are written: when torchrun is killed,
+        # Linux sends one for each of its threads that ends
+        if insists or not (self.defer or self.signal):
+            raise Interrupted(
+                number, f"by {name}; --from_resume 1 goes on from the last checkpoint, if there is one"
+            )
+        if not self.signal:
+            self.signal, self._since = number, now
+            if launch().local_rank == 0:
+                write_now(f"{name}: finishing this update, then saving")
+
+
+def ignore_stop_signals(_: int = 0) -> None:
+    """Worker initialiser of a data loader: signals are for its parent, which then ends it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_loader_processes() -> None:
+    """Kill the data loader processes that are left when training stops early; they ignore the stop
+    signals."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+            child.join()

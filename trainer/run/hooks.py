@@ -17,10 +17,12 @@ from trainer.run.paths import is_state, run_name, tensorboard_folder
 from trainer.run.state import Hooks, TrainState, monitored
 
 
-def hooks_of_settings(args: StageArgs) -> list[Hooks]:
-    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for. Raises UserError if
-    TensorBoard is not installed."""
-    hooks: list[Hooks] = [KeptStates(args)]
+def hooks_of_settings(args: StageArgs, has_held_out: bool) -> list[Hooks]:
+    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for; with held-out data the best
+    checkpoint is kept, too. Raises UserError if TensorBoard is not installed."""
+    hooks: list[Hooks] = []
+    if args.keep_every or has_held_out:
+        hooks.append(KeptStates(args))
     if args.patience:
         hooks.append(Patience(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
@@ -76,7 +78,7 @@ class Patience(Hooks):
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what `counts` gave; another metric is counted anew."""
-        before = (saved.get("monitor", self.monitor), saved.get("mode", self.mode))
+        before = (saved["monitor"], saved["mode"])
         if before == (self.monitor, self.mode):
             self.best, self.waited = saved["best"], saved["waited"]
         else:
@@ -132,7 +134,7 @@ class KeptStates(Hooks):
         best. Later ones, of a run that went back to an older state, stay until it comes to them."""
         paths = self.folder.glob(f"{glob.escape(self.run)}_update_*")
         states = (path for path in paths if is_state(self.run, path.name))
-        numbered = {int(path.name.removesuffix(".pth").rpartition("_")[2]): path for path in states}
+        numbered = {int(path.stem.rpartition("_")[2]): path for path in states}
         past = sorted(update for update in numbered if update <= now)
         for update in past[: -max(1, self.keep_last)]:
             if update != self.best_update:
@@ -142,21 +144,19 @@ class KeptStates(Hooks):
         return {"checkpoints": {"best_update": self.best_update}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.best_update = saved.get("checkpoints", {}).get("best_update")
+        if "checkpoints" in saved:
+            self.best_update = saved["checkpoints"]["best_update"]
 
 
 def link_state(source: Path, name: Path) -> None:
     """Hard-link a checkpoint under another name, atomically; copy where links fail. Raises UserError if the
     disk is full ..."""
-    if not source.is_file():  # in a folder of an early version
-        return
     temp = name.with_name(f".{name.name}.tmp")
     try:
         remove(temp)
         link(source, temp)
         os.replace(temp, name)
         remove(temp)  # it is still there if both were links to the same file
-        remove(name.with_suffix(""))  # the folder of an early version
         sync_folder(name.parent)
     except OSError as error:
         raise write_error(name, error) from error

@@ -67,11 +67,9 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
 
 
 def is_state(run: str, name: str) -> bool:
-    """Whether this is the name of a state (a file or a folder) of the run with this `run_name`."""
-    return (
-        re.fullmatch(re.escape(run) + r"_(resume|resume_previous|best_resume|update_\d+)(\.pth)?", name)
-        is not None
-    )
+    """Whether this is the name of a state of the run with this `run_name`."""
+    state = r"_(resume|resume_previous|best_resume|update_\d+)\.pth"
+    return re.fullmatch(re.escape(run) + state, name) is not None
 
 
 def same_file(path: Path, written: Path) -> bool:

@@ -31,7 +31,7 @@ class FrozenModelArgs(StageArgs):
 
     @property
     def reference_is_start_weights(self) -> bool:
-        """Whether the weights of --from_weight are the reference, so that the run must not write over them."""
+        """Whether the weights of --from_weight are the reference, which the run must not write over."""
         return False
 
     @property
@@ -56,10 +56,8 @@ def held_out_fingerprint(loader: Any) -> str | None:
 
 def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
     """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a
-    file, all files of a sharded checkpoint, or config and tensors of a Hugging Face folder."""
-    if paths.is_hugging_face(path):  # beside a model may lie anything, also what a run writes
-        return files_fingerprint(name, paths.model_files(path), cache_dir)
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    file, or config and tensors of a Hugging Face folder."""
+    files = paths.model_files(path) if path.is_dir() else [path]
     return files_fingerprint(name, files, cache_dir)
 
 
@@ -86,8 +84,10 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
 def start_fingerprint(args: StageArgs) -> Fingerprint:
     """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
+    if args.from_weight == "none":
+        return {"from_weight_sha256": None}
     start = paths.start_path(args.save_dir, args.from_weight, args)
-    if args.from_weight == "none" or not start.exists():
+    if not start.exists():
         return {"from_weight_sha256": None}
     return weights_fingerprint("from_weight", start, args.cache_dir)
 
@@ -110,7 +110,9 @@ def check_start_weights(args: StageArgs, run: Fingerprint) -> None:
 def check_not_overwritten(args: StageArgs) -> None:
     """Refuse a new run that would write over weights which it reads again when it is resumed, or that starts
     from a checkpoint of its own name, which it sets aside. Raises UserError with the flag and the path."""
-    start = {"from_weight": paths.start_path(args.save_dir, args.from_weight, args)}
+    start: dict[str, Path] = {}
+    if args.from_weight != "none":
+        start["from_weight"] = paths.start_path(args.save_dir, args.from_weight, args)
     read_again: dict[str, Path] = {}
     if isinstance(args, FrozenModelArgs):
         read_again |= args.frozen_weights()
@@ -119,13 +121,14 @@ def check_not_overwritten(args: StageArgs) -> None:
     for flag, path in (start | read_again).items():
         if _is_own_state(args, path):
             raise UserError(
-                f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a new run of "
-                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+                f"--{flag} {path} is a checkpoint of a run named --save_weight {args.save_weight}, which a "
+                "new run of this name sets aside; give another --save_weight, or go on with that run "
+                "(--from_resume 1)"
             )
         if flag in read_again and _is_own_weights(args, path):
             raise UserError(
-                f"--{flag} {path}: the run writes over these weights, and needs them again when it is resumed; give "
-                "another --save_weight"
+                f"--{flag} {path}: the run writes over these weights, and needs them again when it is "
+                "resumed; give another --save_weight"
             )
 
 
@@ -146,12 +149,12 @@ def total_updates(run: Fingerprint) -> int:
     return math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
 
 
-def keep_global_batch(args: A, checkpoint: dict[str, Any] | None) -> A:
+def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     """The settings of a run resumed with another number of ranks: `accumulation_steps` such that an update
     has as many samples as before, where that is possible."""
-    wanted = ((checkpoint or {}).get("run") or {}).get("global_batch")
+    wanted = (checkpoint.get("run") or {}).get("global_batch")
     ranks, micro_batch = world_size(), args.batch_size * world_size()
-    if checkpoint is None or not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
+    if not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
         return args
     if ranks == checkpoint["world_size"] or wanted % micro_batch:
         return args  # check_resume refuses it
@@ -185,9 +188,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     that this run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The
     same weights may lie elsewhere than before. Raises UserError if the checkpoint belongs to another run, or
     the ranks do not all see the same."""
-    from model.model_minimind import MiniMindConfig
-
-    _check_ranks_agree(run, checkpoint)
+    if world_size() > 1:
+        _check_ranks_agree(run, checkpoint)
     if checkpoint is None or checkpoint.get("is_new_branch"):
         check_not_overwritten(args)
     if checkpoint is None:
@@ -200,21 +202,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         raise UserError(
             f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script"
         )
-    rows = settings_of(type(args))
-    defaults = {name: row.default for name, row in rows.items() if row.role == "run"}
-    defaults |= {
-        name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__.keys() & run.keys()
-    }
-    # a flag or a field of the model was added since: the run did what its default does
-    saved = defaults | saved
-    start, before = (paths.start_path(args.save_dir, str(each["from_weight"]), args) for each in (run, saved))
-    is_own = _is_own_weights(args, start) or _is_own_state(args, start)
-    if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_own):
-        run = run | {"from_weight_sha256": saved["from_weight_sha256"]}  # it holds what became of the weights
-    for name, row in rows.items():
-        digest = run.get(row.hashed_as)
-        if digest is not None and digest == saved.get(row.hashed_as) and name in saved:
-            run = run | {name: saved[name]}  # the same weights may lie elsewhere
+    saved = _with_added_fields(args, saved, run)
+    run = _with_weights_of_checkpoint(args, run, saved)
     hint = ""
     if run["global_batch"] != saved["global_batch"]:
         hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}: "
@@ -223,9 +212,39 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         run["from_weight_sha256"] != saved["from_weight_sha256"]
         and run["from_weight"] == saved["from_weight"]
     ):
+        start = paths.start_path(args.save_dir, args.from_weight, args)
         hint += f". {start} is not the file that the run started from: put that one back"
-        hint += "" if paths.is_path(args.from_weight) else ", or move this away"
+        if not paths.is_path(args.from_weight):
+            hint += ", or move this away"
     check_same_run(saved, run, args.extend_epochs, hint)
+    return run
+
+
+def _with_added_fields(args: StageArgs, saved: Fingerprint, run: Fingerprint) -> Fingerprint:
+    """The fingerprint in a checkpoint, with the defaults of the flags and of the fields of the model that
+    were added since: the run did what they do."""
+    from model.model_minimind import MiniMindConfig
+
+    defaults = {name: row.default for name, row in settings_of(type(args)).items() if row.role == "run"}
+    for name in MiniMindConfig.__annotations__:
+        if name in run:
+            defaults[name] = getattr(MiniMindConfig, name)
+    return defaults | saved
+
+
+def _with_weights_of_checkpoint(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> Fingerprint:
+    """The fingerprint of the present settings, with the start weights that the run began with if their file
+    is gone or written over by the run, and with the saved places of weights that lie elsewhere now."""
+    start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
+    before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
+    is_changed_by_run = _is_own_weights(args, start) or _is_own_state(args, start)
+    run = dict(run)
+    if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_changed_by_run):
+        run["from_weight_sha256"] = saved["from_weight_sha256"]
+    for name, row in settings_of(type(args)).items():
+        digest = run.get(row.hashed_as)
+        if digest is not None and digest == saved.get(row.hashed_as) and name in saved:
+            run[name] = saved[name]
     return run
 
 
@@ -241,8 +260,8 @@ def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> N
                 for key in differing
             )
             raise UserError(
-                f"the ranks do not see the same data, settings or checkpoint ({'; '.join(fields)}); all machines need "
-                "the same files: a file system that they share, or copies"
+                f"the ranks do not see the same data, settings or checkpoint ({'; '.join(fields)}); all "
+                "machines need the same files: a file system that they share, or copies"
             )
 
 
@@ -320,7 +339,8 @@ def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[
     saved = checkpoint["code"]
     if changed := [name for name in sorted(saved) if name in code and saved[name] != code[name]]:
         warn(
-            f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the present code"
+            f"{', '.join(changed)} changed since the checkpoint was written; the resumed run uses the "
+            "present code"
         )
     before = checkpoint["computing"] if checkpoint["world_size"] == world_size() else {}
     changed = [

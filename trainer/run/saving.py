@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,8 +24,8 @@ from trainer.devices.process_group import Logger, gather, is_main_process, meet,
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
 from trainer.run import paths
 from trainer.run.checkpoint import lm_checkpoint
+from trainer.run.errors import end_loader_processes
 from trainer.run.resume import Fingerprint, total_updates
-from trainer.run.signals import end_loader_processes
 from trainer.run.state import TrainState
 from trainer.weights.files import Description, save_weights
 
@@ -37,8 +37,8 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     folder `earlier_<n>` beside them: a forgotten --from_resume 1 loses nothing, and no two runs share a file.
 
     Weights and a state (`state_file`) that the new run starts from stay where they are, too; so do metrics
-    and
-    settings, which the new run replaces: until then they tell what the state that it goes back to comes from.
+    and settings, which the new run replaces: until then they tell what the state that it goes back to comes
+    from.
     Raises UserError if the disk is full ...
     """
     states, out = Path(args.checkpoint_dir), Path(args.save_dir)
@@ -52,8 +52,11 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     metrics = paths.metrics_path(out, run)
     logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
     curves = paths.tensorboard_folder(args, lm_config)
-    starts = [paths.start_path(out, args.from_weight, lm_config)]
-    starts += [state_file] if state_file is not None else []
+    starts = []
+    if args.from_weight != "none":
+        starts.append(paths.start_path(out, args.from_weight, lm_config))
+    if state_file is not None:
+        starts.append(state_file)
 
     def is_start(path: Path) -> bool:
         return any(paths.same_file(start, path) for start in starts)
@@ -90,9 +93,8 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
 
 
 def save_checkpoint(state: TrainState) -> None:
-    """Write the resume state, then the weights for use, in the background; called on all ranks. The pending
-    record is
-    saved too: a run killed while it evaluates completes that report when it is resumed."""
+    """Write the resume state, then the inference weights, in the background; called on all ranks. The pending
+    record is saved too: a run killed while it evaluates completes that report when it is resumed."""
     args = state.args
     state.save_due = False
     state.writer.wait()  # at most one copy of the state waits in memory
@@ -169,8 +171,6 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
     A new branch begins with those of the run that it branches off, if that run's files lie where its state
     says: below --save_dir as the state lies below --checkpoint_dir. metrics: of this run.
     """
-    if state.resumed_update is None:
-        return []
     if state.is_new_branch and state.branch_of is not None:
         metrics = paths.metrics_of_branched_run(state.args, state.branch_of)
         if read_settings_file(paths.settings_path(metrics)).get("run_id") != state.branch_of["run_id"]:
@@ -178,12 +178,13 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
     records = readable_records(metrics)
     if damaged := len(complete_lines(metrics)) - len(records):
         warn(f"{metrics}: {damaged} lines are damaged; these records are lost")
-    return [record for record in records if record["update"] <= state.resumed_update]
+    last = cast(int, state.resumed_update)
+    return [record for record in records if record["update"] <= last]
 
 
 def save_and_stop(state: TrainState) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
-    state.bad_updates.read()
+    state.bad_updates.read_and_warn()
     save_checkpoint(state)
     raise interrupted(state)
 
@@ -206,9 +207,8 @@ def interrupted(state: TrainState) -> Interrupted:
 def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     """Wrap training: the files of an earlier run of this name are set aside, unless this run goes on with
     them, the metrics file opened and the settings written. A signal waits for the end of an update. However
-    training ends, the
-    files being written are completed: a checkpoint in the background, the metrics file, the tracker's curves;
-    at its normal end the weights are written."""
+    training ends, the files being written are completed: a checkpoint in the background, the metrics file,
+    the tracker's curves; at its normal end the weights are written."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
     path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
@@ -216,7 +216,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         if state.resumed_update is None or state.is_new_branch:
             set_earlier_run_aside(state.args, state.lm_config, state.state_file)
         shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
-        kept = records_before(state, path)
+        kept = records_before(state, path) if state.resumed_update is not None else []
         state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
         # last: until then the file tells whose metrics lie here
         write_settings(state, paths.settings_path(path))
@@ -230,9 +230,12 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
         if is_main_process() and not state.can_continue:
-            mark_finished(state, paths.settings_path(path))
+            # last: everything else is written
+            settings = paths.settings_path(path)
+            finished = {"finished": {"update": state.update}}
+            write_settings_file(settings, read_settings_file(settings) | finished)
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
-        for line in filter(None, [hook.verdict(state) for hook in state.hooks]):
+        for line in filter(None, [hook.last_line(state) for hook in state.hooks]):
             Logger(line)
         tracker_timeout = None
     finally:
@@ -243,11 +246,6 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         if state.metrics is not None:
             state.metrics.close()
         state.writer.wait()
-
-
-def mark_finished(state: TrainState, path: Path) -> None:
-    """Note in `<run>_run.json`, once everything else is written, that the run has come to its end."""
-    write_settings_file(path, read_settings_file(path) | {"finished": {"update": state.update}})
 
 
 def is_finished(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> bool:
@@ -268,7 +266,8 @@ def is_finished(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | 
         has_ended = has_ended and comparable(content["settings"]) == comparable(args.values())
     if gather(has_ended)[0]:
         Logger(
-            f"{path.stem} is finished, after {checkpoint['update']} updates: nothing to do; its weights: {weights}"
+            f"{path.stem} is finished, after {checkpoint['update']} updates: nothing to do; its weights: "
+            f"{weights}"
         )
         return True
     return False

@@ -19,7 +19,7 @@ class BadUpdates:
     """Judges each update and counts the skipped ones.
 
     Losses and gradient norm are all-reduced, so all ranks judge alike. The judgement stays on the device
-    until `read`, so that the host does not wait for a GPU in every update.
+    until `read_and_warn`, so that the host does not wait for a GPU in every update.
 
     Args:
         limit: bad updates in a row that end the run.
@@ -43,7 +43,7 @@ class BadUpdates:
         self.in_a_row, self.skipped = saved["in_a_row"], list(saved["skipped"])
         self.overflows = saved["overflows"]
 
-    def judge(self, losses: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+    def check_on_device(self, losses: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Whether to skip the optimizer step: a bool [] on the device.
 
         losses [2]: the update's mean losses over all ranks. grad_norm []: of the unscaled, reduced gradient.
@@ -56,14 +56,14 @@ class BadUpdates:
         self._judgement = torch.stack((bad, skip & ~bad))
         return skip
 
-    def note(self, update: int, window: list[dict], read: bool = True) -> None:
+    def remember(self, update: int, window: list[dict], read: bool = True) -> None:
         """Remember the samples of the update just judged; with `read`, also look at the judgement."""
         samples = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
         self._unread.append((update, self._judgement, samples))
         if read:
-            self.read()
+            self.read_and_warn()
 
-    def read(self) -> None:
+    def read_and_warn(self) -> None:
         """Look at the judgements since the last reading and warn of bad updates. Sync point. Raises UserError
         if `limit` of them came in a row."""
         unread, self._unread = self._unread, []
@@ -75,9 +75,10 @@ class BadUpdates:
                 self._warn(update, samples)
             if self.in_a_row >= self.limit:
                 raise UserError(
-                    f"--max_bad_updates {self.limit}: the loss or gradient was not finite in {self.limit} updates in a "
-                    f"row, the last of them update {update}. The last checkpoint is intact, no bad update is in it; "
-                    "lower --learning_rate, look at the samples named above, or use --dtype float32"
+                    f"--max_bad_updates {self.limit}: the loss or gradient was not finite in {self.limit} "
+                    f"updates in a row, the last of them update {update}. The last checkpoint is intact, "
+                    "no bad update is in it; lower --learning_rate, look at the samples named above, or "
+                    "use --dtype float32"
                 )
 
     def _warn(self, update: int, own_samples: list[int]) -> None:
@@ -87,7 +88,7 @@ class BadUpdates:
         more = f" and {len(samples) - 4} more, all in the metrics file" if len(samples) > 4 else ""
         warn(f"update {update} is skipped, its loss or gradient is not finite; its samples: {named}{more}")
 
-    def take(self) -> dict[str, Any]:
+    def pop_record_fields(self) -> dict[str, Any]:
         """The fields of a log record, and a new start: `skipped`, the updates [{"update", "sample_ids"}]
         since the last record, and `overflows`, how many more were skipped because of one in float16; each
         where there are any."""

@@ -22,9 +22,9 @@ from trainer.objectives.next_token import Batch, flat_size, held_out_loss
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.checkpoint import Writer, shard_like
+from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
-from trainer.run.signals import StopRequest
 from trainer.run.skipped_updates import BadUpdates
 
 LossFn = Callable[
@@ -52,14 +52,14 @@ class Hooks:
     callbacks: the loop calls each method of each one in `state.hooks`, on every rank, in the order in
     docs/dev/ARCHITECTURE.md."""
 
-    shown: tuple[str, ...] = ()  # names of `figures` that stand on the console's line
+    shown: tuple[str, ...] = ()  # names of `record_values` that stand on the console's line
 
     def prepare(self, state: "TrainState", window: list[Batch]) -> list[Batch]:
         """The micro-batches to train, made of those that the loader gave: rollouts of prompts, for
         instance."""
         return window
 
-    def figures(self, state: "TrainState") -> dict[str, Any]:
+    def record_values(self, state: "TrainState") -> dict[str, Any]:
         """More values for the record at a log point; called on all ranks."""
         return {}
 
@@ -90,7 +90,7 @@ class Hooks:
     def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
-    def remarks(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
+    def record_values_after_eval(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
         """More values for a record that is complete, with the evaluation if there was one; called on all
         ranks."""
         return {}
@@ -99,7 +99,7 @@ class Hooks:
         """The run was resumed with other held-out data or another --monitor: drop what earlier evaluations
         gave."""
 
-    def verdict(self, state: "TrainState") -> str:
+    def last_line(self, state: "TrainState") -> str:
         """A line for the end of the run, or an empty text."""
         return ""
 
@@ -174,7 +174,8 @@ class TrainState:
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
-        self.unclaimed: dict[str, Any] = {}  # what the checkpoint holds of hooks that this run has not
+        # what the checkpoint holds of hooks that this run does not have
+        self.state_of_absent_hooks: dict[str, Any] = {}
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
@@ -203,7 +204,8 @@ class TrainState:
         if is_other or monitor != (self.args.monitor, self.args.mode):
             text = "the held-out data or --monitor are not those of before"
             warn(
-                f"{text}: earlier evaluations do not count, for the best weights, early stopping and the verdict"
+                f"{text}: earlier evaluations do not count, for the best weights, early stopping and the "
+                "verdict"
             )
             self.best_eval = math.inf
             for hook in self.hooks:
@@ -218,8 +220,8 @@ class TrainState:
         ]
         jump = "" if None in rates else f"; the learning rate jumps from {rates[0]:.2e} to {rates[1]:.2e}"
         Logger(
-            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule spans all of "
-            f"them, so the result is not that of a run of so many from the start{jump}"
+            f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule "
+            f"spans all of them, so the result is not that of a run of so many from the start{jump}"
         )
 
     def is_best(self, metrics: dict[str, Any]) -> bool:
@@ -233,7 +235,7 @@ class TrainState:
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
-        hooks = self.unclaimed | {
+        hooks = self.state_of_absent_hooks | {
             key: value for hook in self.hooks for key, value in hook.state_dict().items()
         }
         parts: dict[str, Any] = {
@@ -259,8 +261,8 @@ class TrainState:
         it is of another kind of model, such as that of another stage."""
         if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
             raise UserError(
-                f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of them only); "
-                "give another --save_weight, or --from_resume 0"
+                f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
+                "them only); give another --save_weight, or --from_resume 0"
             )
         warn_of_changes(checkpoint, self.code, self.computing())
         saved = shard_like(unwrap(self.model), checkpoint)
@@ -275,10 +277,13 @@ class TrainState:
         for hook in self.hooks:
             hook.load_state_dict(saved["hooks"])
         claimed = {key for hook in self.hooks for key in hook.state_dict()}
-        self.unclaimed = {key: value for key, value in saved["hooks"].items() if key not in claimed}
-        if callbacks := self.unclaimed.get("callbacks"):
+        self.state_of_absent_hooks = {
+            key: value for key, value in saved["hooks"].items() if key not in claimed
+        }
+        if callbacks := self.state_of_absent_hooks.get("callbacks"):
             warn(
-                f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the checkpoint"
+                f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the "
+                "checkpoint"
             )
         new_run_id = self.run_id
         for key in SAVED:
@@ -298,7 +303,8 @@ class TrainState:
         if self.is_new_branch:
             Logger(f"a new branch of the run {saved['run_name']} begins, with the state in {self.state_file}")
         Logger(
-            f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of {self.total_updates}"
+            f"resuming {self.args.save_weight} at epoch {self.epoch + 1}, update {self.update} of "
+            f"{self.total_updates}"
         )
         if saved["run"]["epochs"] != self.run["epochs"]:
             self.report_more_epochs(saved["run"])

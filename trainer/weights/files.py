@@ -170,8 +170,8 @@ def read_description(path: Path) -> Description | None:
     with suppress(OSError, ValueError, TypeError):
         if "model" in json.loads(beside.read_text(encoding="utf-8")):
             raise UserError(
-                f"{beside} describes other weights than {path}, which come from elsewhere or were written anew by "
-                "another program; delete it, then the shape is taken from the tensors"
+                f"{beside} describes other weights than {path}, which come from elsewhere or were written "
+                "anew by another program; delete it, then the shape is taken from the tensors"
             )
     return None
 
@@ -204,7 +204,7 @@ def read_model(
 ) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     """The tensors of a model under MiniMind's names, and its config.
 
-    path: a weights file, a checkpoint (a file, or the folder of a sharded run) or a Hugging Face folder.
+    path: a weights file, a checkpoint or a Hugging Face folder.
     experts_per_token: of a mixture of experts from elsewhere, whose file does not say it. asked: settings of
     the shape that it must have. Raises UserError if it is not there, damaged, holds no such model, or
     contradicts `asked`."""
@@ -222,23 +222,20 @@ def read_model(
 
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    if path.is_dir() and not (path / checkpoint.REST).is_file():
-        raise UserError(
-            f"{path}: neither a Hugging Face folder ({CONFIG_FILE}) nor a checkpoint ({checkpoint.REST})"
-        )
+    if path.is_dir():
+        raise UserError(f"{path}: no Hugging Face folder, it has no {CONFIG_FILE}")
     if not path.exists():
         raise missing_weights(path)
     try:
-        content = checkpoint.read_state(path) if path.is_dir() else checkpoint.read_file(path)
+        content = checkpoint.read_file(path)
         is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
         weights = content["model"] if is_state else content
-        described = content if path.is_dir() else read_description(path) or {}
-        fields = described.get("config" if path.is_dir() else "model")
+        description = read_description(path)
         _shapes(weights)
     except checkpoint.UNREADABLE as error:
         raise unreadable(path, error) from error
-    if fields:
-        return weights, config_from(fields, path)
+    if description is not None:
+        return weights, config_from(description["model"], path)
     return weights, imported_config(path, weights, experts_per_token)
 
 
@@ -256,8 +253,8 @@ def missing_weights(path: Path) -> UserError:
     there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
     listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
     return UserError(
-        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, --weight) or "
-        "its shape (--hidden_size)"
+        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, "
+        "--weight) or its shape (--hidden_size)"
     )
 
 

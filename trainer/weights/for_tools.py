@@ -1,7 +1,7 @@
 """Trained models for use: which one a command line names, the shape of its model, and the model itself.
 
-A model is a weights file of `out/`, a checkpoint of `checkpoints/` (a file, or the folder of a sharded run),
-or a Hugging Face folder; model_files.py reads them.
+A model is a weights file of `out/`, a checkpoint of `checkpoints/`, or a Hugging Face folder; files.py reads
+them.
 """
 
 import argparse

@@ -113,8 +113,9 @@ def _experts_per_token(path: Path, num_experts: int, asked: int | None) -> int:
         )
     if asked is None:
         raise UserError(
-            f"weights {path} have {num_experts} experts per layer, and nothing tells how many of them each token goes "
-            f"through: give --num_experts_per_tok, or name the file ..._moe_{num_experts}xN.pth with that number as N"
+            f"weights {path} have {num_experts} experts per layer, and nothing tells how many of them each "
+            f"token goes through: give --num_experts_per_tok, or name the file ..._moe_{num_experts}xN.pth "
+            "with that number as N"
         )
     return asked
 

@@ -22,10 +22,10 @@ from trainer import trainer_utils as utils
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
 from trainer.report.trackers import start_tracker
+from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.run.saving import is_finished, training_files
-from trainer.run.signals import StopRequest
 from trainer.run.state import Batch, Hooks, Schedule, TrainState
 
 
@@ -64,7 +64,9 @@ class TrainingEngine(Hooks):
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()
         args = apply_rules(task.args, checkpoint, data.train_dataset)
-        task.args = args = keep_global_batch(args, checkpoint)
+        if checkpoint is not None:
+            args = keep_global_batch(args, checkpoint)
+        task.args = args
         held_out = data.val_dataloader()
         if args.eval_share and held_out is None:
             raise UserError(
@@ -74,7 +76,7 @@ class TrainingEngine(Hooks):
         run = check_resume(args, run, checkpoint)
         self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
-        start = replace(task.config.checkpoint, from_weight=utils.start_weights(args, run, checkpoint))
+        start = replace(task.config.checkpoint, from_weight=utils.weights_to_load(args, run, checkpoint))
         task.config = replace(task.config, checkpoint=start)
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)

@@ -162,12 +162,12 @@ class CheckpointManager(KeptStates):
         update before is complete."""
         state = cast(TrainState, state or self.state)
         read_meter(state)
-        state.bad_updates.read()
+        state.bad_updates.read_and_warn()
         save_checkpoint(state)
         state.writer.wait()
 
     def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
-        """The checkpoint to continue from: the one at `path`, a file or a folder, else what --resume_from and
+        """The checkpoint to continue from: the one at `path`, else what --resume_from and
         --from_resume ask for; None if there is none. Raises UserError if there is none at `path`, or it is
         damaged or something else."""
         args = self.args

@@ -19,7 +19,13 @@ from trainer.objectives.next_token import flat_size, held_out_loss
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
-from trainer.trainer_utils import build_device, init_model, load_tokenizer, start_model_config, start_shape
+from trainer.trainer_utils import (
+    build_device,
+    build_model_config,
+    init_model,
+    load_tokenizer,
+    read_start_weights,
+)
 
 
 class StageTask(TrainingTask):
@@ -30,9 +36,9 @@ class StageTask(TrainingTask):
     def __init__(self, config: Config):
         super().__init__(config)
         refuse_flags_of_main(self.script, self.args)
-        self.args = start_shape(self.args)
+        self.args, start = read_start_weights(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
-        self.lm_config = start_model_config(self.tokenizer, self.args)
+        self.lm_config = build_model_config(self.tokenizer, self.args, start)
         self.frozen = self.script.frozen
 
     def build_data(self) -> StageDataModule:

@@ -174,7 +174,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
             found += [held_out["eval_loss"], held_out["eval_bpb"]]
         means, norm = train_update(state, window, targets, tokens)
         found += [*means.tolist(), float(norm)]
-        state.bad_updates.note(update, window)
+        state.bad_updates.remember(update, window)
     saved = {"model": model.state_dict(keep_vars=True), "optimizer": state.optimizer.state_dict()}
     copied = [gathered(partial(snapshot, saved, keep)) for keep in (True, rank == 0)] if case == {} else []
     copied += (

@@ -83,7 +83,7 @@ def test_the_model_counts_what_stock_transformers_routes(top_k):
     kept = ExpertLoad(model)
     kept.load_state_dict(saved)
     # read before a signal, and counted after the resume
-    assert kept.figures(SimpleNamespace()) == balance_figures(2 * wanted)
+    assert kept.record_values(SimpleNamespace()) == balance_figures(2 * wanted)
     assert not any(counter.any() for counter in token_counters(model))
     assert token_counters(torch.nn.Linear(2, 2)) == []
 

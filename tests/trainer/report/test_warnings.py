@@ -50,7 +50,7 @@ def trained(state, losses, capsys, evaluations=None, interval=10, rewards=(), st
         if update % interval == 0 or update in evaluations:
             record = {"update": update} | more | ({"reward": state.reward} if rewards else {})
             record |= {"eval_loss": evaluations[update]} if update in evaluations else {}
-            noted += hook.remarks(state, record).get("warnings", ())
+            noted += hook.record_values_after_eval(state, record).get("warnings", ())
         if saved is not None and update % interval:
             hook = Verdict(dataset)
             hook.load_state_dict(saved)
@@ -124,7 +124,7 @@ def test_a_spike_that_heals_is_no_overfitting(capsys):
     low, spike, _, _, now = hook.history.evaluations
     assert hook.history.lowest_evaluation() is low and now.training < spike.training
     assert not hook.history.overfits(low, now) and not hook.history.overfits(spike, now)
-    assert "overfitting" not in hook.verdict(run_state())
+    assert "overfitting" not in hook.last_line(run_state())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises
     evaluations = {40: 2.5, 80: 2.0, 120: 2.1, 160: 2.2, 200: 2.3}
     hook, (warning,) = trained(run_state(), noisy(4, 2, *levels, noise=0.001), capsys, evaluations)
     assert hook.history.warned == ["rising"] and hook.history.lowest_evaluation().update == 80
-    assert ("overfitting" in warning) == ("overfitting" in hook.verdict(run_state())) == falls
+    assert ("overfitting" in warning) == ("overfitting" in hook.last_line(run_state())) == falls
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_a_training_loss_that_falls_by_chance_is_no_overfitting(updates, noise, 
         hook, noted = trained(run_state(), losses, capsys, evaluations)
         falls += hook.history.evaluations[-1].training < hook.history.evaluations[0].training
         assert "rising" in hook.history.warned
-        assert "overfitting" not in " ".join([*noted, hook.verdict(run_state())])
+        assert "overfitting" not in " ".join([*noted, hook.last_line(run_state())])
     assert falls > 5
 
 
 def test_overfitting_is_seen_from_an_early_evaluation(capsys):
     """At update 12, where the losses still fall fast."""
     losses = [6 - i / 6 for i in range(12)] + noisy(0.1, updates=100, noise=0.01)
-    assert "a sign of overfitting" in trained(run_state(), losses, capsys, {12: 5.6, 100: 8.6})[0].verdict(
+    assert "a sign of overfitting" in trained(run_state(), losses, capsys, {12: 5.6, 100: 8.6})[0].last_line(
         run_state()
     )
 
@@ -169,8 +169,8 @@ def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
     assert len(hook.history.evaluations) == 3
     state.eval_loader.dataset.fingerprint["data"] = "b"
     TrainState.check_held_out(state, monitor)
-    assert hook.remarks(state, {"update": 50, "eval_loss": 5.0}) == {}
-    assert "held-out loss 5.000" in hook.verdict(state) and "1.000" not in hook.verdict(state)
+    assert hook.record_values_after_eval(state, {"update": 50, "eval_loss": 5.0}) == {}
+    assert "held-out loss 5.000" in hook.last_line(state) and "1.000" not in hook.last_line(state)
 
 
 def test_settings_that_cannot_go_well_are_named_before_the_first_update(capsys):
@@ -215,7 +215,7 @@ def test_a_rollout_counts_from_the_update_that_it_was_made_for(capsys):
     hook, state, record = Verdict(None), run_state(), {"reward": 0.5, "reward_std": 0.5}
     for update in range(1, 26, 4):
         more = {"update": update, "cut_share": 0.5 if update == 9 else 1.0}
-        hook.remarks(state, record | more)
+        hook.record_values_after_eval(state, record | more)
     assert capsys.readouterr().err.startswith(
         "warning: in the rollouts of updates 10 to 21 every completion was cut"
     )
@@ -226,7 +226,7 @@ def test_the_verdict_of_rewards_is_of_the_first_and_the_last_rollouts(capsys):
     rewards, figures = [i / 100 for i in range(40)], {"reward_std": 0.5, "cut_share": 0.0}
     for interval in (1, 40):
         hook, _ = trained(run_state(), [0.0] * 40, capsys, {40: -0.7}, interval, rewards, **figures)
-        assert hook.verdict(run_state()).startswith(
+        assert hook.last_line(run_state()).startswith(
             "verdict: reward 0.015 in the first 4 rollouts, 0.375 in the last; held-out reward 0.700, the highest 0.7"
         )
 
@@ -325,8 +325,8 @@ def test_the_verdict(text, capsys):
         state = run_state(from_weight="none")
         hook, _ = trained(state, [4.0, *[2.0] * 79], capsys, VERDICTS[text], interval)
         first = "cross entropy 4.000 at update 1, 2.000 in the last 8 updates"
-        assert hook.verdict(state) == f"verdict: {first}; {text}"
-    assert Verdict(None).verdict(state) == ""  # no update was made
+        assert hook.last_line(state) == f"verdict: {first}; {text}"
+    assert Verdict(None).last_line(state) == ""  # no update was made
 
 
 def test_another_loss_is_not_compared_with_the_held_out_loss(capsys):
@@ -336,7 +336,7 @@ def test_another_loss_is_not_compared_with_the_held_out_loss(capsys):
     first = (
         "verdict: loss 4.000 at update 1, 2.000 in the last 8 updates; held-out loss 1.000, evaluated once"
     )
-    assert hook.verdict(state).startswith(first)
+    assert hook.last_line(state).startswith(first)
 
 
 def test_answers_that_repeat_themselves(capsys):
@@ -344,7 +344,7 @@ def test_answers_that_repeat_themselves(capsys):
         more = {"distinct_trigrams": share} if share else {}
         hook, _ = trained(run_state(), noisy(3.0), capsys, {20: 3.0, 40: 2.0}, **more)
         assert (
-            hook.verdict(run_state()).endswith(
+            hook.last_line(run_state()).endswith(
                 "; its answers repeat themselves: 20% of their trigrams are distinct"
             )
             is said

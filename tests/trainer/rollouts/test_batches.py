@@ -131,7 +131,7 @@ def test_the_record_holds_means_since_the_last_one():
     rollouts.prepare(state, window((1,)))
     rollouts.batch_start(state)
     rollouts.batch_start(state)  # of an update without a rollout
-    figures, weighted = rollouts.figures(state), [*WEIGHTED, *[1.5] * 2 * GROUP]
+    figures, weighted = rollouts.record_values(state), [*WEIGHTED, *[1.5] * 2 * GROUP]
     assert figures["reward"] == pytest.approx(np.mean(weighted))
     assert figures["reward_std"] == pytest.approx(np.std(weighted))
     assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * 2 * GROUP]))
@@ -139,7 +139,7 @@ def test_the_record_holds_means_since_the_last_one():
     assert (figures["completion_length"], figures["entropy"]) == (2.5, 1.0)
     assert (figures["cut_share"], figures["frac_reward_zero_std"]) == (0.25, pytest.approx(2 / 3))
     assert [each["reward"] for each in figures["samples"]] == [1.5, 1.5]
-    assert rollouts.figures(state)["reward"] is None
+    assert rollouts.record_values(state)["reward"] is None
 
 
 def test_a_rollout_is_kept_for_its_later_updates():
@@ -227,7 +227,7 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     rollouts.args.early_stop_kl = 9.0
     assert [len(each["targets"]) for each in rollouts.prepare(state, window((0, 1), (2,)))] == [3, 3]
     rollouts.batch_start(state)
-    assert rollouts.figures(state)["stopped"] == 0.5
+    assert rollouts.record_values(state)["stopped"] == 0.5
 
 
 class Prompts(list):

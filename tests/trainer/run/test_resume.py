@@ -41,7 +41,7 @@ from trainer.run.resume import (
     weights_fingerprint,
 )
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model, load_tokenizer, model_config, start_weights
+from trainer.trainer_utils import init_model, load_tokenizer, model_config, weights_to_load
 from trainer.weights.files import save_weights
 
 
@@ -295,25 +295,23 @@ STARTS = {  # how a run of the name w names its start: name, path, through links
     "linked folder": "elsewhere/w_512.pth",
     "state": "checkpoints/w_512_resume.pth",
     "previous": "checkpoints/w_512_resume_previous.pth",
-    "sharded": "checkpoints/w_512_resume",
     "numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth",
     "best state": "checkpoints/w_512_best_resume.pth",
     "other": "other",
     "hard link": "hard.pth",
 }
-IS_STATE = {"state", "previous", "sharded", "numbered", "best state"}
+IS_STATE = {"state", "previous", "numbered", "best state"}
 
 
 @pytest.fixture
 def own_files(tmp_path, monkeypatch):
     """Files of a run of the name w, and links to its weights; the current folder is where they are."""
-    for name in ("out", "checkpoints/w_512_resume"):
-        (tmp_path / name).mkdir(parents=True)
+    for name in ("out", "checkpoints"):
+        (tmp_path / name).mkdir()
     for name in ("w_512", "w_best_512", "other_512"):
         (tmp_path / f"out/{name}.pth").write_text(name)
     for name in ("resume", "resume_previous", "update_00000002", "best_resume"):
         (tmp_path / f"checkpoints/w_512_{name}.pth").write_text(name)
-    (tmp_path / "checkpoints/w_512_resume/state.pth").write_text("shards")
     (tmp_path / "link.pth").symlink_to("out/w_512.pth")
     (tmp_path / "again.pth").symlink_to(tmp_path / "link.pth")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "out", target_is_directory=True)
@@ -343,7 +341,7 @@ def test_weights_that_a_run_needs_again_are_not_written_over(own_files, start, n
         assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
 
 
-@pytest.mark.parametrize("start", [name for name in STARTS if name not in ("other", "hard link", "sharded")])
+@pytest.mark.parametrize("start", [name for name in STARTS if name not in ("other", "hard link")])
 def test_a_run_goes_on_whose_start_weights_it_has_written_over(own_files, tmp_path, start):
     """Whatever way it names them; and if it names them in another way, too."""
     args = StageArgs(**own_files, cache_dir=str(tmp_path), from_weight=STARTS[start], from_resume=True)
@@ -413,7 +411,7 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
 
 
 def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
-    """And not what became of these weights: such a run of an early version is refused."""
+    """And not what became of these weights."""
     settings = own_files | {
         "hidden_size": 32,
         "num_hidden_layers": 1,
@@ -424,9 +422,9 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     config, cpu = model_config(load_tokenizer(ROOT / "model"), args), torch.device("cpu")
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     run = run_fingerprint(args, {}, {}, 9)
-    assert [start_weights(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
+    assert [weights_to_load(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
     without = replace(args, beta=0.0)
-    assert [start_weights(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
+    assert [weights_to_load(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
     model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
     run_of: dict[str, Any] = {"device": cpu, "hooks": [], "autocast": nullcontext()}
     state: Any = SimpleNamespace(args=args, lm_config=config, model=model, **run_of)
@@ -436,7 +434,7 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     assert reference is not model and not any(p.requires_grad for p in reference.parameters())
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
-        start_weights(args, run, {})
+        weights_to_load(args, run, {})
 
 
 def test_other_data_are_named():

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.run.signals import StopRequest
+from trainer.run.errors import StopRequest
 
 
 def wait_for_records(path, count: int, alive) -> None:

@@ -59,7 +59,7 @@ def train(state: TrainState, window: list[dict]) -> None:
     targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
     train_update(state, window, targets, tokens)
     state.update += 1
-    state.bad_updates.note(state.update, window)
+    state.bad_updates.remember(state.update, window)
 
 
 def weights(state: TrainState) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ def test_an_update_without_any_target_makes_no_step_and_is_no_bad_one():
     train(state, [batch(1)])
     before, mean_loss = weights(state), state.losses.clone()
     train(state, [batch(4, trained=False)])
-    assert state.bad_updates.take() == {}
+    assert state.bad_updates.pop_record_fields() == {}
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert {int(each["step"]) for each in state.optimizer.state.values()} == {1}
     assert torch.equal(state.losses, mean_loss)
@@ -146,11 +146,14 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     train(state, [batch(1)])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert state.scaler.get_scale() == 2.0**39 and state.bad_updates.in_a_row == 0
-    assert state.bad_updates.take() == {"overflows": 1}
+    assert state.bad_updates.pop_record_fields() == {"overflows": 1}
     for _ in range(40):
         train(state, [batch(1)])
     halved = round(39 - math.log2(state.scaler.get_scale()))
-    assert state.bad_updates.take() == {"overflows": halved} and state.bad_updates.take() == {}
+    assert (
+        state.bad_updates.pop_record_fields() == {"overflows": halved}
+        and state.bad_updates.pop_record_fields() == {}
+    )
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
 
@@ -184,4 +187,4 @@ def test_the_count_survives_a_checkpoint():
     again = BadUpdates()
     again.load_state_dict(state.bad_updates.state_dict() | {"overflows": 2})
     assert again.in_a_row == 1
-    assert again.take() == {"skipped": [{"update": 1, "sample_ids": [100]}], "overflows": 2}
+    assert again.pop_record_fields() == {"skipped": [{"update": 1, "sample_ids": [100]}], "overflows": 2}

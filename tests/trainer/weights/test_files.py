@@ -20,7 +20,7 @@ from tests.stage_process import run
 from tests.trainer.stage_flags import flags
 from trainer.objectives.next_token import vocabulary_hash
 from trainer.run.checkpoint import lm_checkpoint
-from trainer.trainer_utils import init_model, start_model_config, start_shape
+from trainer.trainer_utils import build_model_config, init_model, read_start_weights
 from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
@@ -130,16 +130,16 @@ def test_a_stage_takes_the_config_of_its_start_weights(tmp_path):
     by_name = Args(save_dir=str(tmp_path), hidden_size=32, dropout=0.1, **experts)
     by_path = Args(from_weight=str(tmp_path / "w_32_moe_3x2.pth"), dropout=0.1)
     for args in (by_name, by_path):
-        args = start_shape(args)
+        args, start = read_start_weights(args)
         assert (args.num_hidden_layers, args.num_experts_per_tok) == (3, 2)
-        config = start_model_config(tokenizer, args)
+        config = build_model_config(tokenizer, args, start)
         assert (config.rms_norm_eps, config.norm_topk_prob, config.head_dim) == (1e-5, False, 16)
         assert config.dropout == 0.1 and config.tokenizer_sha256 == vocabulary_hash(tokenizer)
         init_model(config, args.from_weight, save_dir=tmp_path)
     with pytest.raises(
         UserError, match=r"--num_hidden_layers 4: --from_weight .* is of 3; leave the flag out"
     ):
-        start_shape(Args(save_dir=str(tmp_path), hidden_size=32, num_hidden_layers=4, **experts))
+        read_start_weights(Args(save_dir=str(tmp_path), hidden_size=32, num_hidden_layers=4, **experts))
 
 
 def test_weights_do_not_become_a_model_of_other_arithmetic(tmp_path):

@@ -190,7 +190,7 @@ def test_a_model_by_its_path(save, tmp_path):
         (["--model", "none.pth"], "--model none.pth: no such file or folder"),
         (["--model", folder / "w_32.pth", "--weight", "w"], "both name a model; leave one of them out"),
         (["--model", folder / "w_32.pth", "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
-        (["--model", folder], "neither a Hugging Face folder (config.json) nor a checkpoint (state.pth)"),
+        (["--model", folder], "no Hugging Face folder, it has no config.json"),
         (["--model", folder / "w.gguf"], "w.gguf is for llama.cpp; give the .pth or the Hugging Face folder"),
         (["--model", ROOT / "README.md"], "README.md: not a readable weights file ("),
         ([], "/out/full_sft_*.pth do not exist"),
