@@ -69,7 +69,7 @@ COUNTED = 4  # layers of the largest model of which the bytes are counted for a 
 USABLE = 0.8  # share of the memory
 SLACK = 0.25  # cores that other programs may use without being named
 START = 12.0  # seconds of a stage before it trains
-EVALUATIONS, EVALUATION = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
+N_EVALS, EVAL_COST = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
 FEW_UPDATES, COSTLY_STEP = 100, 0.3  # share of an update
 FEW_BYTES = 2.5  # of text per token
 TOKENS_PER_PARAMETER = (0.5, 1000)  # outside of them the size of the model does not fit the data
@@ -101,7 +101,7 @@ class Stage:
     @property
     def seconds(self) -> float:
         """From its start to its weights, with evaluations."""
-        tokens = self.tokens + EVALUATIONS * EVALUATION * self.held_out.num_tokens
+        tokens = self.tokens + N_EVALS * EVAL_COST * self.held_out.num_tokens
         return START + tokens / self.ranks * self.cost.token + self.updates * self.cost.update
 
     @property
@@ -135,31 +135,41 @@ def choose(
 ) -> tuple[Plan, str]:
     """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it.
     Raises UserError if none fits."""
-    plans, tokens = [], stages[0].data.num_tokens
+    tokens = stages[0].data.num_tokens
+    plans = []
     for depth, cost in costs.items():
         weights = layer_weights(depth, WIDTH * depth)
-        for passes in (
-            range(1, PASSES + 1) if weights <= PASSES * tokens or len(costs) == 1 or depth == 1 else ()
-        ):
-            epochs = zip(stages, (passes, SFT_PASSES), strict=False)
-            planned = [stage.with_model(depth, cost, n, memory) for stage, n in epochs]
-            sums = sum(stage.seconds for stage in planned), max(stage.memory for stage in planned)
-            plans.append(Plan(planned, rules.expected_loss(trigram, weights, tokens, passes), *sums))
-    if not (fitting := [plan for plan in plans if plan.memory <= memory]):
+        is_too_large = weights > PASSES * tokens and len(costs) > 1 and depth > 1
+        if is_too_large:
+            continue
+        for passes in range(1, PASSES + 1):
+            planned = [stages[0].with_model(depth, cost, passes, memory)]
+            if len(stages) > 1:
+                planned.append(stages[1].with_model(depth, cost, SFT_PASSES, memory))
+            loss = rules.expected_loss(trigram, weights, tokens, passes)
+            seconds = sum(stage.seconds for stage in planned)
+            plans.append(Plan(planned, loss, seconds, max(stage.memory for stage in planned)))
+
+    fitting = [plan for plan in plans if plan.memory <= memory]
+    if not fitting:
         raise UserError(
             f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model"
         )
-    if not (in_time := [plan for plan in fitting if plan.seconds <= limit]):
+    in_time = [plan for plan in fitting if plan.seconds <= limit]
+    if not in_time:
         least = duration(min(plan.seconds for plan in fitting))
         raise UserError(
             f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data"
         )
-    best, best_any_time, best_any_memory = (
-        min(each, key=lambda plan: plan.loss) for each in (in_time, fitting, plans)
-    )
+
+    best = min(in_time, key=lambda plan: plan.loss)
+    best_any_time = min(fitting, key=lambda plan: plan.loss)
+    best_any_memory = min(plans, key=lambda plan: plan.loss)
     if best.loss > best_any_time.loss:
         return best, "hours"
-    return best, "memory" if best.loss > best_any_memory.loss else "data"
+    if best.loss > best_any_memory.loss:
+        return best, "memory"
+    return best, "data"
 
 
 def measure(
@@ -184,7 +194,7 @@ def measure(
             )
         if costs:
             last = costs[max(costs)]
-            guess = last.scaled(shape(depth), batch, depth / max(costs))
+            guess = last.extrapolate(shape(depth), batch, depth / max(costs))
             late = time.monotonic() - begin + (MEASURED + 2) * wanted * guess.token > MEASURING
             if depth > COUNTED if gpu else late or not last.measured or guess.memory(wanted) > memory:
                 costs[depth] = guess
@@ -371,7 +381,7 @@ def shell_file(plan: Plan) -> str:
         text = f'== {stage.args.save_weight}: {plan_of_it}; the line "run:" has the time at the present speed'
         lines.append(f"echo {shlex.quote(text)}")
         steps = stage.updates * stage.args.accumulation_steps
-        often = {"eval_interval": max(1, steps // EVALUATIONS), "log_interval": max(1, steps // 50)}
+        often = {"eval_interval": max(1, steps // N_EVALS), "log_interval": max(1, steps // 50)}
         args = replace(stage.args, from_resume=True, **often)
         start = (
             ["python"]

@@ -239,7 +239,7 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     for hook in state.hooks:
         record |= hook.figures(state)
-    record |= state.expert_load.take(unwrap(state.model)) | state.bad_updates.take()
+    record |= state.bad_updates.take()
     return record | ({"evaluating": True} if evaluate_due else {})
 
 

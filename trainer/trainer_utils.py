@@ -23,7 +23,7 @@ from trainer.data.order import SizedDataset, SkipBatchSampler, epoch_loader, eva
 from trainer.devices.compiling import compiles
 from trainer.devices.device import device_and_precision, prepare_device
 from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
-from trainer.devices.wrapping import build_device, freeze, wrap_model  # noqa: F401
+from trainer.devices.wrapping import build_device, freeze, unwrap, wrap_model  # noqa: F401
 from trainer.objectives.next_token import (
     SHAPE,
     check_tokenizer,
@@ -33,6 +33,7 @@ from trainer.objectives.next_token import (
     target_logits,  # noqa: F401
 )
 from trainer.optim.rules import apply_rules
+from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_hooks
 from trainer.report.speed import peak_rate
 from trainer.report.warnings import Verdict
@@ -249,7 +250,11 @@ def begin_run(
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args)
-    state.hooks += [*sample_hooks(state), Verdict(getattr(data, "train_dataset", data))]
+    if token_counters(unwrap(state.model)):
+        state.hooks.append(ExpertLoad(unwrap(state.model)))
+    if args.sample_prompts != "none":
+        state.hooks += sample_hooks(state)
+    state.hooks.append(Verdict(getattr(data, "train_dataset", data)))
     if tokenizer := state.run.get("tokenizer"):
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)

@@ -39,7 +39,7 @@ class Cost:
         """Bytes with micro-batches of so many tokens."""
         return LIBRARIES + STATE * self.parameters + self.kept * tokens
 
-    def scaled(self, config: "MiniMindConfig", host: Batch, times: float) -> "Cost":
+    def extrapolate(self, config: "MiniMindConfig", host: Batch, times: float) -> "Cost":
         """The cost of a model that is `times` as wide and as deep, at the same rate on this batch."""
         flops = batch_flops(config, host)
         rate, size = self.flops / self.token, count_parameters(config)

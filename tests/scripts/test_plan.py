@@ -242,6 +242,6 @@ def test_seconds_and_bytes_add_up():
     args = train_pretrain.Args(batch_size=2, accumulation_steps=2, epochs=3)
     stage = plan.Stage(train_pretrain, args, data, held_out, 4, Cost(10**6, 1e7, 1e-3, 0.5, 1e4, True))
     assert stage.updates == 3 * math.ceil(1000 / 16) and stage.tokens == 3 * 10**6
-    evaluated = plan.EVALUATIONS * plan.EVALUATION * 10**4
+    evaluated = plan.N_EVALS * plan.EVAL_COST * 10**4
     assert stage.seconds == pytest.approx(plan.START + (3e6 + evaluated) / 4 * 1e-3 + stage.updates * 0.5)
     assert stage.memory == pytest.approx(0.6e9 + 16e6 + 1e4 * 2000)

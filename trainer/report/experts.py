@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices.process_group import reduce_sum
+from trainer.run.state import Hooks, TrainState
 
 
 def token_counters(model: nn.Module) -> list[Tensor]:
@@ -21,36 +22,36 @@ def token_counters(model: nn.Module) -> list[Tensor]:
     ]
 
 
-class ExpertLoad:
-    """Tokens of each layer and expert since the last record, over all ranks."""
+class ExpertLoad(Hooks):
+    """Tokens of each layer and expert since the last record, over all ranks; of a model that has counters."""
 
-    def __init__(self):
+    def __init__(self, model: nn.Module):
+        self.model = model
         # [layers][E], read but not reported: a save came between two log points
         self.kept: list[list[int]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts to save."""
-        return {"kept": self.kept}
+        self.read()
+        return {"expert_load": self.kept}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from saved counts."""
-        self.kept = saved["kept"]
+        self.kept = saved.get("expert_load", [])
 
-    def read(self, model: nn.Module) -> None:
+    def figures(self, state: TrainState) -> dict[str, Any]:
+        """The fields of a log record, and a new start."""
+        self.read()
+        kept, self.kept = self.kept, []
+        return balance_figures(torch.tensor(kept))
+
+    def read(self) -> None:
         """Move the model's counts here, summed over all ranks, and zero its counters. Sync point."""
-        layers = token_counters(model)
-        if not layers:
-            return
+        layers = token_counters(self.model)
         counts = reduce_sum(torch.stack(layers).cpu())
-        self.kept = (counts + torch.tensor(self.kept) if self.kept else counts).tolist()
+        if self.kept:
+            counts += torch.tensor(self.kept)
+        self.kept = counts.tolist()
         for layer in layers:
             layer.zero_()
-
-    def take(self, model: nn.Module) -> dict[str, Any]:
-        """The fields of a log record, and a new start; nothing for a dense model."""
-        self.read(model)
-        kept, self.kept = self.kept, []
-        return balance_figures(torch.tensor(kept)) if kept else {}
 
 
 def balance_figures(counts: Tensor) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def sample_hooks(state: TrainState) -> list[Hooks]:
     """What --sample_prompts asks for. Raises UserError for a file of prompts, but no held-out data or a model
     that writes no text; the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
-    is_file = args.sample_prompts not in ("auto", "none")
+    is_file = args.sample_prompts != "auto"
     if is_file and not isinstance(held_out, StageData):
         why = (
             "needs held-out data: they are answered at each evaluation"
@@ -41,7 +41,7 @@ def sample_hooks(state: TrainState) -> list[Hooks]:
         raise UserError(
             f"--sample_prompts {args.sample_prompts} {why}; give --eval_share 0.02, or leave it out"
         )
-    if args.sample_prompts == "none" or not isinstance(held_out, StageData):
+    if not isinstance(held_out, StageData):
         return []
     if is_sharded(state.model):
         Logger(

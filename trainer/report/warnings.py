@@ -176,8 +176,8 @@ class Verdict(Hooks):
         if weight != "none" and is_fair and loss > 1.01 * history.guessing:
             self.warn(
                 "first loss",
-                f"the cross entropy of the first update, {loss:.2f}, is above {history.guessing:.2f}, that of "
-                "guessing each token of the vocabulary alike: the weights of --from_weight "
+                f"the cross entropy of the first update, {loss:.2f}, is above {history.guessing:.2f}, "
+                "that of guessing each token of the vocabulary alike: the weights of --from_weight "
                 f"{weight} do not fit this text",
             )
         if "divergence" in state.metric_names and math.isfinite(loss):

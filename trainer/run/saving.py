@@ -21,7 +21,6 @@ from common.errors import Interrupted, warn
 from common.files import atomic_write, link, sync_folder, write_error
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
-from trainer.devices.wrapping import unwrap
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
 from trainer.run import paths
 from trainer.run.checkpoint import lm_checkpoint
@@ -184,7 +183,6 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
 
 def save_and_stop(state: TrainState) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
-    state.expert_load.read(unwrap(state.model))
     state.bad_updates.read()
     save_checkpoint(state)
     raise interrupted(state)

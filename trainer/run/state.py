@@ -19,7 +19,6 @@ from common.settings import StageArgs
 from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
-from trainer.report.experts import ExpertLoad
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.checkpoint import Writer, shard_like
@@ -143,7 +142,6 @@ class TrainState:
     peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
     writer: Writer = field(default_factory=Writer)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
-    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     meter: Meter = field(default_factory=Meter)  # of this process
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
@@ -244,11 +242,7 @@ class TrainState:
             "hooks": hooks,
             "code": self.code,
         }
-        parts |= {
-            "expert_load": self.expert_load,
-            "loss_sum": self.losses.tolist(),
-            "computing": self.computing(),
-        }
+        parts |= {"loss_sum": self.losses.tolist(), "computing": self.computing()}
         parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
         parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
         parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
@@ -278,7 +272,6 @@ class TrainState:
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])
-        self.expert_load.load_state_dict(saved["expert_load"])
         for hook in self.hooks:
             hook.load_state_dict(saved["hooks"])
         claimed = {key for hook in self.hooks for key in hook.state_dict()}

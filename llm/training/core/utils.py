@@ -162,7 +162,6 @@ class CheckpointManager(KeptStates):
         update before is complete."""
         state = cast(TrainState, state or self.state)
         read_meter(state)
-        state.expert_load.read(unwrap(state.model))
         state.bad_updates.read()
         save_checkpoint(state)
         state.writer.wait()
