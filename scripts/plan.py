@@ -342,7 +342,8 @@ def describe(plan: Plan, limit: str) -> list[str]:
         # fp16 weights twice, two checkpoints
         "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",
     }
-    size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, {first.cost.parameters / 1e6:.2f} M parameters"
+    size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, "
+    size += f"{first.cost.parameters / 1e6:.2f} M parameters"
     return [
         f"plan: {size}; {duration(plan.seconds)} in all; limited by the {limit}",
         *(
@@ -360,12 +361,13 @@ def loss_forecast(plan: Plan) -> str:
     if not rules.was_checked(weights, first.data.num_tokens, first.args.epochs):
         return (
             "no forecast of the loss: the runs behind it had texts of at least "
-            f"{rules.MIN_TOKENS / 1e6:g} M tokens, at most {rules.MAX_TRAINED / 1e6:g} M tokens in all passes, and "
-            f"layers with {rules.MIN_WEIGHTS / 1e6:.2f} to {rules.MAX_WEIGHTS / 1e6:.1f} M weights"
+            f"{rules.MIN_TOKENS / 1e6:g} M tokens, at most {rules.MAX_TRAINED / 1e6:g} M tokens in all "
+            f"passes, and layers with {rules.MIN_WEIGHTS / 1e6:.2f} to {rules.MAX_WEIGHTS / 1e6:.1f} M weights"
         )
     low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
     bits = plan.loss / math.log(2) / spelling(first.held_out)[1]
-    return f"held-out loss to expect of pretraining: {plan.loss:.2f} ({low:.2f} to {high:.2f}), {bits:.2f} bits a byte"
+    text = f"held-out loss to expect of pretraining: {plan.loss:.2f} ({low:.2f} to {high:.2f}), "
+    return text + f"{bits:.2f} bits a byte"
 
 
 def shell_file(plan: Plan) -> str:
@@ -441,8 +443,8 @@ def main() -> None:
     cores = psutil.cpu_count() or 1
     if not gpu and device.type == "cpu" and others + torch.get_num_threads() > cores + SLACK:
         say(
-            f"  other programs used {others:.1f} of {cores} cores meanwhile; without them these speeds are higher, "
-            "and the plan may be another: plan again then"
+            f"  other programs used {others:.1f} of {cores} cores meanwhile; without them these speeds are "
+            "higher, and the plan may be another: plan again then"
         )
     plan, limit = choose(stages, costs, USABLE * memory, 3600 * args.hours, trigram)
     size_is_given = bool(args.depth or args.size)

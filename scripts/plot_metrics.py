@@ -189,27 +189,11 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     figure = Figure(
         layout="constrained", figsize=(4 * across, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4))
     )
-    handles, colors = {}, run_colors(len(runs))
+    handles: dict[str, Any] = {}
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, across, place)
-        for number, (name, columns) in enumerate(curves.items()):
-            for field in filter(columns.__contains__, (panel, f"eval_{panel}")):
-                held_out, pairs = field.startswith("eval_"), [*zip(columns[x], columns[field], strict=True)]
-                pairs = [
-                    (at, math.nan if y is None else y) for at, y in pairs if not held_out or y is not None
-                ]
-                style: dict[str, Any] = {"color": colors[number], "linestyle": "--" if held_out else "-"}
-                count = sum(not math.isnan(y) for _, y in pairs)
-                style["marker"] = "." if held_out or count < max(40, len(pairs) / 2) else None
-                # a run over another one hides it only in part
-                style["linewidth"] = max(0.8, 2.4 - 0.4 * number)
-                line = axes.plot(
-                    *zip(*pairs, strict=True), label=f"{name}{', held-out' * held_out}", **style
-                )[0]
-                handles.setdefault(name, line)
-        axes.set_title(panel, parse_math=False)
-        axes.set_xlabel(x)
-        axes.grid(alpha=0.3)
+        for name, line in draw_panel(axes, panel, x, curves).items():
+            handles.setdefault(name, line)
     if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
         handles["held-out"] = Line2D([], [], color="gray", linestyle="--", marker=".")
     names = [f" {name}" if name.startswith("_") else name for name in handles]  # those with a `_` are hidden
@@ -217,6 +201,41 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     for text in legend.get_texts():
         text.set_parse_math(False)  # a `$` in a name
     return figure
+
+
+def draw_panel(axes: Any, panel: str, x: str, curves: dict[str, dict[str, list]]) -> dict[str, Any]:
+    """Draw the curves of a field, and of what was measured of it on held-out data. Returns a line of each
+    run that has one."""
+    lines = {}
+    colors = run_colors(len(curves))
+    for number, (name, columns) in enumerate(curves.items()):
+        for field in (panel, f"eval_{panel}"):
+            if field not in columns:
+                continue
+            held_out = field.startswith("eval_")
+            xs, ys = [], []
+            for at, y in zip(columns[x], columns[field], strict=True):
+                if y is None and held_out:
+                    continue
+                xs.append(at)
+                ys.append(math.nan if y is None else y)
+            count = sum(not math.isnan(y) for y in ys)
+            few = count < max(40, len(ys) / 2)
+            (line,) = axes.plot(
+                xs,
+                ys,
+                label=f"{name}, held-out" if held_out else name,
+                color=colors[number],
+                linestyle="--" if held_out else "-",
+                marker="." if held_out or few else None,
+                # a run over another one hides it only in part
+                linewidth=max(0.8, 2.4 - 0.4 * number),
+            )
+            lines.setdefault(name, line)
+    axes.set_title(panel, parse_math=False)
+    axes.set_xlabel(x)
+    axes.grid(alpha=0.3)
+    return lines
 
 
 def run_colors(count: int) -> list[Any]:

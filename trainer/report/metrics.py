@@ -153,10 +153,14 @@ def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> 
 def fitted(parts: list[tuple[int, str]]) -> str:
     """The texts (rank, text) as one line; while it is longer than WIDTH, the last text of the highest rank is
     left out, but none of rank 0."""
-    while len(line := ", ".join(text for _, text in parts)) > WIDTH and (
-        worst := max(rank for rank, _ in parts)
-    ):
-        del parts[max(i for i, (rank, _) in enumerate(parts) if rank == worst)]
+    line = ", ".join(text for _, text in parts)
+    while len(line) > WIDTH:
+        worst = max(rank for rank, _ in parts)
+        if worst == 0:
+            break
+        last = max(i for i, (rank, _) in enumerate(parts) if rank == worst)
+        del parts[last]
+        line = ", ".join(text for _, text in parts)
     return line
 
 
