@@ -21,17 +21,12 @@ from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype
 ENABLED = True
 
 
-def runs_kernels(x: Tensor) -> bool:
-    """Whether each operator on x is a kernel that must be launched, as on a GPU."""
-    return x.device.type != "cpu"
-
-
 def pad_rows(rows: Tensor) -> int:
     """Rows to pad a flat batch with, up to a multiple of 64 on a CPU.
 
     oneDNN compiles and keeps a product for each new number of rows (docs/dev/LOG.md, "Few kernel shapes
     on the CPU"). The plain form pads nothing."""
-    if not ENABLED or runs_kernels(rows):
+    if not ENABLED or rows.device.type != "cpu":
         return 0
     return -len(rows) % 64
 
@@ -39,7 +34,7 @@ def pad_rows(rows: Tensor) -> int:
 def has_launches(x: Tensor) -> bool:
     """Whether launches, or waiting for the device, cost more than small copies do: here where each operator
     is a kernel. Tests set it to take the branch of a GPU on a CPU."""
-    return runs_kernels(x)
+    return x.device.type != "cpu"
 
 
 # --- linear layers of the same input as one product
@@ -208,7 +203,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
     The gradients of a row must be summed in the same order each time. On CUDA indexing does so, but not
     index_select, which uses atomic additions; nor do the compiler's kernels."""
-    if runs_kernels(x):
+    if x.device.type != "cpu":
         return x[rows]
     return x.index_select(0, rows)
 
@@ -223,7 +218,7 @@ def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_
     lengths.append(len(q) - sum(lengths))  # the padding rows
     lengths_k.append(len(k) - sum(lengths_k))
     out_dtype = v.dtype
-    if runs_kernels(q):  # there grouped queries would be computed without a kernel
+    if q.device.type != "cpu":  # there grouped queries would be computed without a kernel
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         q, k = q.to(v.dtype), k.to(v.dtype)
     else:
@@ -267,7 +262,7 @@ def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
 
     The heads that share a key take the place of queries, so no key is repeated."""
     grouped = q.reshape(len(q), k.shape[1], q.shape[2] // k.shape[1], q.shape[-1])  # [B, G, H / G, D]
-    if not runs_kernels(q) and len(q) > 1 and mask is not None and mask.is_floating_point():
+    if q.device.type == "cpu" and len(q) > 1 and mask is not None and mask.is_floating_point():
         # three operators: the kernel is made for longer queries
         scores = torch.matmul(grouped * q.shape[-1] ** -0.5, k.transpose(-1, -2)) + mask
         return torch.matmul(scores.softmax(dim=-1), v).reshape(q.shape)
@@ -403,7 +398,7 @@ def has_grouped_mm(x: Tensor) -> bool:
     and Blackwell data-centre GPUs. On other GPUs its grouped_mm reads the groups on the host."""
     if x.is_cuda:
         return product_dtype(x) == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
-    return not runs_kernels(x)
+    return x.device.type == "cpu"
 
 
 def group_size(rows: int, experts: int) -> int:
@@ -461,7 +456,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Te
 
     On a CPU 512 rows at a time, whose float32 copies fit its cache; plain is all at once."""
     rows = len(logits)
-    if ENABLED and not runs_kernels(logits):
+    if ENABLED and logits.device.type == "cpu":
         rows = 512
     losses = []
     for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
@@ -475,12 +470,13 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reducti
     More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
     not grow with the vocabulary times the targets."""
 
+    rows = max(1, MAX_LOGITS // cast(int, head.out_features))
+    if len(hidden) <= rows or not ENABLED:
+        return cross_entropy(head(hidden), targets, reduction)
+
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(head(x), y, reduction)
 
-    rows = max(1, MAX_LOGITS // cast(int, head.out_features))
-    if len(hidden) <= rows or not ENABLED:
-        return loss_of(hidden, targets)
     losses = []
     for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
         losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
@@ -490,7 +486,7 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reducti
 def head_logits(head: nn.Module, hidden: Tensor) -> Tensor:
     """Float32 logits [R, V] of hidden states [R, C] in decoding; of several rows on a CPU by oneDNN."""
     product = getattr(torch.ops.mkldnn, ONEDNN_PRODUCT, None)
-    if not ENABLED or product is None or runs_kernels(hidden) or not is_plain_product(head):
+    if not ENABLED or product is None or hidden.device.type != "cpu" or not is_plain_product(head):
         return head(hidden).float()
     if hidden.dtype != torch.float32 or len(hidden) < MIN_ROWS_FOR_ONEDNN_HEAD:
         return head(hidden).float()
