@@ -46,8 +46,8 @@ class LoRALinear(nn.Module):
         super().__init__()
         if not (hasattr(base, "in_features") and hasattr(base, "out_features")):
             raise UserError(
-                f"no adapter fits a {type(base).__name__}: it has no in_features and out_features, which tell "
-                "the adapter's shape"
+                f"no adapter fits a {type(base).__name__}: it has no in_features and out_features, "
+                "which tell the adapter's shape"
             )
         self.in_features, self.out_features = cast(int, base.in_features), cast(int, base.out_features)
         self.base = base.requires_grad_(False)

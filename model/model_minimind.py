@@ -10,7 +10,8 @@ token):
 
     padded  model(input_ids [B, T], attention_mask [B, T])
             for generation; `generate()` is transformers' own
-    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1], max_seqlen, target_index [M], targets [M])
+    flat    model(input_ids [N], position_ids [N], cu_seqlens [S + 1], max_seqlen, target_index [M],
+                  targets [M])
             for training without padding: samples concatenated, attention stays within each sample
 """
 

@@ -3,7 +3,7 @@ and SFT.
 
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --depth 8
-    python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8 --gpu rtx4090
+    python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --gpu rtx4090
 
 It tokenises the data as the stages do, times a few updates of models of growing size on them (a minute in
 all), and takes size, passes over the data, batch and learning rate from measured rules
@@ -272,7 +272,8 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
     """A stage with its data and what is the same for all sizes of the model."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
-        "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints", "tokenizer_path": tokenizer_path,
+        "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
+        "tokenizer_path": tokenizer_path,
         "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
         "batch_size": None, "learning_rate": None, "accumulation_steps": 1,
     }  # fmt: skip
@@ -362,7 +363,8 @@ def loss_forecast(plan: Plan) -> str:
         return (
             "no forecast of the loss: the runs behind it had texts of at least "
             f"{rules.MIN_TOKENS / 1e6:g} M tokens, at most {rules.MAX_TRAINED / 1e6:g} M tokens in all "
-            f"passes, and layers with {rules.MIN_WEIGHTS / 1e6:.2f} to {rules.MAX_WEIGHTS / 1e6:.1f} M weights"
+            f"passes, and layers with {rules.MIN_WEIGHTS / 1e6:.2f} to "
+            f"{rules.MAX_WEIGHTS / 1e6:.1f} M weights"
         )
     low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
     bits = plan.loss / math.log(2) / spelling(first.held_out)[1]

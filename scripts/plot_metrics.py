@@ -1,7 +1,7 @@
 """A table of runs, their curves as a picture, and a page with everything about them to send to somebody.
 
     python scripts/plot_metrics.py out
-    python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png out/curves.png
+    python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png curves.png
     python scripts/plot_metrics.py out --panels loss learning_rate --png out/curves.png --html out/runs.html
 
 It reads the metrics files that training writes, also while a run is in progress, and the settings beside

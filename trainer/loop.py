@@ -52,7 +52,8 @@ def train_epoch(
     if not isinstance(state, TrainState):
         raise UserError(
             "train_epoch takes the run first, then MiniMind's arguments: "
-            "train_epoch(state, epoch, loader, iters, start_step, wandb), with the state that the stage's main makes"
+            "train_epoch(state, epoch, loader, iters, start_step, wandb), with the state that the stage's "
+            "main makes"
         )
     state.wandb = wandb
     if state.record is not None:

@@ -1,9 +1,9 @@
 """An agent learns from rewards, over several turns with tools, by GRPO (arXiv:2402.03300); all weights are
 trained.
 
-    python train_agent.py --data_path ../dataset/agent_rl.jsonl --environment calculator            one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_agent.py --data_path ...             two GPUs
-    python train_agent.py --data_path ... --from_resume 1                                           resume
+    python train_agent.py --data_path ../dataset/agent_rl.jsonl --environment calculator   one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_agent.py --data_path ...    two GPUs
+    python train_agent.py --data_path ... --from_resume 1                                  resume
 
 Reads prompts like train_grpo.py. In each of up to --max_turns turns the model may call tools; --environment
 replies, and its reply is put behind the turn: in the context, never a target. A trajectory is judged by its

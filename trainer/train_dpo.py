@@ -1,10 +1,10 @@
 """Direct preference optimisation (DPO, arXiv:2305.18290): the model learns to prefer the better of two
 answers.
 
-    python train_dpo.py --data_path ../dataset/dpo.jsonl                                       one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_dpo.py --data_path ...          two GPUs
-    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_dpo.py ...   two machines
-    python train_dpo.py --data_path ... --from_resume 1                                        resume
+    python train_dpo.py --data_path ../dataset/dpo.jsonl                                     one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_dpo.py --data_path ...        two GPUs
+    torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_dpo.py ...   two machines
+    python train_dpo.py --data_path ... --from_resume 1                                      resume
 
 Reads pairs ({"conversations": [...], "chosen": ..., "rejected": ...} and the forms in docs/data.md). The loss
 is a mean over pairs. The reference is the model that the run starts from,

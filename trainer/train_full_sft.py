@@ -1,9 +1,9 @@
 """Supervised fine-tuning (SFT): a pretrained model learns to answer in chat; all weights are trained.
 
-    python train_full_sft.py --data_path ../dataset/sft.jsonl                                       one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py --data_path ...          two GPUs
-    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_full_sft.py ...   two machines
-    python train_full_sft.py --data_path ... --from_resume 1                                        resume
+    python train_full_sft.py --data_path ../dataset/sft.jsonl                                     one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py --data_path ...        two GPUs
+    torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_full_sft.py ...   two machines
+    python train_full_sft.py --data_path ... --from_resume 1                                      resume
 
 Reads conversations ({"conversations": [{"role", "content"}, ...]} and the forms in docs/data.md). Only the
 assistant's tokens, with the end-of-turn token of each turn, contribute to the loss. Starts from

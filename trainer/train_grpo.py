@@ -1,9 +1,9 @@
 """GRPO: a chat model learns from rewards for what it writes itself (arXiv:2402.03300); all weights are
 trained.
 
-    python train_grpo.py --data_path ../dataset/rl.jsonl --reward exact_answer                      one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_grpo.py --data_path ...              two GPUs
-    python train_grpo.py --data_path ... --from_resume 1                                            resume
+    python train_grpo.py --data_path ../dataset/rl.jsonl --reward exact_answer           one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_grpo.py --data_path ...   two GPUs
+    python train_grpo.py --data_path ... --from_resume 1                                 resume
 
 Reads prompts ({"prompt", "answer"}, or conversations whose last turn is the reference answer; see
 docs/data.md). To each prompt the model writes --num_generations completions; --reward judges them, and those

@@ -1,10 +1,10 @@
 """SFT with LoRA (arXiv:2106.09685): the model stays as it is, and small adapters beside its matrices are
 trained.
 
-    python train_lora.py --data_path ../dataset/lora_medical.jsonl                                       one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_lora.py --data_path ...          two GPUs
-    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_lora.py ...   two machines
-    python train_lora.py --data_path ... --from_resume 1                                        resume
+    python train_lora.py --data_path ../dataset/lora_medical.jsonl                            one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_lora.py --data_path ...        two GPUs
+    torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_lora.py ...   two machines
+    python train_lora.py --data_path ... --from_resume 1                                      resume
 
 Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which it only
 reads, and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools

@@ -1,9 +1,9 @@
 """PPO: a chat model learns from rewards for what it writes, with a critic (arXiv:1707.06347); all weights are
 trained.
 
-    python train_ppo.py --data_path ../dataset/rl.jsonl --reward exact_answer                       one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_ppo.py --data_path ...               two GPUs
-    python train_ppo.py --data_path ... --from_resume 1                                             resume
+    python train_ppo.py --data_path ../dataset/rl.jsonl --reward exact_answer           one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_ppo.py --data_path ...   two GPUs
+    python train_ppo.py --data_path ... --from_resume 1                                 resume
 
 Reads prompts like train_grpo.py. To each prompt the model writes one completion; a critic, trained beside it,
 tells how much reward was to be expected at each token, and tokens after which it was more become likelier.

@@ -1,9 +1,9 @@
 """Pretraining: a model with random weights learns to predict the next token of raw text.
 
-    python train_pretrain.py --data_path ../dataset/pretrain.jsonl                                  one device
-    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_pretrain.py --data_path ...          two GPUs
-    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node 8 train_pretrain.py ...   two machines
-    python train_pretrain.py --data_path ... --from_resume 1                                        resume
+    python train_pretrain.py --data_path ../dataset/pretrain.jsonl                                one device
+    CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_pretrain.py --data_path ...        two GPUs
+    torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_pretrain.py ...   two machines
+    python train_pretrain.py --data_path ... --from_resume 1                                      resume
 
 Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len
 becomes several samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which

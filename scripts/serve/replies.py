@@ -105,7 +105,8 @@ class ChatReply(BaseReply):
         if progress.finish:
             deltas += parser.end()
         if self.asked.must_call and deltas and not parser.calls:
-            message = "The model wrote no valid call of a tool, which tool_choice asks for; try again, or use 'auto'."
+            message = "The model wrote no valid call of a tool, which tool_choice asks for; try again, or "
+            message += "use 'auto'."
             raise ApiError(message, 500, "server_error", "tool_choice", "no_tool_call")
         for delta in deltas:
             merge(choice["message"], delta)

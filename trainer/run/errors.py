@@ -116,8 +116,9 @@ def check_shared_memory(num_workers: int) -> None:
 def loader_error(error: Exception) -> UserError:
     """The error line for data loader processes that failed."""
     return UserError(
-        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more shared "
-        "memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the last checkpoint"
+        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine "
+        "more shared memory in /dev/shm (docker run --shm-size 1g); --from_resume 1 goes on from the "
+        "last checkpoint"
     )
 
 
