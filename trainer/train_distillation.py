@@ -2,7 +2,7 @@
 
     python train_distillation.py --data_path ../dataset/sft.jsonl                                   one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_distillation.py --data_path ...      two GPUs
-    torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_distillation.py ... two machines
+    torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_distillation.py  two machines
     python train_distillation.py --data_path ... --from_resume 1                                    resume
 
 Reads the conversations of SFT (docs/data.md). The loss is alpha x cross entropy + (1 - alpha) x temperature^2
