@@ -174,7 +174,7 @@ BAD_PAIRS = {
     ),
     "user last": (
         {"prompt": "q", "chosen": {"role": "user", "content": "a"}, "rejected": "b"},
-        "no assistant turn",
+        "'chosen' does not end with a message of the assistant",
     ),
 }
 

@@ -130,9 +130,9 @@ print("done")
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("copy")
-    for name in ("common", "model", "dataset", "trainer", "scripts"):
+    for name in ("common", "model", "dataset", "trainer", "scripts", "tools"):
         shutil.copytree(
-            ROOT / name, copy / name, ignore=shutil.ignore_patterns("cache", "demo", "__pycache__", "*.pth")
+            ROOT / name, copy / name, ignore=shutil.ignore_patterns("cache", "__pycache__", "*.pth")
         )
     for name, edits in EDITS.items():
         text = (copy / name).read_text()

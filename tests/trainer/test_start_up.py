@@ -86,7 +86,7 @@ def test_a_forgotten_environment_is_one_line(tmp_path):
     commands += [
         ["-m", name] for name in ("llm.training.train", "dataset.show_samples", "scripts.demo.corpus")
     ]
-    assert len(commands) > 20
+    assert len(commands) >= 20
     for command in commands:
         cwd = ROOT if command[0] == "-m" else tmp_path
         done = subprocess.run(

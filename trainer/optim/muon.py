@@ -53,7 +53,7 @@ class Muon(Optimizer):
             shapes = []  # of what this rank has, as tensors without memory
             for owner, (group, params) in enumerate(turn):
                 update = self.momentum(group, params, skip)
-                shapes.append(update.to("meta"))
+                shapes.append(torch.empty_like(update, device="meta"))
                 whole: Tensor | None = update
                 if mesh is not None:
                     whole = _gather_rows(update, len(params[0]), owner, shards)

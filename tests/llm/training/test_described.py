@@ -675,8 +675,7 @@ def test_help_names_the_tasks_and_how_to_see_the_curves(capsys):
 
 
 def test_numbered_states_of_a_name_with_characters_of_patterns_are_pruned(tmp_path):
-    forms = (".pth", "", ".pth", "")
-    paths = [tmp_path / f"a[1].5_64_update_0000000{number}{form}" for number, form in enumerate(forms)]
+    paths = [tmp_path / f"a[1].5_64_update_0000000{number}.pth" for number in range(4)]
     for path in paths:
         path.touch()
     settings = {"checkpoint_dir": tmp_path, "keep_last": 2, "save_weight": "a[1].5"}
