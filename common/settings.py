@@ -37,14 +37,15 @@ def setting(
     help: str,
     unit: str = "",
     auto: bool = False,
-    role: Literal["", "shape", "run"] = "",
+    role: Literal["", "shape", "run", "free"] = "",
     hashed_as: str = "",
     **limits: Any,
 ) -> T:
     """A field of a section.
 
     auto: whether `auto` is a value, too: None until the program has chosen one. role: `shape` of the model,
-    or `run` for what must be the same in a resumed run, as all flags of a stage's own. hashed_as: for a path,
+    as each field of ModelConfig that is not `free`; or `run` for what must be the same in a resumed run, as
+    all flags of a stage's own. hashed_as: for a path,
     the hash in the run fingerprint by which the content is recognised, so that it may be moved. limits:
     pydantic's ge, gt, le, lt, multiple_of.
     """
@@ -106,8 +107,10 @@ class ModelConfig:
     num_experts_per_tok: int = setting(
         1, "experts that each token goes through, with --use_moe 1", role="shape", ge=1
     )
-    dropout: float = setting(0.0, "dropout probability, after the embedding and each attention", ge=0, lt=1)
-    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
+    dropout: float = setting(
+        0.0, "dropout probability, after the embedding and each attention", role="free", ge=0, lt=1
+    )
+    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="free")
 
 
 @dataclass(kw_only=True)

@@ -54,7 +54,7 @@ def test_the_users_launch_lines_as_typed(clone):
     settings = clone / "common/settings.py"
     text, number = settings.read_text(encoding="utf-8"), 0
     for name, value in (("hidden_size", 32), ("num_hidden_layers", 1)):
-        text, number = re.subn(rf"(    {name}: int = setting\()\d+", rf"\g<1>{value}", text)
+        text, number = re.subn(rf"(    {name}: int = setting\(\s*)\d+", rf"\g<1>{value}", text)
         assert number == 1
     settings.write_text(text, encoding="utf-8")
     chats = [

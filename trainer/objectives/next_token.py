@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-SHAPE = tuple(name for name, row in settings_of(ModelConfig).items() if row.role == "shape")
+# a field that a reader adds is of the shape, too
+SHAPE = tuple(name for name, row in settings_of(ModelConfig).items() if row.role != "free")
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 

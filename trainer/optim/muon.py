@@ -50,10 +50,10 @@ class Muon(Optimizer):
         for start in range(0, len(stacks), ranks):
             turn = stacks[start : start + ranks]  # a stack for each rank
             own = None
-            shapes = []  # of what this rank has, as tensors without memory
+            shapes = []  # and types of what this rank has
             for owner, (group, params) in enumerate(turn):
                 update = self.momentum(group, params, skip)
-                shapes.append(torch.empty_like(update, device="meta"))
+                shapes.append((update.shape, update.dtype))
                 whole: Tensor | None = update
                 if mesh is not None:
                     whole = _gather_rows(update, len(params[0]), owner, shards)
@@ -64,12 +64,13 @@ class Muon(Optimizer):
                 own = self.directions(*turn[rank], own)
             for owner, (group, params) in enumerate(turn):
                 directions = own if owner == rank else None
+                shape, dtype = shapes[owner]
                 if mesh is not None:
-                    part = torch.empty_like(shapes[owner], device=params[0].device)
+                    part = torch.empty(shape, dtype=dtype, device=params[0].device)
                     directions = _scatter_rows(directions, part, len(params[0]), owner, shards)
                 elif ranks > 1:
                     if directions is None:
-                        directions = torch.empty_like(shapes[owner], device=params[0].device)
+                        directions = torch.empty(shape, dtype=dtype, device=params[0].device)
                     dist.broadcast(directions, owner)
                 self.move(group, params, cast(Tensor, directions), skip)
 
