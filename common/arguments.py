@@ -109,7 +109,8 @@ def checked(args_class: type[StageArgs], entries: Iterable[Entry]) -> dict[str, 
     for label, name, value in entries:
         each = settings.get(args_class.aliases.get(name, name))
         if each is None:
-            wrong.append(f"{label} is unknown{hint(str(name), settings)}")
+            prefix = "--" if label.startswith("--") else ""
+            wrong.append(f"{label} is unknown{hint(str(name), settings, prefix)}")
             continue
         try:
             values[each.name] = each.parse(value)
@@ -120,12 +121,12 @@ def checked(args_class: type[StageArgs], entries: Iterable[Entry]) -> dict[str, 
     return values
 
 
-def hint(name: str, settings: Iterable[str]) -> str:
-    """What to use instead of an unknown name."""
+def hint(name: str, settings: Iterable[str], prefix: str) -> str:
+    """What to use instead of an unknown name. prefix: `--` on a command line."""
     if name in USE_INSTEAD:
         return f": {USE_INSTEAD[name]}"
     near = difflib.get_close_matches(name.lower(), settings, 1)
-    return f"; did you mean {near[0]}" if near else "; see --help"
+    return f"; did you mean {prefix}{near[0]}" if near else "; see --help"
 
 
 def settings_as_yaml(

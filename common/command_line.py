@@ -162,9 +162,10 @@ def _exit(
     line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False
 ) -> NoReturn:
     distributed = launch().world_size > 1
-    # from here on torchrun may terminate this rank at any moment
-    for number in STOP_SIGNALS if distributed else ():
-        signal.signal(number, signal.SIG_DFL)
+    if distributed:
+        # from here on torchrun may terminate this rank at any moment
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
     if distributed and is_cause:
         _write_torchrun_error_file(line)
     if silent or not print_first:

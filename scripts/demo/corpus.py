@@ -331,7 +331,9 @@ def make_reasoning(people: list[Person], rng: random.Random) -> dict[str, list[d
     """Conversations with and without thoughts about some of the people, and the quiz about others."""
     records, quiz = [], []
     for person in people:
-        for language in LANGUAGES if person.group in ("sft", "quiz") else ():
+        if person.group not in ("sft", "quiz"):
+            continue
+        for language in LANGUAGES:
             conversations, question = two_facts(person, language, rng)
             if person.group == "sft":
                 records += conversations

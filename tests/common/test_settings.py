@@ -165,7 +165,7 @@ def test_all_mistakes_are_in_one_line():
         "--epoch",
         "did",
     ]
-    assert line.endswith("--epoch is unknown; did you mean epochs")  # no abbreviations
+    assert line.endswith("--epoch is unknown; did you mean --epochs")  # no abbreviations
     line = mistake(StageArgs, *["--save_weight", "a/b", "--log_file", "a", "--log_dir", "b"])
     assert line == (
         "--save_weight 'a/b' must be a plain name; the folder is --save_dir; "

@@ -32,7 +32,7 @@ IMPOSSIBLE = {
     ("from_weight", "../x"): "--from_weight ../x: no such file or folder",
     ("tokenizer_path", "nowhere"): "--tokenizer_path nowhere: no such folder",
     ("data_path", "none"): "--data_path is missing: give a file, a folder or a pattern",
-    ("bath_size", 3): "--bath_size is unknown; did you mean batch_size",
+    ("bath_size", 3): "--bath_size is unknown; did you mean --batch_size",
 }
 
 

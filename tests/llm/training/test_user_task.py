@@ -322,7 +322,7 @@ def broken(home) -> Path:
             "--monitor: validation gives no 'eval_f1' to monitor; it gives eval_accuracy, eval_loss",
         ),
         (TASK, ["--set", "batch_size=3"], "--set batch_size is a setting of the engine, in section training"),
-        (TASK, ["--batchsize", "3"], "--batchsize is unknown; did you mean batch_size"),
+        (TASK, ["--batchsize", "3"], "--batchsize is unknown; did you mean --batch_size"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_2(broken, tmp_path, task, more, told):
