@@ -22,11 +22,11 @@ ENABLED = True
 
 
 def pad_rows(rows: Tensor) -> int:
-    """Rows to pad a flat batch with, up to a multiple of 64 on a CPU.
+    """Rows to pad a flat batch with, up to a multiple of 64, on a CPU and on MPS.
 
     oneDNN compiles and keeps a product for each new number of rows (docs/dev/LOG.md, "Few kernel shapes
-    on the CPU"). The plain form pads nothing."""
-    if not ENABLED or rows.device.type != "cpu":
+    on the CPU"), and MPS a graph. The plain form pads nothing."""
+    if not ENABLED or rows.device.type not in ("cpu", "mps"):
         return 0
     return -len(rows) % 64
 
@@ -95,6 +95,8 @@ class JoinedLinear(torch.autograd.Function):
 def can_fuse_heads(attention: Any, x: Tensor, norm: type[nn.Module]) -> bool:
     """Whether `rotated_heads` computes what the layers of an `Attention` do, and pays; norm: `RMSNorm`."""
     if not can_join(x, attention.q_proj, attention.k_proj, attention.v_proj):
+        return False
+    if x.device.type == "mps":  # torch's norm there needs a weight
         return False
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not (is_plain(q_norm, norm) and is_plain(k_norm, norm)):

@@ -48,8 +48,8 @@ class Cost:
 
 def batch_flops(config: "MiniMindConfig", host: Batch) -> float:
     """Floating-point operations per token of a flat batch."""
-    tokens, seqlens = len(host["input_ids"]), torch.from_numpy(host["host_cu_seqlens"])
-    return training_flops(config, tokens, len(host["targets"]), seqlens) / tokens
+    tokens = len(host["input_ids"])
+    return training_flops(config, tokens, len(host["targets"]), host["host_cu_seqlens"]) / tokens
 
 
 def free_memory(device: torch.device, gpu: str | None) -> float:

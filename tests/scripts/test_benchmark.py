@@ -165,7 +165,7 @@ def test_counted_arithmetic_is_torchs(corpus):
     matrices = counter.get_total_flops() - attention
     # the model fills up to these
     rows = [math.ceil(len(batch[name]) / 64) * 64 for name in ("input_ids", "targets")]
-    ours = training_flops(config, *rows, batch["cu_seqlens"])
+    ours = training_flops(config, *rows, batch["host_cu_seqlens"])
     squares = float(batch["cu_seqlens"].diff().double().square().sum())
     ours_attention = 6.0 * config.num_hidden_layers * squares * config.num_attention_heads * config.head_dim
     assert ours - ours_attention == pytest.approx(matrices, rel=1e-6)

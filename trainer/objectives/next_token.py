@@ -121,8 +121,13 @@ def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMin
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on a device, without waiting; what is no tensor stays on the host."""
-    return batch | {key: v.to(device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)}
+    """The batch with its tensors on a device, without waiting. `sample_ids`, which only the host reads, and
+    what is no tensor stay on the host."""
+    moved = {}
+    for key, value in batch.items():
+        if isinstance(value, Tensor) and key != "sample_ids":
+            moved[key] = value.to(device, non_blocking=True)
+    return batch | moved
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:
@@ -144,5 +149,5 @@ def held_out_loss(model: nn.Module, batch: Batch, args: Any = None) -> dict[str,
 def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a flat batch for a language model of this shape."""
     targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
-    flops = training_flops(lm_config, tokens, targets, batch["cu_seqlens"], batch.get("cu_seqlens_k"))
+    flops = training_flops(lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k"))
     return Size(targets, tokens, batch["target_bytes"], flops, samples)

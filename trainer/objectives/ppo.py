@@ -159,7 +159,7 @@ class ValuedRollouts(Rollouts):
         batch = to_device(self._flat(written, sum(sampled)), device)
         values, _ = unwrapped(model).values(batch)
         advantages: list[float] = []
-        values_of_each = values.double().cpu().split(sampled)
+        values_of_each = values.cpu().double().split(sampled)
         for before, reward in zip(values_of_each, rewards.flatten().tolist(), strict=True):
             advantages += token_advantages(before.tolist(), reward, self.args.gamma, self.args.lam)
         batch["advantages"] = torch.tensor(advantages, device=device)
@@ -188,5 +188,5 @@ class ValuedRollouts(Rollouts):
         size = super().size(batch)
         if "prompts" in batch:
             return size
-        ends = batch["cu_seqlens"], batch.get("cu_seqlens_k")
+        ends = batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
         return size._replace(flops=size.flops + training_flops(self.lm_config, size.tokens, 0, *ends))

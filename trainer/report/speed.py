@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from trainer.devices.device import autocast_dtype, matrix_rate
 from trainer.devices.process_group import reduce_sum
@@ -109,14 +109,14 @@ def training_flops(
     config: "MiniMindConfig",
     tokens: int,
     targets: int,
-    cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens: np.ndarray,
+    cu_seqlens_k: np.ndarray | None = None,
 ) -> float:
     """Floating-point operations of the forward and backward pass over a flat batch, without padding rows.
 
     Six per weight and token for the layers (two forward, four backward), six per weight and target for the
     head, and causal attention at half of the square. The embedding is a look-up and counts nothing.
-    `cu_seqlens` [S + 1] on the host, and `cu_seqlens_k` if samples see more keys than their own.
+    `cu_seqlens` [S + 1] as arrays of the host, and `cu_seqlens_k` if samples see more keys than their own.
     """
     c, d = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -124,9 +124,9 @@ def training_flops(
     mlp = 3 * c * config.intermediate_size
     if config.use_moe:
         mlp = 3 * c * config.moe_intermediate_size * config.num_experts_per_tok + c * config.num_experts
-    own = cu_seqlens.diff().double()
-    seen = own if cu_seqlens_k is None else cu_seqlens_k.diff().double()
-    squares = float((seen.square() - (seen - own).square()).sum())
+    own = np.diff(cu_seqlens).astype(np.float64)
+    seen = own if cu_seqlens_k is None else np.diff(cu_seqlens_k).astype(np.float64)
+    squares = float((seen**2 - (seen - own) ** 2).sum())
     products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
     return products + 6.0 * targets * c * config.vocab_size
 
