@@ -94,6 +94,8 @@ def train_epoch(
         evaluate_due &= not is_near_end
         state.save_due = save_is_due(state, before, evaluate_due)
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
+        if log_due:
+            meter.wait_for_device()
         state.bad_updates.remember(state.update, window, read=log_due or state.device.type == "cpu")
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)

@@ -89,6 +89,8 @@ def continued(name: str, folder: str, settings: dict, checkpoint: dict) -> dict:
         state = state_of(name, CUDA, folder, **settings)
         state.restore(checkpoint)
         batches = state.hooks[0].prepare(state, WINDOW)
+        for batch in batches:
+            assert batch.pop("sample_ids").device.type == "cpu"  # for the host alone
         train_update(state, batches, 24.0, 48.0)
     # a step's number may stay here
     moments = [value for value in tensors(state.optimizer.state_dict()) if value.ndim]

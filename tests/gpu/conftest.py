@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 LIMIT = 400  # seconds for a check
-PCI = Path("/sys/bus/pci/devices")
 # bytes that a check needs: of each GPU; in /dev/shm, of each process of several
 FREE_GPU, FREE_SHM = 6e9, 64 << 20
 REPORTS = "GPU_CHECK_REPORTS"  # environment variable of the process of a check: the file for its reports
@@ -30,55 +29,12 @@ def pytest_addoption(parser):
     parser.addoption("--gpu_check", metavar="JSON", help="check the GPUs, and write the results to this file")
 
 
-def nvidia_smi(fields: str) -> str:
-    with suppress(OSError, subprocess.CalledProcessError):
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return ""
-
-
-def driver() -> str:
-    """What this machine says of an NVIDIA GPU and its driver; empty without one."""
-    with suppress(OSError):
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    found = nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
-    return found or ", ".join(f"no driver, {path.name}" for path in sorted(PCI.glob("*")) if is_gpu(path))
-
-
-def is_gpu(path: Path) -> bool:
-    """Whether a PCI device is a display or 3D controller by NVIDIA."""
-    with suppress(OSError):
-        return (path / "vendor").read_text().strip() == "0x10de" and (path / "class").read_text().startswith(
-            "0x03"
-        )
-    return False
-
-
-def why_unseen() -> str:
-    """Why torch sees no GPU where there is one, and what to do."""
-    import torch
-
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} may hide it: unset it, or name the GPU"
-    if torch.version.cuda is None:
-        return (
-            "this torch is built without CUDA: install one with it (https://pytorch.org/get-started/locally)"
-        )
-    reason = "torch gives no reason"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-    return (
-        f"{reason}; update the driver to one for CUDA {torch.version.cuda}, or install a torch for an older CUDA "
-        "(https://pytorch.org/get-started/previous-versions)"
-    )
-
-
 def pytest_configure(config):
     if not config.getoption("gpu_check", None) or REPORTS in os.environ:
         return
     import torch
+
+    from trainer.devices.unusable_gpu import driver, why_unseen
 
     if not torch.cuda.is_available() and (there := driver()):
         torch_is = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
@@ -146,6 +102,8 @@ def pytest_runtest_makereport(item, call):
 def about_machine() -> dict[str, object]:
     """Machine, driver and versions, without names of hosts or people."""
     import torch
+
+    from trainer.devices.unusable_gpu import nvidia_smi
 
     about = {"date": str(date.today()), "system": platform.platform(), "cores": os.cpu_count()}
     about |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}

@@ -30,7 +30,7 @@ LIMITS |= {("moe", "float32"): 1e-3, ("moe", "bfloat16"): 0.6, ("moe", "float16"
 # likewise, in training
 LOSSES = {("dense", "float32"): 1e-4, ("dense", "bfloat16"): 1e-3, ("dense", "float16"): 1e-3}
 LOSSES |= {("moe", "float32"): 1e-4, ("moe", "bfloat16"): 1e-2, ("moe", "float16"): 1e-2}
-ROLLOUTS = {"float32": 1e-4, "bfloat16": 0.1}  # of log-probabilities, in nats
+ROLLOUTS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.05}  # of log-probabilities, in nats
 KERNELS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}  # of single products
 
 

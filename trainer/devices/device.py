@@ -41,6 +41,12 @@ def select_device(device: str) -> torch.device:
             device = "mps"
         else:
             device = "cpu"
+            if os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ:
+                from trainer.devices.unusable_gpu import why_unseen
+
+                warn(
+                    f"this machine has an NVIDIA GPU, but torch cannot use it: {why_unseen()}; using the CPU"
+                )
     if cuda_devices == 1 and not dist.is_torchelastic_launched():
         local_rank = 0
     try:
@@ -54,6 +60,11 @@ def select_device(device: str) -> torch.device:
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")
         if limit is not None:
             why += f", CUDA_VISIBLE_DEVICES={limit!r}"
+        elif not cuda_devices:
+            from trainer.devices.unusable_gpu import driver, why_unseen
+
+            if driver():
+                why += f", but there is one: {why_unseen()}"
         raise UserError(
             f"--device {device} cannot be used ({why}); start fewer processes, or use another device"
         )
@@ -87,12 +98,16 @@ def grow_segments() -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Make it the current CUDA device; on a CPU, have the allocator keep freed memory.
+    """Make it the current CUDA device, if torch has kernels for it (else a UserError); on a CPU, have the
+    allocator keep freed memory.
 
     Each update on a CPU allocates as much again, and page faults on fresh pages can take longer than the
     arithmetic. The limits are the largest that mallopt(3) takes; without glibc they are left alone.
     """
     if device.type == "cuda":
+        from trainer.devices.unusable_gpu import check_architecture
+
+        check_architecture(device)
         torch.cuda.set_device(device)
     elif device.type == "cpu":
         with suppress(OSError, AttributeError):
@@ -114,6 +129,16 @@ def native_bfloat16(device: torch.device) -> bool:
         return True
     # oneDNN emulates it on a CPU that has only AVX512
     return cpu_has("avx512_bf16") or cpu_has("amx_tile")
+
+
+def automatic_dtype(device: torch.device) -> str:
+    """The dtype that `--dtype auto` means: bfloat16 where the device is good at it, float16 on NVIDIA GPUs
+    whose tensor cores know only that (Volta and Turing: V100, T4), else float32."""
+    if native_bfloat16(device):
+        return "bfloat16"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
+        return "float16"
+    return "float32"
 
 
 def has_matrix_unit() -> bool:
@@ -144,11 +169,11 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
     """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
 
-    `auto` is bfloat16 where the device is good at it, else float32. On a CPU that has to emulate it,
-    `bfloat16` is float32, with a warning, unless it is spelt `bfloat16_emulated`. Only float16 needs loss
-    scaling. Raises UserError for float16 on a CPU without arithmetic for it."""
+    `auto` is `automatic_dtype`. On a CPU that has to emulate it, `bfloat16` is float32, with a warning,
+    unless it is spelt `bfloat16_emulated`. Only float16 needs loss scaling. Raises UserError for float16 on
+    a CPU without arithmetic for it."""
     if dtype == "auto":
-        dtype = "bfloat16" if native_bfloat16(device) else "float32"
+        dtype = automatic_dtype(device)
     if dtype == "bfloat16" and device.type == "cpu" and not native_bfloat16(device):
         dtype = "float32"
         warn(

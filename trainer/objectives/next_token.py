@@ -149,5 +149,7 @@ def held_out_loss(model: nn.Module, batch: Batch, args: Any = None) -> dict[str,
 def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a flat batch for a language model of this shape."""
     targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
-    flops = training_flops(lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k"))
+    flops = training_flops(
+        lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
+    )
     return Size(targets, tokens, batch["target_bytes"], flops, samples)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer.devices.device import autocast_dtype, matrix_rate
-from trainer.devices.process_group import reduce_sum
+from trainer.devices.process_group import reduce_sum, world_size
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -86,6 +86,18 @@ class Meter:
         if device.type == "cuda":
             self.launched = torch.cuda.Event()
             self.launched.record()
+
+    def wait_for_device(self) -> None:
+        """Wait until the GPU has made the last update, on all ranks. Sync point, and a collective over gloo.
+
+        Before the host reads from the GPU: where another rank is gone, NCCL's kernel, and so the read, would
+        wait for the timeout of the process group; gloo notices at once."""
+        if self.launched is None or world_size() == 1:
+            return
+        pause = 0.001
+        while reduce_sum(torch.tensor(0.0 if self.launched.query() else 1.0)):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Counts since the last reading, summed over all ranks; `clock` is the seconds passed on this rank. A

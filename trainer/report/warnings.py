@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import warn
 from dataset.token_cache import TokenCache, target_mask
-from trainer.devices.device import autocast_dtype, native_bfloat16
+from trainer.devices.device import autocast_dtype, automatic_dtype, native_bfloat16
 from trainer.run.resume import held_out_fingerprint
 from trainer.run.state import Hooks, TrainState
 
@@ -150,7 +150,8 @@ class Verdict(Hooks):
                 )
         is_half = autocast_dtype(state.autocast, state.device) == torch.bfloat16
         if is_half and device in ("cpu", "cuda") and not native_bfloat16(state.device):
-            self.warn("dtype", f"--dtype {args.dtype}: this {device} emulates bfloat16; float32 is faster")
+            faster = automatic_dtype(state.device)
+            self.warn("dtype", f"--dtype {args.dtype}: this {device} emulates bfloat16; {faster} is faster")
         if held_out_fingerprint(state.eval_loader) == state.run.get("data", ""):
             self.warn(
                 "held-out",

@@ -80,6 +80,7 @@ class Rollouts(Hooks):
     def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
         """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first
         update."""
+        state.meter.wait_for_device()
         if not any(batch["prompts"] for batch in window):
             return self._nothing(window)
         if state.update % self.args.num_iterations and len(self.rollout_for_next_updates) == len(window):

@@ -286,6 +286,21 @@ def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsy
         assert ("training in float32" in capsys.readouterr().err) == (emulated and dtype == "bfloat16")
 
 
+@pytest.mark.parametrize(
+    "capability, dtype",
+    [
+        ((9, 0), "bfloat16"),
+        ((8, 0), "bfloat16"),
+        ((7, 5), "float16"),
+        ((7, 0), "float16"),
+        ((6, 1), "float32"),
+    ],
+)
+def test_the_automatic_dtype_of_a_gpu_is_what_its_tensor_cores_know(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert device_module.automatic_dtype(torch.device("cuda", 0)) == dtype
+
+
 def test_slow_products_end_the_measurement_early(monkeypatch):
     """The rate is that of the sizes which were tried."""
     sizes, clock, randn = [], iter(range(10**6)), torch.randn

@@ -19,7 +19,15 @@ from tests.stage_process import Faults, context, free_port, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.devices import process_group as distributed
 from trainer.devices.process_group import init_distributed_mode, leave_process_group, meet
+from trainer.report.speed import Meter
 from trainer.run.errors import training_errors
+
+
+class SpinningKernel:
+    """The event behind an update whose exchange waits in NCCL for a rank that is gone."""
+
+    def query(self) -> bool:
+        return False
 
 
 def _rank(rank: int, port: int, folder: str, ending: str) -> None:
@@ -34,12 +42,16 @@ def _rank(rank: int, port: int, folder: str, ending: str) -> None:
     os.environ["WORLD_SIZE"] = "2"
     init_distributed_mode()
     with training_errors():
-        if ending == "killed" and rank:
+        if ending.startswith("killed") and rank:
             os.kill(os.getpid(), signal.SIGKILL)
         if ending == "error" and rank:
             raise UserError("its disk is full")
         if ending in ("killed", "error"):
             meet()
+        if ending == "killed on GPUs":
+            meter = Meter()
+            meter.launched = SpinningKernel()
+            meter.wait_for_device()
         if ending == "signal":
             meet()
             raise Interrupted(signal.SIGTERM, "by SIGTERM")
@@ -51,7 +63,7 @@ def _rank(rank: int, port: int, folder: str, ending: str) -> None:
 def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     """Exit status and stderr of two ranks, by how they end."""
     started = {}
-    for ending in ("killed", "error", "signal", "together"):
+    for ending in ("killed", "killed on GPUs", "error", "signal", "together"):
         folder = tmp_path_factory.mktemp(ending)
         port = free_port()
         ranks = [context.Process(target=_rank, args=(rank, port, str(folder), ending)) for rank in (0, 1)]
@@ -69,8 +81,9 @@ def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-def test_a_rank_notices_a_killed_one(ended):
-    (status, text), (killed, _) = ended["killed"]
+@pytest.mark.parametrize("ending", ["killed", "killed on GPUs"])
+def test_a_rank_notices_a_killed_one(ending, ended):
+    (status, text), (killed, _) = ended[ending]
     assert (status, killed) == (2, -signal.SIGKILL)
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and lines[0].startswith("error: rank 0: rank 1 (")

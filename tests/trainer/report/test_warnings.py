@@ -16,6 +16,7 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset
 from model.model_minimind import MiniMindConfig
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
+from trainer.devices import device as device_module
 from trainer.report import warnings as verdicts
 from trainer.report.metrics import read_metrics
 from trainer.report.warnings import Verdict, unigram_entropy
@@ -255,7 +256,8 @@ def test_an_emulated_dtype_and_held_out_data_that_are_trained_on(monkeypatch, ca
     state = run_state(dtype="bfloat16_emulated")
     state.autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "d"}, __len__=lambda: 1))  # type: ignore
-    monkeypatch.setattr(verdicts, "native_bfloat16", lambda device: False)
+    for module in (verdicts, device_module):
+        monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
     first, second = trained(state, [2.0], capsys, interval=1)[1]
     assert first == "--dtype bfloat16_emulated: this cpu emulates bfloat16; float32 is faster"
     assert second.startswith("the held-out data are the training data")

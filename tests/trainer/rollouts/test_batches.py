@@ -15,6 +15,7 @@ from tests.trainer.objectives.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.data.datasets import epoch_samples, train_loader
 from trainer.objectives.ppo import ActorCritic, ValuedRollouts, token_advantages
+from trainer.report.speed import Meter
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.rewards import Reward
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
@@ -83,7 +84,7 @@ def rollouts_of(kind=Rollouts, group: int = GROUP, **settings) -> tuple[Rollouts
     writer = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
     rollouts = kind(args, CONFIG, writer, REWARDS, reference if args.beta else None)
     state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
-    state.stop = SimpleNamespace(signal=0)
+    state.stop, state.meter = SimpleNamespace(signal=0), Meter()
     return rollouts, state
 
 

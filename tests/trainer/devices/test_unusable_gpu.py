@@ -1,0 +1,81 @@
+"""A GPU that torch cannot use: one line that says why, and what to do."""
+
+import pytest
+import torch
+
+from common.errors import UserError
+from trainer.devices import device, unusable_gpu
+from trainer.devices.unusable_gpu import check_architecture, driver, why_unseen
+
+
+def test_why_torch_sees_no_gpu(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA: install one with it" in why_unseen()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    old = "The NVIDIA driver on your system is too old (found version 11040)."
+
+    def init() -> None:
+        raise RuntimeError(f"{old}\nmore")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert why_unseen().startswith(f"{old}; update the driver to one for CUDA 13.0, or install a torch")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES='7' may hide it" in why_unseen()
+
+
+def test_a_gpu_without_a_driver_is_seen_on_the_bus(monkeypatch, tmp_path):
+    if list(unusable_gpu.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a driver")
+    for name, kind in {"0000:01:00.0": "0x030200", "0000:02:00.0": "0x020000"}.items():  # a network card
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text("0x10de\n")
+        (tmp_path / name / "class").write_text(f"{kind}\n")
+    monkeypatch.setattr(unusable_gpu, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(unusable_gpu, "PCI", tmp_path)
+    monkeypatch.setattr(unusable_gpu, "nvidia_smi", lambda fields: "")
+    assert driver() == "no driver, 0000:01:00.0"
+
+
+def test_training_says_that_torch_cannot_use_the_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (tmp_path / "version").write_text("NVRM version: 999.1\n")
+    monkeypatch.setattr(unusable_gpu, "DRIVER", tmp_path / "version")
+    with pytest.raises(UserError, match="sees 0 CUDA devices, but there is one: this torch is built without"):
+        device.select_device("cuda")
+    monkeypatch.setattr(device.os.path, "exists", lambda path: True)
+    if device.select_device("auto").type == "cpu":  # on a Mac MPS
+        warning = capsys.readouterr().err
+        assert (
+            warning.count("\n") == 1 and "has an NVIDIA GPU, but torch cannot use it: this torch" in warning
+        )
+
+
+BUILT = ["sm_75", "sm_80", "sm_86", "sm_90", "compute_90"]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_gpu_with_kernels_is_taken(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    check_architecture(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    "built, capability, advice",
+    [(BUILT, (6, 1), "an older torch"), (BUILT[:-1], (12, 0), "update torch"), (["sm_86"], (8, 0), "older")],
+)
+def test_a_gpu_without_kernels_is_refused(built, capability, advice, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA X100")
+    with pytest.raises(UserError, match=f"no kernels for the NVIDIA X100.*{advice}.*--device cpu"):
+        check_architecture(torch.device("cuda", 0))
+
+
+def test_another_makers_gpu_is_not_judged(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    check_architecture(torch.device("cuda", 0))
