@@ -49,6 +49,23 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def cumulative_sum(x: Tensor) -> Tensor:
+    """`x.cumsum(-1)`; on CUDA with --deterministic 1 by doubling, since torch has no deterministic kernel for
+    floating-point numbers there."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(dim=-1)
+    return sum_by_doubling(x)
+
+
+def sum_by_doubling(x: Tensor) -> Tensor:
+    """Cumulative sums of the last dimension in log2 passes (Hillis and Steele, CACM 1986)."""
+    step = 1
+    while step < x.shape[-1]:
+        x = torch.cat((x[..., :step], x[..., step:] + x[..., :-step]), dim=-1)
+        step *= 2
+    return x
+
+
 def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
     """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform`
     [R, 1] of the whole; never one of weight 0. Float32 could not tell the tail's tokens apart in a sum over
@@ -58,12 +75,12 @@ def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
     blocks = (F.pad(weights, (0, extra)) if extra else weights).unflatten(1, (-1, BLOCK))  # [R, B, BLOCK]
     below = 1 - torch.finfo(uniform.dtype).eps
     sums = blocks.sum(dim=-1).to(uniform.dtype)
-    ends = sums.cumsum(dim=-1)
+    ends = cumulative_sum(sums)
     target = uniform * below * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp(max=blocks.shape[1] - 1)  # beyond it: NaN
     rest = target - (ends - sums).gather(1, block)
     own = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]  # [R, BLOCK]
-    ends = own.cumsum(dim=-1, dtype=uniform.dtype)
+    ends = cumulative_sum(own.to(uniform.dtype))
     rest = rest.clamp(min=0).minimum(ends[:, -1:] * below)  # rounding may have carried it out of the block
     return (block * BLOCK + torch.searchsorted(ends, rest, right=True)).clamp(max=size - 1)[:, 0]
 
@@ -129,7 +146,7 @@ class Draws:
             values, tokens = probs.topk(width, dim=-1)  # [R, width], sorted
             values = values.masked_fill(torch.arange(width, device=probs.device) >= self.top_k, 0)
             total = torch.where(self.top_k < vocabulary, values.sum(dim=-1, keepdim=True), 1)
-            before = (values.cumsum(dim=-1) - values) / total
+            before = (cumulative_sum(values) - values) / total
             is_wide_enough = (self.top_k <= width) | (before[:, -1:] >= self.top_p)
             if width == vocabulary or bool(is_wide_enough.all()):  # sync point
                 break

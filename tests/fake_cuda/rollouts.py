@@ -21,6 +21,7 @@ MODES = {  # dtype of the weights, how tokens are drawn
     "sampled": (torch.bfloat16, Sampling(1.0)),
     "float32": (torch.float32, Sampling(0.7)),
     "greedy": (torch.bfloat16, Sampling(0.0)),
+    "deterministic": (torch.bfloat16, Sampling(0.7, top_k=20)),
 }
 
 
@@ -74,4 +75,8 @@ def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
 
 if __name__ == "__main__":
     pretend()
-    print(json.dumps({name: decoded(*mode) for name, mode in MODES.items()}))
+    found = {}
+    for name, mode in MODES.items():
+        torch.use_deterministic_algorithms(name == "deterministic")
+        found[name] = decoded(*mode)
+    print(json.dumps(found))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index
+from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index, sum_by_doubling
 
 CPU = torch.device("cpu")
 
@@ -175,3 +175,9 @@ def test_logprobs_of_tokens():
     for i, temperature in enumerate((2.0, 1.0, 0.5)):
         expected = (logits[i] / temperature).log_softmax(-1)[tokens[i]].item()
         assert found[i].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 50, 64, 100])
+def test_sums_by_doubling_are_cumulative(length):
+    x = torch.rand(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    torch.testing.assert_close(sum_by_doubling(x), x.cumsum(-1))
