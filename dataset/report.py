@@ -56,12 +56,32 @@ def describe_records(report: dict) -> str:
     return ", ".join(parts)
 
 
+def format_files(paths: Sequence[str]) -> str:
+    """The names of files, of many the first ones."""
+    if len(paths) > 5:
+        return f"{', '.join(paths[:5])} and {len(paths) - 5:,} more"
+    return ", ".join(paths)
+
+
+def format_summary(report: dict, paths: Sequence[str], seconds: float) -> str:
+    """What a cache was made of and what became of the records, in a line or two; `show_samples` shows the
+    rest."""
+    held_out = " (held out)" if report["held_out"] else ""
+    text = f"tokenised {format_files(paths)}{held_out} in {seconds:.1f} s: {describe_records(report)}"
+    if report["unused_fields"]:
+        text += f"\n  {describe_unused_fields(report)}"
+    return text
+
+
+def describe_unused_fields(report: dict) -> str:
+    """The fields that nothing reads."""
+    fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in report["unused_fields"].items()]
+    return f"unused fields: {', '.join(fields)}"
+
+
 def format_report(report: dict, paths: Sequence[str]) -> str:
     """The report as text; paths: the files that were read."""
     r = report
-    files = ", ".join(paths[:5])
-    if len(paths) > 5:
-        files += f" and {len(paths) - 5:,} more"
     kind = r["kind"]
     if r["held_out"]:
         kind += ", held out"
@@ -69,7 +89,7 @@ def format_report(report: dict, paths: Sequence[str]) -> str:
     targets = f"{r['targets']:,} ({r['targets'] / r['tokens']:.1%})"
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
     lines = [
-        f"data: {files}",
+        f"data: {format_files(paths)}",
         f"{kind}, at most {r['max_length']} tokens a sample: {records}",
         f"  {describe_records(r)}",
         f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {targets}",
@@ -77,8 +97,7 @@ def format_report(report: dict, paths: Sequence[str]) -> str:
         f"  a batch padded to {r['max_length']} would be {r['padding_efficiency']:.1%} real tokens",
     ]
     if r["unused_fields"]:
-        fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in r["unused_fields"].items()]
-        lines.append(f"  unused fields: {', '.join(fields)}")
+        lines.append(f"  {describe_unused_fields(r)}")
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ from dataset.packing import pack
 from dataset.report import (
     describe_records,
     first_bad_record,
-    format_report,
+    format_summary,
     judge_bad_records,
     make_report,
     stop_at_bad_record,
@@ -231,10 +231,7 @@ def _build_once(
             sync_folder(folder.parent)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    seconds = time.monotonic() - begin
-    rate = report["tokens"] / seconds
-    say(format_report(report, list(stamps)))
-    say(f"  token cache {folder.name} built in {seconds:.1f} s ({rate:,.0f} tokens/s)")
+    say(format_summary(report, list(stamps), time.monotonic() - begin))
 
 
 def _write_arrays(

@@ -293,7 +293,9 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     }
     values = {"loss": logits_loss + aux_loss, "mean_loss": total / count if count else math.nan}
     values |= {"logits_loss": logits_loss, "aux_loss": aux_loss, "grad_norm": float(grad_norm)}
-    values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"])
+    rate = state.schedule(state.update, state.total_updates, state.args)
+    # None: a scheduler of torch sets it
+    values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"] if rate is None else rate)
     values |= {
         name: value / count if count else math.nan
         for name, value in zip(state.metric_names, sums, strict=True)
@@ -365,8 +367,9 @@ def report(state: TrainState) -> dict[str, Any]:
     if is_main_process():
         state.writer.check()
     if state.metrics is not None:
-        epoch = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]"
-        state.metrics.write(record, f"{epoch}({record['step']}/{iters})")
+        share = record["update"] / state.total_updates
+        head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{iters}) {share:.0%}"
+        state.metrics.write(record, head)
     if state.wandb is not None:
         texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
         points = drawable(record, leave_out=("update", "seconds"))

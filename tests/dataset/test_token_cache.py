@@ -138,7 +138,7 @@ def test_targets_per_sample_of_sft(write, tokenizer, cache_dir):
 def test_a_cache_is_found_again_wherever_the_same_content_lies(write, tokenizer, cache_dir, capsys):
     first = build("pretrain", write("a.jsonl", TEXTS), tokenizer, 64, cache_dir)
     made = (first.path / "tokens.bin").stat()
-    assert "built in" in capsys.readouterr().out
+    assert "tokenised " in capsys.readouterr().out
     again = build("pretrain", write("sub/b.jsonl", TEXTS), tokenizer, 64, cache_dir, on_bad_data="skip")
     assert again.path == first.path
     assert (again.path / "tokens.bin").stat() == made
@@ -202,7 +202,7 @@ def test_a_script_without_a_main_guard_can_build_with_several_processes(write, c
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("script runs") == 1 and "400 records" in done.stdout and done.stderr == ""
+    assert done.stdout.count("script runs") == 1 and "documents 400" in done.stdout and done.stderr == ""
 
 
 def test_two_processes_at_once_build_one_cache(write, cache_dir):
@@ -211,7 +211,7 @@ def test_two_processes_at_once_build_one_cache(write, cache_dir):
     both = [start(slowed(1) + code) for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert sum("built in" in out for out, _ in outputs) == 1
+    assert sum("tokenised " in out for out, _ in outputs) == 1
     assert all(out.endswith("ready\n") for out, _ in outputs)
     assert len(list(cache_dir.glob("*/meta.json"))) == 1
 
@@ -322,7 +322,7 @@ def test_who_waits_can_be_stopped_and_takes_over_from_who_is_killed(write, cache
     building.kill()
     building.communicate()
     out, err = waiting[1].communicate(timeout=60)
-    assert waiting[1].returncode == 0 and "built in" in out and err == ""
+    assert waiting[1].returncode == 0 and "tokenised " in out and err == ""
     assert len(list(cache_dir.glob("*/meta.json"))) == 1 and not list(cache_dir.glob("*.tmp*"))
 
 
@@ -347,7 +347,7 @@ def test_two_processes_at_once_on_a_file_system_without_locks(write, cache_dir):
     both = [start(code + build_code(path, cache_dir) + "print('ready')") for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in both]
     assert all(out.endswith("ready\n") and err == "" for out, err in outputs), outputs
-    assert sum("built in" in out for out, _ in outputs) == 2  # both did, and one of the two caches is kept
+    assert sum("tokenised " in out for out, _ in outputs) == 2  # both did, and one of the two caches is kept
     assert len(list(cache_dir.glob("*/meta.json"))) == 1 and not list(cache_dir.glob("*.tmp*"))
 
 
@@ -614,8 +614,8 @@ def test_the_command_line_builds_and_prints_the_report(write, cache_dir, monkeyp
     first = capsys.readouterr()
     show_samples.main()
     second = capsys.readouterr()
-    assert "sft, at most 32 tokens a sample: 40 records in 1 files" in first.out and "built in" in first.out
-    assert "built in" not in second.out and "40 records" in second.out and first.err == second.err == ""
+    assert "sft, at most 32 tokens a sample: 40 records in 1 files" in first.out and "tokenised " in first.out
+    assert "tokenised " not in second.out and "40 records" in second.out and first.err == second.err == ""
 
 
 def test_what_cannot_be_trained_on_is_said(write, tokenizer, cache_dir):
@@ -660,9 +660,9 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
     )
     listed = (folder.parent / "bad_records.txt").read_text().splitlines()
     assert [int(line.split(": ")[0].rsplit(":", 1)[1]) for line in listed] == list(range(6, 80, 8))
-    assert "built in" in capsys.readouterr().out
+    assert "tokenised " in capsys.readouterr().out
     for share in (0.125, 1, 1.0):  # exactly the share is allowed, and the cache is there already
-        assert len(built(share)) == 70 and "built in" not in capsys.readouterr().out
+        assert len(built(share)) == 70 and "tokenised " not in capsys.readouterr().out
     for share in (0, 0.1249):
         with pytest.raises(UserError, match="are bad, more than --max_bad_share"):
             built(share)

@@ -28,7 +28,7 @@ def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
         (line,) = [line for line in lines if line.startswith(f"{path}: ")]
         # few rows: one is a few per cent
         assert abs(float(line.split("tokens; ")[1].split("%")[0]) - share) < 10
-    assert sum(line.startswith("held out by --eval_share 0.2: ") for line in lines) == 1
+    assert sum(line.startswith("data: ") and "; held out: " in line for line in lines) == 1
     assert "pe.jsonl:0.7" not in done.out and "pe.jsonl is passed" in done.err
     run("pretrain", argvs["killed"], Faults(signals={6: signal.SIGKILL}), status=-9)
     assert "resuming" in run("pretrain", argvs["killed"]).out

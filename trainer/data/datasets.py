@@ -40,7 +40,15 @@ def check_data_paths(args: StageArgs) -> None:
         expand_paths(data_path)
 
 
-def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split | None], D]) -> D | None:
+def describe_data(train: StageDataset, held_out: StageDataset | None) -> str:
+    """How much is trained on and held out, in a line."""
+    text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
+    if held_out is not None:
+        text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
+    return text
+
+
+def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D | None:
     """The held-out data that the settings name, or None. `open_split` opens a split of the records of a data
     path."""
     if not (args.eval_share or args.eval_data_path):
@@ -48,12 +56,7 @@ def open_held_out(args: StageArgs, train: D, open_split: Callable[[str, Split | 
     if not args.eval_share:
         return open_split(cast(str, args.eval_data_path), None)
     paths, _ = split_weights(cast(str, args.data_path))
-    held_out = open_split(",".join(paths), Split(args.eval_share, held_out=True))
-    if launch().rank == 0:
-        records = f"{held_out.records:,} of {held_out.records + train.records:,} records"
-        tokens = f"{held_out.num_tokens:,} of {held_out.num_tokens + train.num_tokens:,} tokens"
-        say(f"held out by --eval_share {args.eval_share:g}: {records}, {tokens}")
-    return held_out
+    return open_split(",".join(paths), Split(args.eval_share, held_out=True))
 
 
 def open_datasets(
@@ -88,7 +91,10 @@ def open_datasets(
                 say(source.describe_packing())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
-    return train, open_held_out(args, train, open_split)
+    held_out = open_held_out(args, open_split)
+    if launch().rank == 0:
+        say(describe_data(train, held_out))
+    return train, held_out
 
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
@@ -160,4 +166,4 @@ def open_prompts(
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
     train = open_split(args.data_path, Split(args.eval_share) if args.eval_share else None)
-    return train, open_held_out(args, train, open_split)
+    return train, open_held_out(args, open_split)

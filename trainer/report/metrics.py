@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.utils import disp_len, disp_trim
 
 from common.errors import UserError, WriteError
 from common.files import atomic_write
 
-WIDTH = 120  # characters of a line on the console
+WIDTH = 100  # columns of a line on the console
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -90,7 +91,7 @@ class MetricsLog:
         self.bar.update(update - self.bar.n)
 
     def write(self, record: dict[str, Any], head: str) -> None:
-        """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200)`."""
+        """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200) 4%`."""
         try:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
@@ -110,44 +111,44 @@ class MetricsLog:
 
 def duration(seconds: float) -> str:
     """Seconds as text for people."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
 
 
-def number(name: str, value: float | None, form: str) -> str:
+def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> list[str]:
+    """One record as lines of at most WIDTH columns: what a person looks at. The metrics file holds the rest.
+
+    head: opens the line, e.g. `Epoch:[1/2](100/1200) 4%`. shown: names of the values of the stage.
+    """
+    parts = [(0, head), (0, value_text("loss", record["loss"], ".4f"))]  # a larger number is left out first
+    names = [name for name in shown if name in record]
+    if names:
+        parts += [(min(1 + i, 3), value_text(name, record[name], ".3f")) for i, name in enumerate(names)]
+    else:
+        parts.append((2, value_text("mean", record["mean_loss"], ".4f")))
+    if "eval_loss" in record:
+        parts.append((0, value_text("eval_loss", record["eval_loss"], ".4f")))
+    others = [name for name in record if name.startswith("eval_") and name not in ("eval_loss", "eval_bpb")]
+    parts += [(4, value_text(name, record[name], ".4f")) for name in others]
+    parts.append((6, value_text("lr", record["learning_rate"], ".2e")))
+    parts.append((5, f"{record['tokens_per_second']:,.0f} tokens/s"))
+    if record["data_wait"] > 0.05:
+        parts.append((3, f"data wait: {record['data_wait']:.0%}"))
+    if record.get("dead_experts"):
+        parts.append((1, f"dead experts: {record['dead_experts']}"))
+    if "skipped" in record:
+        parts.append((0, f"updates skipped: {len(record['skipped'])}"))
+    if "overflows" in record:
+        parts.append((0, f"overflows: {record['overflows']}"))
+    parts.append((0, f"eta: {duration(record['seconds_left'])}"))
+    return [fitted(parts), *(sample_line(sample) for sample in record.get("samples", ()))]
+
+
+def value_text(name: str, value: float | None, form: str) -> str:
     """`name: value`; an update that was skipped, or had no target, has none."""
     return f"{name}: {'-' if value is None else format(value, form)}"
-
-
-def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> list[str]:
-    """One record as lines of at most WIDTH characters, each of an update or of an evaluation beginning with
-    `head`; what does not fit stands in the metrics file. `shown`: names of the values of its stage."""
-    of_stage = [
-        (min(i, 3), number(name, record[name], ".3f")) for i, name in enumerate(shown) if name in record
-    ]
-    parts = [(0, head), (0, number("loss", record["loss"], ".4f"))]  # a larger number is left out first
-    parts += [(0 if not of_stage else 5, number("mean loss", record["mean_loss"], ".4f")), *of_stage]
-    if record["aux_loss"]:  # not of a dense model
-        parts += [(7, number("logits_loss", record["logits_loss"], ".4f"))]
-        parts += [(3, number("aux_loss", record["aux_loss"], ".4f"))]
-    parts += [
-        (4, number("lr", record["learning_rate"], ".2e")),
-        (6, number("grad_norm", record["grad_norm"], ".3f")),
-    ]
-    parts += [(4, f"{record['tokens_per_second']:,.0f} tokens/s"), (8, f"mfu: {record['mfu']:.0%}")]
-    parts += [(3, f"data wait: {record['data_wait']:.1%}")] if record["data_wait"] > 0.01 else []
-    reserved = f" of {record['reserved_mb']:,.0f}" if "reserved_mb" in record else ""
-    parts += [(9, f"{record['memory_mb']:,.0f}{reserved} MB")]
-    if record.get("dead_experts") is not None:
-        ratio = record["expert_max_min"]
-        parts += [(3, f"experts max/min: {'-' if ratio is None else format(ratio, '.1f')}")]
-        parts += [(3, f"dead: {record['dead_experts']}")]
-    parts += [(0, f"updates skipped: {len(record['skipped'])}")] if "skipped" in record else []
-    parts += [(0, f"overflows: {record['overflows']}")] if "overflows" in record else []
-    lines = [fitted([*parts, (0, f"eta: {duration(record['seconds_left'])}")])]
-    held_out = [number(key, value, ".4f") for key, value in record.items() if key.startswith("eval_")]
-    lines += [fitted([(0, head), *enumerate(held_out)])] if held_out else []
-    return lines + [sample_line(sample) for sample in record.get("samples", ())]
 
 
 def fitted(parts: list[tuple[int, str]]) -> str:
@@ -165,10 +166,13 @@ def fitted(parts: list[tuple[int, str]]) -> str:
 
 
 def sample_line(sample: dict[str, Any]) -> str:
-    """What the model wrote, as one line of at most WIDTH characters."""
+    """What the model wrote, as one line of at most WIDTH columns; a Chinese character takes two."""
     reward = f"reward {sample['reward']:.3f}: " if "reward" in sample else ""
-    prompt, answer = (repr(str(sample.get(key, ""))) for key in ("prompt", "answer"))
-    line = (
-        f"  {reward}{prompt if len(prompt) <= WIDTH // 2 else prompt[: WIDTH // 2 - 4] + ' ...'} -> {answer}"
-    )
-    return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
+    prompt = shortened(repr(str(sample.get("prompt", ""))), WIDTH // 2)
+    answer = repr(str(sample.get("answer", "")))
+    return shortened(f"  {reward}{prompt} -> {answer}", WIDTH)
+
+
+def shortened(text: str, columns: int) -> str:
+    """The text, or as much of it as fits into so many columns, with an ellipsis."""
+    return text if disp_len(text) <= columns else disp_trim(text, columns - 4) + " ..."

@@ -243,7 +243,8 @@ def test_a_run_with_muon_that_is_killed_ends_with_the_same_bits(corpus, tmp_path
     assert_same_run(whole, cut, "pretrain_32" + "_moe" * moe)
 
 
-def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
+def test_the_log_has_the_learning_rate_as_given(corpus, tmp_path):
+    """Muon steps at a multiple of it."""
     rates = {}
     for optimizer in ("adamw", "muon"):
         run(
@@ -252,7 +253,7 @@ def test_muon_runs_at_its_multiple_of_the_learning_rate(corpus, tmp_path):
         )
         records = read_metrics(tmp_path / optimizer / "out/pretrain_32_metrics.jsonl")
         rates[optimizer] = [record["learning_rate"] for record in records]
-    assert len(rates["adamw"]) > 4 and rates["muon"] == [MUON_LR_SCALE * rate for rate in rates["adamw"]]
+    assert len(rates["adamw"]) > 4 and rates["muon"] == rates["adamw"]
 
 
 @pytest.mark.parametrize("skip", [False, True])
