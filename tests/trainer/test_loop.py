@@ -172,7 +172,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
 
 
 RUN_LINE = r"^run: \d+ updates of about [\d,]+ tokens, [\d,]+ tokens in all, 1 pass over the data, about "
-RUN_LINE += r"[\d.]+ min; cpu \(\d+ threads?\), float32$"
+RUN_LINE += r"[\d.]+ (s|min); cpu \(\d+ threads?\), float32$"
 TIMELESS = Faults(script="import trainer.loop; trainer.loop.describe_run = lambda *_: 'run: nothing'")
 
 
