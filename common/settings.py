@@ -76,6 +76,13 @@ class DataConfig:
         ge=0,
         le=0.5,
     )
+    max_tokens: int = setting(
+        0,
+        "train on about so many tokens of the data in each epoch, the beginning of its order; 0: all",
+        "tokens",
+        role="run",
+        ge=0,
+    )
     text_separator: str | None = setting(
         None, "line between documents in .txt files; without it each file is one document"
     )

@@ -12,6 +12,7 @@ limits it and what is unwise, and writes a shell file that runs it.
 """
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -50,12 +51,15 @@ from scripts.planning.machine import (
     training_cost,
 )
 from scripts.planning.trigrams import trigram_loss
+from scripts.runs.run import FORECAST
 from trainer import train_full_sft, train_pretrain
+from trainer.data.datasets import epoch_items, epoch_tokens
 from trainer.devices.device import describe_device, mixed_precision, select_device
 from trainer.objectives.next_token import model_config
 from trainer.optim import rules
 from trainer.report.metrics import duration
 from trainer.report.speed import GPUS, layer_weights
+from trainer.run.paths import run_name
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -67,8 +71,11 @@ PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:23
 MEASURING, MEASURED_TOKENS = 40.0, 8192
 COUNTED = 4  # layers of the largest model of which the bytes are counted for a GPU that is not here
 USABLE = 0.8  # share of the memory
+# of a part of the data: the least share, and the share of the time that it may take by proportion
+SMALLEST_SHARE, PART_SAFETY = 1e-4, 0.9
 SLACK = 0.25  # cores that other programs may use without being named
 START = 12.0  # seconds of a stage before it trains
+LOG_POINTS = 20  # of a stage
 N_EVALS, EVAL_COST = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
 FEW_UPDATES, COSTLY_STEP = 100, 0.3  # share of an update
 FEW_BYTES = 2.5  # of text per token
@@ -90,13 +97,13 @@ class Stage:
     @property
     def tokens(self) -> int:
         """Tokens to train."""
-        return self.data.num_tokens * self.args.epochs
+        return round(epoch_tokens(self.data, self.args)) * self.args.epochs
 
     @property
     def updates(self) -> int:
         """Optimizer steps."""
         per_update = self.args.batch_size * self.args.accumulation_steps * self.ranks
-        return math.ceil(len(self.data) / per_update) * self.args.epochs
+        return math.ceil(epoch_items(self.data, self.args) / per_update) * self.args.epochs
 
     @property
     def seconds(self) -> float:
@@ -109,10 +116,12 @@ class Stage:
         """Bytes of a rank."""
         return self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
-    def with_model(self, depth: int, cost: Cost, epochs: int, memory: float) -> "Stage":
-        """With a model of so many layers: batch and rate by the rules, the micro-batch as the memory
-        allows."""
+    def with_model(self, depth: int, cost: Cost, epochs: int, memory: float, share: float = 1.0) -> "Stage":
+        """With a model of so many layers and this share of the data: batch and rate by the rules, the
+        micro-batch as the memory allows."""
         args = replace(self.args, hidden_size=WIDTH * depth, num_hidden_layers=depth, epochs=epochs)
+        if share < 1:
+            args = replace(args, max_tokens=max(1, round(share * self.data.num_tokens)))
         stage = replace(self, args=rules.chosen(args, self.data, self.ranks), cost=cost)
         while stage.memory > memory and stage.args.batch_size > 1:
             half, twice = stage.args.batch_size // 2, stage.args.accumulation_steps * 2
@@ -142,13 +151,20 @@ def choose(
         is_too_large = weights > PASSES * tokens and len(costs) > 1 and depth > 1
         if is_too_large:
             continue
-        for passes in range(1, PASSES + 1):
-            planned = [stages[0].with_model(depth, cost, passes, memory)]
+
+        def planned(passes: int, share: float = 1.0, depth=depth, cost=cost, weights=weights) -> Plan:
+            of_stages = [stages[0].with_model(depth, cost, passes, memory, share)]
             if len(stages) > 1:
-                planned.append(stages[1].with_model(depth, cost, SFT_PASSES, memory))
-            loss = rules.expected_loss(trigram, weights, tokens, passes)
-            seconds = sum(stage.seconds for stage in planned)
-            plans.append(Plan(planned, loss, seconds, max(stage.memory for stage in planned)))
+                of_stages.append(stages[1].with_model(depth, cost, SFT_PASSES, memory, share))
+            loss = rules.expected_loss(trigram, weights, share * tokens, passes)
+            seconds = sum(stage.seconds for stage in of_stages)
+            return Plan(of_stages, loss, seconds, max(stage.memory for stage in of_stages))
+
+        plans += [planned(passes) for passes in range(1, PASSES + 1)]
+        once, least = plans[-PASSES], planned(1, SMALLEST_SHARE)
+        if least.seconds < limit < once.seconds:  # a part of the data, once
+            share = PART_SAFETY * (limit - least.seconds) / (once.seconds - least.seconds)
+            plans.append(planned(1, max(SMALLEST_SHARE, share)))
 
     fitting = [plan for plan in plans if plan.memory <= memory]
     if not fitting:
@@ -158,9 +174,7 @@ def choose(
     in_time = [plan for plan in fitting if plan.seconds <= limit]
     if not in_time:
         least = duration(min(plan.seconds for plan in fitting))
-        raise UserError(
-            f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time, or less data"
-        )
+        raise UserError(f"--hours {limit / 3600:g}: the smallest plan takes {least}; give more time")
 
     best = min(in_time, key=lambda plan: plan.loss)
     best_any_time = min(fitting, key=lambda plan: plan.loss)
@@ -241,6 +255,11 @@ def parse_args() -> argparse.Namespace:
     for name in ("hours", "eval_share", "depth"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise UserError(f"--{name} {getattr(args, name)} must be above 0")
+    least = START * (2 if args.sft_data else 1)
+    if 3600 * args.hours <= least:  # said before anything is tokenised
+        raise UserError(
+            f"--hours {args.hours:g}: starting the stages alone takes {least:.0f} s; give more time"
+        )
     for path in filter(None, (args.pretrain_data, args.sft_data)):
         if split_weights(path)[1]:
             raise UserError(
@@ -282,13 +301,12 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
     return Stage(script, stage_args, data, held_out, ranks, Cost())
 
 
-def own_tokenizer(args: argparse.Namespace) -> str:
-    """The folder of the tokenizer: one of a vocabulary that is made for these data, where the shipped one
-    does not suit them. Raises UserError if none can be made."""
-    shipped = ModelConfig.tokenizer_path
-    size = rules.vocabulary(*spelling(open_stage(args, train_pretrain, args.pretrain_data, shipped, 1).data))
+def own_tokenizer(args: argparse.Namespace, data: StageDataset) -> str | None:
+    """The folder of a tokenizer whose vocabulary is made for these data; None where the shipped one, with
+    which they are tokenised, suits them. Raises UserError if none can be made."""
+    size = rules.vocabulary(*spelling(data))
     if size is None:
-        return shipped
+        return None
     folder, paths = f"{args.save_dir}/tokenizer", filter(None, (args.pretrain_data, args.sft_data))
     command = [sys.executable, str(ROOT / "scripts/train_tokenizer.py"), "--vocab_size", str(size)]
     command += ["--output_dir", folder, "--data_path", *paths]
@@ -334,6 +352,7 @@ def describe(plan: Plan, limit: str) -> list[str]:
         "": lambda stage: stage.args.save_weight,
         "tokens held out": lambda stage: f"{stage.held_out.num_tokens:,}",
         "tokens to train": lambda stage: f"{stage.tokens:,}",
+        "share of the data": lambda stage: f"{epoch_items(stage.data, stage.args) / len(stage.data):.3g}",
         "passes over the data": lambda stage: stage.args.epochs,
         "updates": lambda stage: f"{stage.updates:,}",
         "tokens of an update": lambda stage: f"{stage.tokens / stage.updates:,.0f}",
@@ -343,6 +362,8 @@ def describe(plan: Plan, limit: str) -> list[str]:
         # fp16 weights twice, two checkpoints
         "disk": lambda stage: f"{26 * stage.cost.parameters / 1e9:.2f} GB",
     }
+    if not any(stage.args.max_tokens for stage in plan.stages):
+        del rows["share of the data"]
     size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, "
     size += f"{first.cost.parameters / 1e6:.2f} M parameters"
     return [
@@ -355,11 +376,17 @@ def describe(plan: Plan, limit: str) -> list[str]:
     ]
 
 
+def is_forecast(plan: Plan) -> bool:
+    """Whether runs like the first stage were measured."""
+    first = plan.stages[0]
+    weights = layer_weights(first.args.num_hidden_layers, first.args.hidden_size)
+    return rules.was_checked(weights, epoch_tokens(first.data, first.args), first.args.epochs)
+
+
 def loss_forecast(plan: Plan) -> str:
     """The held-out loss to expect of pretraining; none where no such run was measured."""
     first = plan.stages[0]
-    weights = layer_weights(first.args.num_hidden_layers, first.args.hidden_size)
-    if not rules.was_checked(weights, first.data.num_tokens, first.args.epochs):
+    if not is_forecast(plan):
         return (
             "no forecast of the loss: the runs behind it had texts of at least "
             f"{rules.MIN_TOKENS / 1e6:g} M tokens, at most {rules.MAX_TRAINED / 1e6:g} M tokens in all "
@@ -370,6 +397,20 @@ def loss_forecast(plan: Plan) -> str:
     bits = plan.loss / math.log(2) / spelling(first.held_out)[1]
     text = f"held-out loss to expect of pretraining: {plan.loss:.2f} ({low:.2f} to {high:.2f}), "
     return text + f"{bits:.2f} bits a byte"
+
+
+def forecast_file(plan: Plan) -> str:
+    """What is expected of each stage, as JSON; the report compares it with what came."""
+    stages = {}
+    for stage in plan.stages:
+        name = run_name(stage.args.save_weight, stage.args)
+        stages[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}
+    first = plan.stages[0]
+    if is_forecast(plan):
+        low, high = plan.loss * (1 - rules.SPREAD), plan.loss * (1 + rules.SPREAD)
+        name = run_name(first.args.save_weight, first.args)
+        stages[name]["eval_loss"] = [low, plan.loss, high]
+    return json.dumps(stages, indent=1)
 
 
 def shell_file(plan: Plan) -> str:
@@ -385,8 +426,9 @@ def shell_file(plan: Plan) -> str:
         text = f'== {stage.args.save_weight}: {plan_of_it}; the line "run:" has the time at the present speed'
         lines.append(f"echo {shlex.quote(text)}")
         steps = stage.updates * stage.args.accumulation_steps
-        often = {"eval_interval": max(1, steps // N_EVALS), "log_interval": max(1, steps // 50)}
-        args = replace(stage.args, from_resume=True, **often)
+        log_interval = max(1, steps // LOG_POINTS)
+        eval_interval = log_interval * max(1, round(steps / N_EVALS / log_interval))
+        args = replace(stage.args, from_resume=True, log_interval=log_interval, eval_interval=eval_interval)
         start = (
             ["python"]
             if stage.ranks == 1
@@ -421,12 +463,14 @@ def main() -> None:
     if gpu:
         machine = f"arithmetic for {gpu}: {SHARE_OF_SHEET:.0%} of {GPUS[gpu][0]} TFLOP/s, its data sheet"
     say(f"{machine}; {memory / 1e9:.0f} GB of memory")
-    tokenizer_path = args.tokenizer_path or own_tokenizer(args)
-    scripts = {train_pretrain: args.pretrain_data} | (
-        {train_full_sft: args.sft_data} if args.sft_data else {}
-    )
     ranks = torch.cuda.device_count() if device.type == "cuda" else 1
-    stages = [open_stage(args, script, path, tokenizer_path, ranks) for script, path in scripts.items()]
+    tokenizer_path = args.tokenizer_path or ModelConfig.tokenizer_path
+    stages = [open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)]
+    if not args.tokenizer_path and (own := own_tokenizer(args, stages[0].data)):
+        tokenizer_path = own
+        stages = [open_stage(args, train_pretrain, args.pretrain_data, own, ranks)]
+    if args.sft_data:
+        stages.append(open_stage(args, train_full_sft, args.sft_data, tokenizer_path, ranks))
     tokenizer = load_tokenizer(tokenizer_path)
 
     def shape(depth: int) -> "MiniMindConfig":
@@ -455,6 +499,8 @@ def main() -> None:
     path = Path(args.save_dir, "run.sh")
     # names of files need not be UTF-8
     atomic_write(path, lambda file: file.write(os.fsencode(shell_file(plan))))
+    forecast = forecast_file(plan)
+    atomic_write(Path(args.save_dir, FORECAST), lambda file: file.write(forecast.encode()))
     say(f"wrote {path}; to run it: bash {shlex.quote(str(path))}; then: {chat_command(plan)}")
 
 

@@ -9,8 +9,6 @@ them.
 """
 
 import argparse
-import io
-import json
 import math
 import shutil
 import sys
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 from common.errors import UserError, printable, say, warn
+from scripts.runs import report
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
 from trainer.run.paths import settings_path
 
@@ -40,7 +39,6 @@ PANELS = (
 )
 PANELS += ("expert_max_min",)
 POINTS = 4000  # of all curves of a panel together, but some of each
-PAGE = Path(__file__).parent / "runs" / "page.html"
 LONGEST = 28  # characters of a cell on a terminal
 
 
@@ -50,10 +48,13 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     flag("metrics", nargs="+", help="metrics files, out/<run>_metrics.jsonl, or folders of them")
     flag("--png", help="picture of the curves to write")
-    flag("--html", help="page to write: table, curves, samples, warnings, settings, environment; one file")
+    flag("--html", help="page to write, to send to somebody: one file that needs no network")
+    flag("--lang", choices=("en", "zh"), help="language of the page (default: en)")
     flag("--panels", nargs="+", help=f"fields of the records to draw (default: {' '.join(PANELS)})")
     flag("--x", choices=AXES, help="field on the x axis of the curves (default: update)")
     args = parser.parse_args()
+    if args.lang and not args.html:
+        raise UserError("--lang is the language of the page; add where to: --html FILE")
     if (args.panels or args.x) and not (args.png or args.html):
         raise UserError("--panels and --x say how curves are drawn; add where to: --png FILE or --html FILE")
     return args
@@ -160,11 +161,13 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
 # ------------------------------------------------------------------------------------------------------
 
 
-def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
-    """A matplotlib figure: one panel for each field that a run has, one color for each run; what was measured
-    on held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean since the
-    record before, where there is one; `null` (not finite) leaves a gap in the curve. Raises UserError if no
-    run has any of the fields, or matplotlib is not installed."""
+def draw(
+    runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS, size: tuple[float, float] = (4, 2.8)
+) -> Any:
+    """A matplotlib figure with panels of this size in inches, one for each field that a run has, a color for
+    each run; what was measured on held-out data (`eval_<field>`) is dashed, in the panel of its field. The
+    loss is the mean since the record before, where there is one; `null` (not finite) leaves a gap in the
+    curve. Raises UserError if no run has any of the fields, or matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
@@ -186,9 +189,9 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
         raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
     across = min(3, len(panels))
     rows = math.ceil(len(panels) / across)
-    figure = Figure(
-        layout="constrained", figsize=(4 * across, 0.4 + 2.8 * rows + 0.2 * math.ceil(len(runs) / 4))
-    )
+    width, height = size[0] * across, size[1] * rows
+    legend_height = 0.4 + 0.2 * math.ceil(len(runs) / 4)
+    figure = Figure(layout="constrained", figsize=(width, height + legend_height))
     handles: dict[str, Any] = {}
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, across, place)
@@ -247,25 +250,21 @@ def run_colors(count: int) -> list[Any]:
     return [tuple(hsv_to_rgb((number / count, 1, 0.85 if number % 2 else 0.55))) for number in range(count)]
 
 
-def html_page(rows: list[list[str]], figure: Any, runs: list[Run]) -> str:
-    """The page that runs/page.html describes: the table with its head, the curves, and each run of the
-    table."""
-    from jinja2 import Template
-    from markupsafe import Markup
-    from matplotlib import rc_context
+def html_page(
+    runs: dict[str, Run], rows: list[list[str]], x: str, panels: Sequence[str], figure: Any, lang: str
+) -> str:
+    """The page of the report, with a large curve of the reward where the runs have one, else of the loss."""
     from matplotlib.colors import to_hex
 
-    file = io.StringIO()
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = Markup(file.getvalue().partition("<!DOCTYPE")[2].partition(">")[2])
-    template = Template(
-        PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     colors = [to_hex(color) for color in run_colors(len(runs))]
-    return template.render(
-        head=rows[0], runs=[*zip(runs, rows[1:], colors, strict=True)], svg=svg, dumps=json.dumps
-    )
+    main_panel = panels[0]
+    if "reward" in panels and all("reward" in run.figures for run in runs.values()):
+        main_panel = "reward"
+    try:
+        curve = draw(runs, x, [main_panel], size=(8, 4.4))
+    except UserError:  # no run has it
+        return report.page({run.path: run for run in runs.values()}, rows, colors, figure, None, lang)
+    return report.page({run.path: run for run in runs.values()}, rows, colors, curve, figure, lang)
 
 
 def main() -> None:
@@ -275,12 +274,16 @@ def main() -> None:
     rows = run_rows(runs)
     for line in table_lines(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
         say(line)
+    for name, run in runs.items():
+        if came := report.outcome(run.path, run):
+            say(f"{name}: {came}")
     if not (args.png or args.html):
         return
     # in Chinese names; in HTML they are there
     warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
-    figure = draw(runs, args.x or AXES[0], args.panels or PANELS)
-    page = html_page(rows, figure, [*runs.values()]) if args.html else ""
+    x, panels = args.x or AXES[0], args.panels or PANELS
+    figure = draw(runs, x, panels)
+    page = html_page(runs, rows, x, panels, figure, args.lang or "en") if args.html else ""
     for flag, path in (("--png", args.png), ("--html", args.html)):
         try:
             if path and flag == "--png":

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
+from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device, peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
@@ -261,7 +262,7 @@ def describe_run(
         data = loader.dataset
         # else prompts are counted once
         is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]
-        amount = data.num_tokens * passes if is_exact else tokens * left
+        amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
         parts[0] += f" of about {amount / left:,.0f} tokens"
         parts.append(
             f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all"

@@ -14,6 +14,7 @@ from trainer.report.metrics import complete_lines, log_record
 from trainer.run.paths import settings_path
 
 ENDING = "_metrics.jsonl"
+FORECAST = "plan.json"  # in the folder of the runs, of scripts/plan.py
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
 LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
@@ -46,14 +47,15 @@ def finite_number(value: Any) -> float:
 class Run:
     """What the records of a run come to; `add` takes them one by one, the oldest first.
 
-    records: their numbers by name. figures: values of FIGURES, as far as there are any. warnings: (update,
-    text).
+    path: of the metrics file. records: their numbers by name. figures: values of FIGURES, as far as there
+    are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
     repeated.
     rollout: the same of the last rollout. settings, about: what the file beside holds, None if it is damaged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path = Path()) -> None:
+        self.path = path
         self.records: list[dict[str, float]] = []
         self.damaged = 0  # lines that are no records
         self.figures: dict[str, float] = {}
@@ -147,7 +149,7 @@ def read_run(path: Path) -> Run:
         raise FileNotFoundError(
             f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}"
         )
-    run = Run()
+    run = Run(path)
     for number, line in enumerate(complete_lines(path), 1):
         run.add(log_record(line))
         if number % BLOCK == 0:

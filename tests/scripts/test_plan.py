@@ -157,7 +157,8 @@ def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
         (["--size", ""], "--size  must be a number above 0"),
         (["--depth", "64"], "do not hold a model of 4096 x 64"),
         (["--depth", "2", "--size", "3m"], "not allowed with argument"),
-        (["--hours", "0.001", "--depth", "1"], "--hours 0.001: the smallest plan takes"),
+        (["--hours", "0.001", "--depth", "1"], "--hours 0.001: starting the stages alone takes 12 s"),
+        (["--hours", "0.003334", "--depth", "1"], "--hours 0.003334: the smallest plan takes"),
     ],
 )
 def test_wrong_flags_are_one_line(start, flags, line):
@@ -184,6 +185,7 @@ def test_conversations_are_tokenised_with_the_vocabulary_that_is_used_alone(star
 
 class Data(SimpleNamespace):
     mean_tokens = TokenDataset.mean_tokens
+    cache = SimpleNamespace(report={"target_bytes": 3000, "targets": 1000})
 
     def __len__(self) -> int:
         return self.items
@@ -208,12 +210,18 @@ def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     try:
         best, limited = plan.choose(stages, costs, memory, limit, 5.0)
     except UserError:
-        stage = stages[0].with_model(min(costs), costs[min(costs)], 1, memory)
+        stage = stages[0].with_model(min(costs), costs[min(costs)], 1, memory, plan.SMALLEST_SHARE)
         assert len(costs) > 1 or stage.memory > memory or stage.seconds > limit
         return
     (stage,) = best.stages
     assert stage.memory <= memory and stage.seconds <= limit and limited in ("hours", "memory", "data")
-    whole = rules.chosen(stage.args.__class__(**vars(args) | {"epochs": stage.args.epochs}), data, 1)
+    whole = rules.chosen(
+        stage.args.__class__(
+            **vars(args) | {"epochs": stage.args.epochs, "max_tokens": stage.args.max_tokens}
+        ),
+        data,
+        1,
+    )
     split = stage.args.batch_size * stage.args.accumulation_steps
     # the memory changes the micro-batch, not the update
     assert whole.batch_size / 2 < split <= whole.batch_size
@@ -235,6 +243,19 @@ def test_a_loss_is_forecast_only_where_runs_were_measured(tokens, passes, depth,
     stage = plan.Stage(train_pretrain, args, data, data, 1, Cost())
     line = plan.loss_forecast(plan.Plan([stage], 5.0, 1.0, 1.0))
     assert ("5.00 (4.75 to 5.25)" in line) == is_known and ("no forecast" in line) != is_known
+
+
+def test_little_time_takes_a_part_of_the_data():
+    data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
+    args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
+    stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
+    costs = {1: Cost(10**6, 1e7, 1e-3, 0.01, 1e4, True)}  # 3,000 s for a pass
+    best, limited = plan.choose(stages, costs, 1e11, 600.0, 5.0)
+    (stage,) = best.stages
+    assert limited == "hours" and stage.args.epochs == 1 and 400 < best.seconds <= 600
+    assert 0 < stage.args.max_tokens < data.num_tokens and stage.tokens < 600_000
+    row = next(line for line in plan.describe(best, limited) if "share of the data" in line)
+    assert 0.1 < float(row.split()[-1]) < 0.2
 
 
 def test_seconds_and_bytes_add_up():

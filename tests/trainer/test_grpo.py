@@ -97,7 +97,7 @@ def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     [
         ({"epsilon": 0.1}, "error: --epsilon has no effect with one update per rollout"),
         ({"packing": 1}, "error: --packing 1 has no effect"),
-        ({"batch_size": 40}, "error: --data_path holds 24 prompts, and an update takes 40"),
+        ({"batch_size": 40}, "error: an epoch has 24 prompts, and an update takes 40"),
         (
             {"reward": "exact_answer"},
             r"rl.jsonl:\d+: reward exact_answer failed \(ValueError: .*no reference answer",

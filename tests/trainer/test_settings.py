@@ -103,8 +103,7 @@ def test_more_ranks_than_samples(corpus, tmp_path):
     processes = start_ranks(3, "pretrain", flags(corpus, tmp_path, "pretrain", data_path=data))
     assert [process.wait() for process in processes] == [2, 2, 2]
     assert (
-        "3 processes, but --data_path holds only 2 samples; start fewer processes"
-        in processes[0].error_lines[0]
+        "3 processes, but an epoch has only 2 samples; start fewer processes" in processes[0].error_lines[0]
     )
 
 

@@ -40,9 +40,23 @@ def check_data_paths(args: StageArgs) -> None:
         expand_paths(data_path)
 
 
-def describe_data(train: StageDataset, held_out: StageDataset | None) -> str:
+def epoch_items(train_set: StageData, args: Any) -> int:
+    """Items of an epoch: all, or with --max_tokens as many as have so many tokens on average."""
+    if not args.max_tokens or args.max_tokens >= train_set.num_tokens:
+        return len(train_set)
+    return max(1, round(len(train_set) * args.max_tokens / train_set.num_tokens))
+
+
+def epoch_tokens(train_set: StageData, args: Any) -> float:
+    """Tokens of an epoch; with --max_tokens about."""
+    return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
+
+
+def describe_data(train: StageDataset, held_out: StageDataset | None, args: StageArgs) -> str:
     """How much is trained on and held out, in a line."""
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
+    if epoch_items(train, args) < len(train):
+        text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
     if held_out is not None:
         text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
     return text
@@ -81,10 +95,9 @@ def open_datasets(
     if weights:
         train = MixedDataset(list(zip(paths, sources, strict=True)), weights)
     ranks = launch().world_size
-    if ranks > len(train):
-        raise UserError(
-            f"{ranks} processes, but --data_path holds only {len(train)} samples; start fewer processes"
-        )
+    items = epoch_items(train, args)
+    if ranks > items:
+        raise UserError(f"{ranks} processes, but an epoch has only {items} samples; start fewer processes")
     if launch().rank == 0:
         if args.packing:
             for source in sources:
@@ -93,7 +106,7 @@ def open_datasets(
             train.report(args.epochs)
     held_out = open_held_out(args, open_split)
     if launch().rank == 0:
-        say(describe_data(train, held_out))
+        say(describe_data(train, held_out, args))
     return train, held_out
 
 
@@ -101,7 +114,7 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
     --num_iterations times, update by update. For another order of the samples change `order`; a second source
     of them is another `epoch_loader` (order.py)."""
-    order = epoch_order(len(train_set), args.seed, epoch)
+    order = epoch_order(len(train_set), args.seed, epoch)[: epoch_items(train_set, args)]
     if isinstance(train_set, MixedDataset):
         order = train_set.items_of_epoch(args.seed, epoch)[order]
     elif not isinstance(train_set, StageDataset):  # prompts
@@ -137,15 +150,16 @@ def epoch_samples(train_set: StageData, args: Any) -> int:
     """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made,
     --num_iterations times; the prompts left over are others in the next epoch. Raises UserError if there are
     fewer than an update takes."""
+    items = epoch_items(train_set, args)
     if isinstance(train_set, StageDataset):
-        return len(train_set)
+        return items
     per_update = prompts_per_update(args)
-    if len(train_set) < per_update:
+    if items < per_update:
         raise UserError(
-            f"--data_path holds {len(train_set)} prompts, and an update takes {per_update} (batch_size x "
+            f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
             "accumulation_steps x processes); lower --batch_size"
         )
-    return len(train_set) // per_update * per_update * args.num_iterations
+    return items // per_update * per_update * args.num_iterations
 
 
 def open_prompts(

@@ -26,6 +26,7 @@ from common.errors import UserError
 from common.launcher import launch
 from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
+from trainer.data.datasets import epoch_tokens
 from trainer.data.order import SizedDataset
 from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16, select_device
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
@@ -200,7 +201,7 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 def operations(args: StageArgs, train_set: TokenDataset) -> float:
     """Roughly the floating-point operations of a run, of each rank."""
     weights = layer_weights(args.num_hidden_layers, args.hidden_size)
-    return 6.0 * weights * train_set.num_tokens * args.epochs / world_size()
+    return 6.0 * weights * epoch_tokens(train_set, args) * args.epochs / world_size()
 
 
 def has_compiler(device: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
+from trainer.data.datasets import epoch_tokens
 from trainer.devices.process_group import Logger, world_size
 from trainer.run.resume import largest_divisor
 
@@ -65,12 +66,13 @@ def was_checked(weights: float, tokens: float, passes: int) -> bool:
 def chosen(args: A, data: Any, ranks: int) -> A:
     """The settings with a number in place of each `auto`; data: a StageDataset."""
     of_ranks, item = args.accumulation_steps * ranks, data.mean_tokens
+    tokens = epoch_tokens(data, args) * args.epochs
     if args.batch_size is None:
-        wanted = update_tokens(data.num_tokens * args.epochs) / item / of_ranks
+        wanted = update_tokens(tokens) / item / of_ranks
         args = replace(args, batch_size=max(1, min(round(wanted), len(data))))
     if args.learning_rate is None:
         of_update = item * args.batch_size * of_ranks
-        rate = learning_rate(args.hidden_size, data.num_tokens * args.epochs, of_update, args.optimizer)
+        rate = learning_rate(args.hidden_size, tokens, of_update, args.optimizer)
         args = replace(args, learning_rate=float(f"{rate * args.auto_rate:.1e}"))
     return args
 

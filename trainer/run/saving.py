@@ -145,6 +145,7 @@ def write_settings(state: TrainState, path: Path) -> None:
     environment |= {"GPU": torch.cuda.get_device_name(state.device)} if state.device.type == "cuda" else {}
     stage = next(iter(state.code), None)  # the first of its files
     content: dict[str, Any] = {"run_id": state.run_id, "branch_of": state.branch_of, "stage": stage}
+    content["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     content |= {"settings": state.args.values(), "environment": state.computing() | environment}
     content |= {"run": state.run, "code": state.code, "starts": starts[:1] + starts[1:][-KEPT_STARTS:]}
     write_settings_file(path, content)
@@ -229,13 +230,14 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
+        last_lines = [line for hook in state.hooks if (line := hook.last_line(state))]
         if is_main_process() and not state.can_continue:
             # last: everything else is written
             settings = paths.settings_path(path)
-            finished = {"finished": {"update": state.update}}
+            finished = {"last_lines": last_lines, "finished": {"update": state.update}}
             write_settings_file(settings, read_settings_file(settings) | finished)
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
-        for line in filter(None, [hook.last_line(state) for hook in state.hooks]):
+        for line in last_lines:
             Logger(line)
         tracker_timeout = None
     finally:

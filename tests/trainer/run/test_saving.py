@@ -154,7 +154,8 @@ def test_the_list_of_starts_keeps_the_first_one_and_the_latest(tmp_path):
     state = SimpleNamespace(
         resumed_update=None, is_new_branch=False, update=0, device=torch.device("cpu"), code={}
     )
-    state.__dict__.update(run_id="id", branch_of=None, run={}, args=StageArgs(), computing=dict)
+    parts = {"model": torch.nn.Linear(2, 3), "args": StageArgs(), "computing": dict}
+    state.__dict__.update(parts, run_id="id", branch_of=None, run={})
     for update in range(saving.KEPT_STARTS + 5):
         state.update = update
         saving.write_settings(state, path)  # pyrefly: ignore[bad-argument-type]
