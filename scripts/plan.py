@@ -377,15 +377,20 @@ def describe(plan: Plan, limit: str) -> list[str]:
 
 
 def is_forecast(plan: Plan) -> bool:
-    """Whether runs like the first stage were measured."""
+    """Whether runs like the first stage were measured. The forecast is made of all the data; of a part of
+    them it would be too low."""
     first = plan.stages[0]
+    if first.args.max_tokens:
+        return False
     weights = layer_weights(first.args.num_hidden_layers, first.args.hidden_size)
-    return rules.was_checked(weights, epoch_tokens(first.data, first.args), first.args.epochs)
+    return rules.was_checked(weights, first.data.num_tokens, first.args.epochs)
 
 
 def loss_forecast(plan: Plan) -> str:
     """The held-out loss to expect of pretraining; none where no such run was measured."""
     first = plan.stages[0]
+    if first.args.max_tokens:
+        return "no forecast of the loss: the runs behind it had all their data"
     if not is_forecast(plan):
         return (
             "no forecast of the loss: the runs behind it had texts of at least "
