@@ -406,7 +406,7 @@ def loss_forecast(plan: Plan) -> str:
 
 def forecast_file(plan: Plan) -> str:
     """What is expected of each stage, as JSON; the report compares it with what came."""
-    stages = {}
+    stages: dict[str, dict[str, Any]] = {}
     for stage in plan.stages:
         name = run_name(stage.args.save_weight, stage.args)
         stages[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}

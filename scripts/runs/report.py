@@ -55,8 +55,8 @@ def title(runs: list[Run], lang: str) -> str:
     """What was trained, in a sentence. Runs of one size count as the stages of one model."""
     words = WORDS[lang]
     time = duration(sum(run.figures["seconds"] for run in runs))
-    sizes = {(run.about or {}).get("parameters") for run in runs}
-    if len(sizes) > 1 or None in sizes:
+    sizes = {(run.about or {}).get("parameters", 0) for run in runs}
+    if len(sizes) > 1 or not all(isinstance(size, int) and size > 0 for size in sizes):
         return words["several"].format(count=len(runs), time=time)
     tokens = amount(sum(run.figures["tokens"] for run in runs))
     return words["title"].format(parameters=amount(sizes.pop()), tokens=tokens, time=time)

@@ -201,11 +201,14 @@ def gpus(request) -> int:
 
 
 @pytest.fixture
-def device(gpus):
-    """Where a check of one process computes."""
+def device(gpus, request):
+    """Where a check of one process computes: on the first GPU, on a Mac's, or on the CPU."""
     import torch
 
-    return torch.device("cuda:0" if gpus else "cpu")
+    if gpus:
+        return torch.device("cuda:0")
+    is_mac = request.config.getoption("gpu_check", None) and torch.backends.mps.is_available()
+    return torch.device("mps" if is_mac else "cpu")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -68,6 +69,7 @@ def flat_batch(seed: int, lengths: list[int]) -> dict:
         "target_index": index,
         "targets": ids[index + 1],
         "target_bytes": 4 * len(index),
+        "host_cu_seqlens": np.cumsum([0, *lengths]).astype(np.int32),
         "sample_ids": torch.arange(len(lengths)),
     }
 

@@ -1,0 +1,203 @@
+"""Checks of whole programs on the device: every stage in every dtype, a resume within a rollout, decoding, the
+server."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.generation import generate
+from model.sampling import Sampling
+from scripts.demo.corpus import make_corpus
+from tests.conftest import ROOT, write_jsonl
+from tests.gpu import parts
+from tests.gpu.parts import dtypes
+
+pytestmark = pytest.mark.slow
+UPDATES, BATCH = 3, 4
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "max_seq_len": 128}
+STAGES: dict[str, tuple[str, str, dict[str, Any]]] = {  # script, kind of data, flags
+    "pretrain": ("pretrain", "text", {}),
+    "pretrain_muon": ("pretrain", "text", {"optimizer": "muon"}),
+    "pretrain_recomputed": ("pretrain", "text", {"activation_checkpointing": 1}),
+    "pretrain_workers": ("pretrain", "text", {"num_workers": 2, "packing": 1}),
+    "pretrain_moe": ("pretrain", "text", {"use_moe": 1}),
+    "full_sft": ("full_sft", "chat", {"eval_share": 0.1}),
+    "lora": ("lora", "chat", {"from_weight": "full_sft"}),
+    "dpo": ("dpo", "pairs", {"from_weight": "full_sft"}),
+    "distillation": ("distillation", "chat", {"from_weight": "full_sft", "from_teacher_weight": "full_sft"}),
+    "grpo": ("grpo", "prompts", {"num_generations": 4, "beta": 0.1}),
+    "ppo": ("ppo", "prompts", {}),
+    "agent": ("agent", "sums", {"num_generations": 4, "max_seq_len": 512}),
+}
+ROLLOUTS = {
+    "from_weight": "full_sft",
+    "max_gen_len": 16,
+    "num_iterations": 1,
+    "reward": "length,repetition=0.5",
+}
+
+
+def write_data(folder: Path, kind: str, count: int = UPDATES * BATCH) -> Path:
+    """A file of so many records for a kind of stage."""
+    corpus, numbers = make_corpus(0), range(count)
+    records = {
+        "text": corpus["pretrain.jsonl"][:count],
+        "chat": corpus["sft.jsonl"][:count],
+        "prompts": [{"prompt": f"Say {i} in words.", "answer": str(i)} for i in numbers],
+        "sums": [{"prompt": f"What is {i} plus 2?", "answer": str(i + 2)} for i in numbers],
+        "pairs": [
+            {
+                "chosen": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}],
+                "rejected": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "No!"}],
+            }
+            for i in numbers
+        ],
+    }
+    return write_jsonl(folder / f"{kind}.jsonl", records[kind])
+
+
+def command(stage: str, folder: Path, device: torch.device, **flags: Any) -> list[str]:
+    """The command line of a small run of a stage in this folder."""
+    settings = SHAPE | {"batch_size": BATCH, "accumulation_steps": 1, "epochs": 1, "log_interval": 1}
+    settings |= {f"{kind}_dir": folder / kind for kind in ("save", "checkpoint", "cache")}
+    settings |= {"learning_rate": 1e-3, "device": device.type} | flags
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    return [sys.executable, str(ROOT / f"trainer/train_{stage}.py"), *words]
+
+
+def run(words: list[str]) -> str:
+    """What a command prints. Raises AssertionError with its last line if it fails."""
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    print(done.stdout)
+    assert done.returncode == 0, f"{Path(words[1]).name}: {done.stdout.strip().splitlines()[-1]}"
+    return done.stdout
+
+
+def losses(folder: Path, weight: str) -> list[float]:
+    """The loss of each logged update; NaN where it was not finite."""
+    (path,) = folder.glob(f"save/{weight}*_metrics.jsonl")
+    records = map(json.loads, path.read_text().splitlines())
+    return [math.nan if record["loss"] is None else record["loss"] for record in records]
+
+
+def write_start(folder: Path, device: torch.device) -> None:
+    """Weights named full_sft to start from."""
+    run(command("full_sft", folder, device, data_path=write_data(folder, "chat"), from_weight="none"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages(stage, device, tmp_path, record_property):
+    """Three updates of a stage in each dtype of the device: it ends well, with finite losses."""
+    script, kind, flags = STAGES[stage]
+    if kind in ("prompts", "sums"):
+        flags = ROLLOUTS | flags
+    if "full_sft" in flags.values() or flags.get("from_weight") == "full_sft":
+        write_start(tmp_path, device)
+    else:
+        flags = {"from_weight": "none"} | flags
+    data = write_data(tmp_path, kind)
+    for dtype in dtypes(device):
+        weight = f"{stage}_{dtype}"
+        name = {"lora_name": weight} if script == "lora" else {"save_weight": weight}
+        begin = time.monotonic()
+        run(command(script, tmp_path, device, data_path=data, dtype=dtype, **name, **flags))
+        record_property(f"{dtype} s", round(time.monotonic() - begin, 1))
+        found = losses(tmp_path, weight)
+        assert found and all(map(math.isfinite, found)), f"{dtype}: losses {found}"
+
+
+def test_resume_of_a_rollout(device, tmp_path):
+    """GRPO with two updates to a rollout, resumed from between them after a kill, against a run that was not
+    killed: the same bits, with --deterministic 1."""
+    write_start(tmp_path, device)
+    data = write_data(tmp_path, "prompts", 8 * BATCH)
+    flags = ROLLOUTS | {"num_iterations": 2, "num_generations": 4, "deterministic": 1, "save_interval": 5}
+    flags |= {"learning_rate": 1e-4, "from_resume": 1}
+    words = {
+        name: command("grpo", tmp_path, device, data_path=data, save_weight=name, **flags)
+        for name in ("whole", "killed")
+    }
+    run(words["whole"])
+    with open(tmp_path / "killed.log", "wb") as log:
+        process = subprocess.Popen(words["killed"], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    metrics = tmp_path / "save/killed_64_metrics.jsonl"
+    # by then update 5, the first of its rollout, is saved
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 7):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
+    assert "resuming killed at epoch 1, update 5 of 16" in run(words["killed"])
+    whole, killed = (torch.load(tmp_path / f"save/{name}_64.pth") for name in words)
+    other = [name for name, value in whole.items() if not torch.equal(value, killed[name])]
+    assert not other, f"{len(other)} tensors have other bits, {other[0]} the first"
+    assert losses(tmp_path, "whole") == losses(tmp_path, "killed")
+
+
+def test_decoding(gpus, device, record_property):
+    """Tokens per second of one answer alone and of 16 at once, which have the tokens that each has alone."""
+    width, count, new = (512, 16, 128) if gpus else (64, 4, 16)
+    model = parts.new_model(False, width).eval().to(device)
+    for parameter in model.parameters():  # in the dtype in which answers are written
+        parameter.data = parameter.data.to(getattr(torch, dtypes(device)[:2][-1]) if gpus else torch.float32)
+    prompts = [list(range(10, 30 + i)) for i in range(count)]
+    seeds = [[Sampling(seed=i)] for i in range(count)]
+    rates, alone = {}, generate(model, prompts[:1], seeds[:1], new, [2])
+    for name, number in (("alone", 1), ("at once", count)):
+        begin = time.perf_counter()
+        answers = generate(model, prompts[:number], seeds[:number], new, [2], number)
+        tokens = sum(len(answer.tokens) for group in answers for answer in group)
+        rates[name] = tokens / (time.perf_counter() - begin)
+        record_property(f"tokens/s {name}", round(rates[name]))
+    record_property("ratio", round(rates["at once"] / rates["alone"], 1))
+    if not gpus:  # in half precision rounding may draw another token
+        assert answers[0][0].tokens == alone[0][0].tokens
+    assert all(answer.tokens for group in answers for answer in group)
+
+
+def test_server(device, tmp_path):
+    """The server answers a question with weights on the device."""
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        pytest.skip("needs the server's packages: pip install -r requirements-serve.txt")
+    write_start(tmp_path, device)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "scripts/serve_openai_api.py", f"--save_dir={tmp_path / 'save'}"]
+    words += ["--weight=full_sft", f"--port={port}", f"--device={device.type}"]
+    with open(tmp_path / "server.log", "wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ)
+    body = {"model": "full_sft_64", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        answer, end = None, time.monotonic() + 120
+        while answer is None and process.poll() is None and time.monotonic() < end:
+            try:
+                answer = json.load(urllib.request.urlopen(request, timeout=60))
+            except urllib.error.HTTPError as error:
+                pytest.fail(f"the server answers with {error.code}: {error.read().decode()[:300]}")
+            except OSError:
+                time.sleep(0.2)
+        said = (tmp_path / "server.log").read_text().strip().splitlines()
+        assert answer, f"the server gives no answer; {said[-1] if said else ''}"
+        assert answer["usage"]["completion_tokens"] >= 1
+    finally:
+        process.terminate()
+        process.wait(30)
