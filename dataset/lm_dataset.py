@@ -145,9 +145,10 @@ class TokenDataset(Dataset):
         return [self.sample(sample_id) for sample_id in self.cache.packed_samples[begin:end].tolist()]
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
-        """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
+        """The items of a micro-batch, called by the data loader."""
         items = [self[index] for index in indices]
-        self.cache.release()
+        if self.cache.is_large:
+            self.cache.release()
         return items
 
     def sample(self, sample_id: int) -> dict:

@@ -112,17 +112,18 @@ class TokenCache:
         self.report: dict = self.meta["report"]
         for name, dtype in self.meta["types"].items():
             setattr(self, name, np.memmap(self.path / f"{name}.bin", dtype, mode="r"))
+        arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
+        self.is_large = sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE
         self.sources = self.sources.reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.target_bytes)
 
     def release(self) -> None:
-        """Unmap the pages of a large cache read so far; otherwise all of it would in the end count as this
+        """Unmap the pages read so far; otherwise all of a large cache would in the end count as this
         process's memory. They stay in the page cache: mapping them again costs about a microsecond each."""
-        arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
-        if sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE:
-            for array in arrays:
+        for array in vars(self).values():
+            if isinstance(array, np.memmap):
                 array._mmap.madvise(mmap.MADV_DONTNEED)  # pyrefly: ignore[missing-attribute]
 
     def __reduce__(self):
