@@ -60,12 +60,6 @@ def test_no_calls_and_no_tools_in_any_way(none):
     assert parse_message({**ANSWER, "tool_calls": none, "tools": none}, "message 1") == Turn(ANSWER, [])
 
 
-def test_calls_may_be_a_list_of_json_texts():
-    assert parse_message({**ANSWER, "tool_calls": [json.dumps(CALL)]}, "message 1").message["tool_calls"] == [
-        CALL
-    ]
-
-
 BAD = [
     (answer(), "'content' of message 1 is an empty list; write the text"),
     (answer(5), "part 1 of 'content' of message 1 is a number instead of an object with 'type' and"),

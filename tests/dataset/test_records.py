@@ -6,15 +6,12 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import records as record_formats
-from dataset.files import iter_blocks, parse_block
-from dataset.records import MESSAGE_FIELDS, BadRecord, Chat, known_fields, to_chat, to_text, unread_fields
+from dataset.records import BadRecord, Chat, to_chat, to_text, unread_fields
 from tests.conftest import ROOT
-from tests.dataset.conftest import block_of, build
+from tests.dataset.conftest import build
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -96,12 +93,6 @@ def test_tools_stand_on_the_system_message_or_beside_the_conversation(tools):
     system = {"role": "system", "content": "s"}
     assert to_chat(chat_of({**system, "tools": tools}, USER, BOT)) == Chat([system, USER, BOT], [TOOL])
     assert to_chat(chat_of(system, USER, BOT, tools=tools)) == Chat([system, USER, BOT], [TOOL])
-
-
-@pytest.mark.parametrize("none", [None, "", " ", "[]", "{}", "null", [], {}])
-def test_no_tools_in_any_way(none):
-    assert to_chat(chat_of(USER, BOT, tools=none, functions=none)) == Chat([USER, BOT], None)
-    assert to_chat({"instruction": "q", "output": "a", "tools": none}) == Chat([USER, BOT], None)
 
 
 def test_tools_beside_a_question_and_under_their_older_name():
@@ -310,36 +301,6 @@ def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_t
     assert f"\n  unused fields: {names}\n" in out
 
 
-def test_many_unused_fields_are_cut_short(write, cache_dir, other_tokenizer, capsys):
-    path = write("data.jsonl", [{"text": "a", **{f"x{number:03}": 1 for number in range(250)}}])
-    cache = build("pretrain", path, other_tokenizer, 64, cache_dir)
-    assert list(cache.report["unused_fields"]) == [f"x{number:03}" for number in range(12)]
-    out = capsys.readouterr().out
-    assert "unused fields: x000 1, x001 1," in out and "x011 1\n" in out and "warning" not in out
-
-
-def test_a_report_without_unused_fields_says_nothing_of_them(write, cache_dir, other_tokenizer, capsys):
-    build("sft", write("data.jsonl", [chat_of(USER, BOT, tools=None)]), other_tokenizer, 64, cache_dir)
-    out = capsys.readouterr().out
-    assert ": conversations 1\n" in out
-    assert not [told for told in ("unused fields", "not to be trained", "warning") if told in out]
-
-
-def test_bad_answers_of_kto_are_skipped(write, cache_dir, other_tokenizer):
-    records = [chat_of(USER, {**BOT, "content": f"a{n}"}, label=n % 3 == 0) for n in range(9)]
-    path = write("data.jsonl", records)
-    with pytest.raises(UserError, match=r"data.jsonl:2: 'label' is false: a bad answer"):
-        build("sft", path, other_tokenizer, 64, cache_dir)
-    cache = build("sft", path, other_tokenizer, 64, cache_dir, on_bad_data="skip", max_bad_share=1)
-    assert cache.sources[:, 1].tolist() == [1, 4, 7]
-
-
-def test_a_file_without_a_turn_to_train(write, cache_dir, other_tokenizer):
-    path = write("data.jsonl", [chat_of(USER, {**BOT, "train": False})] * 2)
-    with pytest.raises(UserError, match=r"turns not to be trained 2, dropped for lack of a label 2\)"):
-        build("sft", path, other_tokenizer, 64, cache_dir)
-
-
 def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, write):
     """Arrow gives every struct of a column the keys of all of them."""
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"city": "x"}}]}
@@ -366,16 +327,6 @@ def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, writ
     assert caches[0].tokens.tolist() == caches[1].tokens.tolist()
     assert caches[0].loss_mask.tolist() == caches[1].loss_mask.tolist()
     assert [cache.report["unused_fields"] for cache in caches] == [{"id": 1}] * 2
-
-
-def test_labels_in_parquet_are_read(tmp_path, cache_dir, other_tokenizer):
-    table = pa.table(
-        {"prompt": ["q", "q"], "completion": ["good", "bad"], "label": [True, False], "other": [1, None]}
-    )
-    pq.write_table(table, tmp_path / "x.parquet")
-    options = {"on_bad_data": "skip", "max_bad_share": 1}
-    cache = build("sft", str(tmp_path / "x.parquet"), other_tokenizer, 64, cache_dir, **options)
-    assert cache.sources[:, 1].tolist() == [1] and cache.report["unused_fields"] == {"other": 1}
 
 
 def recipe(word):
@@ -409,56 +360,3 @@ def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch
     )
     with pytest.raises(BadRecord, match="both 'messages' and 'dialogue' in one record; keep one of them"):
         to_chat({"messages": [USER, BOT], "dialogue": ["q"]})
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(st.characters(codec="utf-8"), max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-KEYS = sorted(known_fields())
-MESSAGE_KEYS = sorted(MESSAGE_FIELDS)
-NAMES = st.sampled_from(
-    ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
-)
-PART = st.dictionaries(st.sampled_from(["type", "value", "text"]), st.just("text") | JSON, max_size=3)
-MESSAGE = (
-    st.dictionaries(st.sampled_from(MESSAGE_KEYS), NAMES | st.lists(PART, max_size=2) | JSON, max_size=5)
-    | JSON
-)
-RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(MESSAGE, max_size=4), max_size=4) | JSON
-
-
-@settings(max_examples=250, deadline=None)
-@given(RECORD)
-def test_any_json_is_a_record_or_a_bad_record(record):
-    line = json.dumps(record).encode()
-    for _, found in parse_block(block_of(line)):
-        for normalise in (to_text, to_chat):
-            try:
-                result = normalise(found) if isinstance(found, dict) else None
-            except BadRecord as error:
-                assert str(error) and "\n" not in str(error)
-            else:
-                json.dumps(result, ensure_ascii=False).encode("utf-8")
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.binary(max_size=80)
-    | st.tuples(st.just(b'{"text": "'), st.binary(max_size=30), st.just(b'"}')).map(b"".join)
-)
-def test_any_bytes_are_records_or_bad_records(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "bytes.jsonl"
-    path.write_bytes(content)
-    try:
-        for block in iter_blocks([str(path)]):
-            for line, record in parse_block(block):
-                assert 1 <= line <= content.count(b"\n") + 1
-                assert isinstance(record, dict | BadRecord)
-    except UserError as error:
-        assert "holds no record" in str(error)
