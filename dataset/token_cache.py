@@ -54,8 +54,7 @@ if TYPE_CHECKING:  # transformers imports torch
 
 FORMAT_VERSION = 1  # raise it when the same data give other tokens or labels; checkpoints record it
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
-CODE = ("files.py", "plain_text.py", "tables.py", "records.py", "held_out.py", "tokenizing.py")
-CODE += ("chat_labels.py", "packing.py", "token_cache.py")  # decide the samples: a change gives another cache
+CODE = Path(__file__).parent  # whose files decide the samples: a change of one gives another cache
 RELEASE_PAGES_ABOVE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 ARRAYS = {  # to which a block's samples are appended, each in a file; for their meaning see TokenCache
     "tokens": "",  # the smallest type that holds every id
@@ -173,7 +172,7 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
             settings["split"] = list(split)
         if options.packing:
             settings["packing"] = True
-        code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)
+        code = b"".join(path.read_bytes() for path in sorted(CODE.glob("*.py")))
         settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]

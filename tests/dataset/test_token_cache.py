@@ -602,11 +602,15 @@ def test_memory_stays_flat_whatever_the_size_of_the_file(write, fake_backend, ot
     assert peaks[1] < peaks[0] + 2e6, peaks
 
 
-def test_other_code_makes_another_cache(write, cache_dir, tokenizer, monkeypatch):
+def test_other_code_makes_another_cache(write, cache_dir, tmp_path, tokenizer, monkeypatch):
     """Whoever changes how a form is read would else train on the tokens of before."""
     path = write("a.jsonl", TEXTS)
     before = build("pretrain", path, tokenizer, 64, cache_dir).path
     assert build("pretrain", path, tokenizer, 64, cache_dir).path == before
-    assert "records.py" in token_cache.CODE
-    monkeypatch.setattr(token_cache, "CODE", (*token_cache.CODE, "mixing.py"))
+    monkeypatch.setattr(token_cache, "CODE", tmp_path / "code")
+    for file in Path(token_cache.__file__).parent.glob("*.py"):
+        write(f"code/{file.name}", file.read_bytes())
+    assert build("pretrain", path, tokenizer, 64, cache_dir).path == before
+    with open(tmp_path / "code/records.py", "a") as file:
+        file.write("# changed\n")
     assert build("pretrain", path, tokenizer, 64, cache_dir).path != before
