@@ -522,6 +522,7 @@ def test_a_hash_that_cannot_be_remembered_is_still_a_hash(write, tmp_path, settl
             "error: --tokenizer_path . holds no tokenizer that transformers can load",
         ),
         (["--max_seq_len", "1"], "error: argument --max_seq_len: must be 8 or more, not '1'"),
+        (["--samples", "-1"], "error: --samples -1 is negative"),
         (["--kind", "sft"], "error: {path}:1: no 'conversations'"),
         (["--max_bad_share", "2"], "error: argument --max_bad_share: must be 1 or less, not '2'"),
     ],
