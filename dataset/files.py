@@ -18,13 +18,14 @@ from typing import Any
 
 from common.errors import UserError, reason
 from dataset.plain_text import read_text
-from dataset.records import BLANKS, BOM, BadRecord, check_record, parse_json
+from dataset.records import BLANKS, BOM, TOO_DEEP, BadRecord, check_record, parse_json
 from dataset.tables import read_arrow, read_csv, read_parquet
 
 PLAIN_TEXT = ".txt"
 GZIP = ".gz"
 BLOCK_BYTES = 1 << 20  # of a file: outweighs the cost of handing a block on, and fits the memory
 BLOCK_RECORDS = 1024
+MAX_DEPTH = 1000  # of lists and objects in a JSON array; as deep as Python's own parser goes
 FIRST_ELEMENT = 1 << 40  # line FIRST_ELEMENT + i stands for element i of a JSON array
 DAMAGED = "the compressed file is damaged or cut off"
 # written by `datasets` beside the data
@@ -65,16 +66,37 @@ def read_json(content: Any, path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _read_json_array(content: Any, path: str) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line, record) of each element. Raises UserError where the JSON is not valid."""
+    """Yield (line, record) of each element. Raises UserError where the JSON is not valid. An element that is
+    nested too deep is not built; ijson's own `items` needs memory that grows with the square of the depth."""
     import ijson  # only where arrays are read
 
-    line = FIRST_ELEMENT
     if content.peek(len(BOM)).startswith(BOM):
         content.read(len(BOM))
+    line = FIRST_ELEMENT
+    depth = 0  # 1: in the array itself, above: in an element
+    deepest = 0  # in this element
+    builder = ijson.ObjectBuilder()
     try:
-        for value in ijson.items(content, "item", use_float=True):
-            yield line, check_record(value)
-            line += 1
+        for event, value in ijson.basic_parse(content, use_float=True):
+            if event in ("start_map", "start_array"):
+                depth += 1
+                deepest = max(deepest, depth)
+                if depth == 1:
+                    continue
+            elif event in ("end_map", "end_array"):
+                depth -= 1
+                if depth == 0:
+                    continue
+            if deepest <= MAX_DEPTH:
+                builder.event(event, value)
+            if depth == 1:
+                if deepest <= MAX_DEPTH:
+                    yield line, check_record(builder.value)
+                else:
+                    yield line, BadRecord(TOO_DEEP)
+                line += 1
+                deepest = 0
+                builder = ijson.ObjectBuilder()
     except (ijson.JSONError, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0].strip("b\"'")
         raise UserError(

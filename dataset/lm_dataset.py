@@ -103,6 +103,10 @@ def collate_flat(items: list[list[dict]]) -> dict:
     cumulative lengths; host_cu_seqlens, the same as a numpy array, which stays on the host; max_seqlen int;
     target_index int64 [M], the positions whose next token is a target; targets int64 [M], these next tokens;
     sample_ids int64 [S]; target_bytes int, UTF-8 bytes of the targets' text.
+
+    Example: the samples 1 2 3 and 4 5, in which all but the first token are targets. input_ids is
+    [1, 2, 3, 4, 5], position_ids [0, 1, 2, 0, 1], cu_seqlens [0, 3, 5], target_index [0, 1, 3], targets
+    [2, 3, 5].
     """
     samples = [sample for item in items for sample in item]
     lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
@@ -145,9 +149,10 @@ class TokenDataset(Dataset):
         return [self.sample(sample_id) for sample_id in self.cache.packed_samples[begin:end].tolist()]
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
-        """The items of a micro-batch, called by the data loader; releases the mapped memory afterwards."""
+        """The items of a micro-batch, called by the data loader."""
         items = [self[index] for index in indices]
-        self.cache.release()
+        if self.cache.is_large:
+            self.cache.release()
         return items
 
     def sample(self, sample_id: int) -> dict:

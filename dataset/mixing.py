@@ -97,7 +97,8 @@ class MixedDataset(StageDataset):
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
         items = [self[index] for index in indices]
         for source in self.sources:
-            source.cache.release()
+            if source.cache.is_large:
+                source.cache.release()
         return items
 
     def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:

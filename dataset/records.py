@@ -471,7 +471,8 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     BadRecord."""
     if not record.keys().isdisjoint(PREFERENCE):
         _refuse_preferences(record)
-    refuse_fields(record, "beside the conversation")
+    if not record.keys().isdisjoint(REFUSED):
+        refuse_fields(record, "beside the conversation")
     if answered and not record.keys().isdisjoint(LABELS):
         _refuse_bad_answers(record)
     key, answer = find_format(record)
@@ -528,23 +529,24 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
     refuse_fields(record, "beside the conversation")
     key, _ = find_format(record)
     question = FORMATS[key].read(record, key) if key else []
-    chosen, rejected = (_read_answer(record, side) for side in PAIR)
+    chosen, rejected = _read_answer(record, "chosen"), _read_answer(record, "rejected")
     if chosen[0].message["role"] != "assistant" and rejected[0].message["role"] != "assistant":
         _check_repeated_question(key, question, chosen, rejected)
     elif question:
         chosen, rejected = question + chosen, question + rejected
     else:
         raise BadRecord("answers without a question; write it as 'prompt', 'conversations' or 'instruction'")
-    chats = [_join_turns(record, chosen), _join_turns(record, rejected)]
-    for side, chat in zip(PAIR, chats, strict=True):
+    first, second = _join_turns(record, chosen), _join_turns(record, rejected)
+    for side, chat in (("chosen", first), ("rejected", second)):
         if chat.messages[-1]["role"] != "assistant":
             raise BadRecord(f"'{side}' does not end with a message of the assistant; remove what follows it")
-    shared = 0
-    limit = min(len(chat.messages) for chat in chats) - 1  # the last message is always an answer
-    while shared < limit and chats[0].messages[shared] == chats[1].messages[shared]:
-        shared += 1
-    first, second = (_mask_answers(chat, shared) for chat in chats)
-    return first, second
+    masked = []  # the answers that both share; the last message of each side is trained in any case
+    for index, (one, other) in enumerate(zip(first.messages[:-1], second.messages[:-1], strict=False)):
+        if one != other:
+            break
+        if one["role"] == "assistant":
+            masked.append(index)
+    return first._replace(masked=tuple(masked)), second._replace(masked=tuple(masked))
 
 
 def _check_repeated_question(
@@ -552,20 +554,16 @@ def _check_repeated_question(
 ) -> None:
     """Where both sides are whole conversations, what stands beside them must be their beginning, or repeat
     the chosen one."""
-    asked, *whole = ([turn.message for turn in turns] for turns in (question, chosen, rejected))
-    if asked == whole[0]:
+    asked = [turn.message for turn in question]
+    in_chosen = [turn.message for turn in chosen]
+    in_rejected = [turn.message for turn in rejected]
+    if asked == in_chosen:
         return
     for message in asked:
-        if message not in whole[0] or message not in whole[1]:
+        if message not in in_chosen or message not in in_rejected:
             raise BadRecord(
                 f"'chosen' and 'rejected' do not begin with '{key}'; keep the answers in them alone"
             )
-
-
-def _mask_answers(chat: Chat, count: int) -> Chat:
-    """The conversation without training of the answers among its first `count` messages."""
-    roles = [message["role"] for message in chat.messages[:count]]
-    return chat._replace(masked=tuple(index for index, role in enumerate(roles) if role == "assistant"))
 
 
 def _read_answer(record: dict, key: str) -> list[Turn]:

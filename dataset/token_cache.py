@@ -54,8 +54,7 @@ if TYPE_CHECKING:  # transformers imports torch
 
 FORMAT_VERSION = 1  # raise it when the same data give other tokens or labels; checkpoints record it
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
-CODE = ("files.py", "plain_text.py", "tables.py", "records.py", "held_out.py", "tokenizing.py")
-CODE += ("chat_labels.py", "packing.py", "token_cache.py")  # decide the samples: a change gives another cache
+CODE = Path(__file__).parent  # whose files decide the samples: a change of one gives another cache
 RELEASE_PAGES_ABOVE = 1 << 28  # bytes; pages of larger caches are unmapped after use
 ARRAYS = {  # to which a block's samples are appended, each in a file; for their meaning see TokenCache
     "tokens": "",  # the smallest type that holds every id
@@ -112,17 +111,18 @@ class TokenCache:
         self.report: dict = self.meta["report"]
         for name, dtype in self.meta["types"].items():
             setattr(self, name, np.memmap(self.path / f"{name}.bin", dtype, mode="r"))
+        arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
+        self.is_large = sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE
         self.sources = self.sources.reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.target_bytes)
 
     def release(self) -> None:
-        """Unmap the pages of a large cache read so far; otherwise all of it would in the end count as this
+        """Unmap the pages read so far; otherwise all of a large cache would in the end count as this
         process's memory. They stay in the page cache: mapping them again costs about a microsecond each."""
-        arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
-        if sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE:
-            for array in arrays:
+        for array in vars(self).values():
+            if isinstance(array, np.memmap):
                 array._mmap.madvise(mmap.MADV_DONTNEED)  # pyrefly: ignore[missing-attribute]
 
     def __reduce__(self):
@@ -172,7 +172,7 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
             settings["split"] = list(split)
         if options.packing:
             settings["packing"] = True
-        code = b"".join(Path(__file__).with_name(name).read_bytes() for name in CODE)
+        code = b"".join(path.read_bytes() for path in sorted(CODE.glob("*.py")))
         settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint()}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]

@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from common.command_line import Parser, handled_signals, one_line_errors
-from common.errors import Interrupted, LostRank, UserError, reason
-from common.settings import StageArgs, add_flags, settings_of
+from common.errors import Interrupted, LostRank, UserError
 from tests.conftest import ROOT
 
 FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -144,11 +143,6 @@ def test_the_parser_raises_and_knows_no_abbreviations():
     assert "passes (default: 2)" in parser.format_help()
 
 
-def test_the_reason_of_an_error_is_its_first_line():
-    assert reason(ValueError("one\ntwo")) == "one" and reason(MemoryError()) == "MemoryError"
-    assert len(reason(ValueError("x" * 999))) == 300
-
-
 def test_a_full_disk_is_one_line():
     """Of stdout; a mistake is told although what stands before it cannot be written."""
     code = (
@@ -177,10 +171,3 @@ def test_closed_streams_are_replaced(capfd):
     done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$0" >&- <&-', code], cwd=ROOT, check=False)
     assert done.returncode == 0
     assert int(capfd.readouterr().err) > 2
-
-
-def test_a_default_is_told_once():
-    parser = Parser()
-    parser.add_argument("--plain", default=3, help="a number")
-    add_flags(parser, [settings_of(StageArgs)["rank_timeout"]])
-    assert parser.format_help().count("(default: ") == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, token_ranges
-from dataset.records import BadRecord, Chat, to_chat
+from dataset.records import BadRecord, Chat
 from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
@@ -356,19 +356,4 @@ def test_tokens_across_a_border_count_as_inside():
         (2, 2),
         (0, 2),
         (4, 5),
-    ]
-
-
-def test_to_chat_feeds_the_template_of_minimind_data(tokenizer):
-    record = {
-        "conversations": [
-            {"role": "system", "content": "s", "tools": json.dumps([TOOL])},
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])},
-        ]
-    }
-    text, spans = ChatTemplate(tokenizer.chat_template, {}).render(to_chat(record))
-    assert json.dumps(TOOL) in text
-    assert [text[a:b] for a, b in spans] == [
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call><|im_end|>'
     ]

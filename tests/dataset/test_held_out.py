@@ -176,25 +176,6 @@ def test_the_first_question_is_the_first_message_of_the_user():
     assert first_question(before) == "Be brief.\nHello!"
 
 
-def test_prompts_are_chosen_by_what_is_asked(write, tokenizer, tmp_path):
-    """The answer, and the form, make no difference."""
-
-    def read(records, held_out):
-        data = PromptDataset(
-            write("p.jsonl", records), tokenizer, 64, str(tmp_path), split=Split(0.2, held_out)
-        )
-        assert data.records == len(data) and data.num_tokens == sum(len(prompt.input_ids) for prompt in data)
-        return data, {prompt.messages[-1]["content"] for prompt in data}
-
-    one = [{"prompt": text, "answer": "1"} for text in QUESTIONS]
-    other = [{"conversations": messages(text, "2")} for text in reversed(QUESTIONS)]
-    (train, asked), (held_out, asked_later) = (read(one, held_out) for held_out in (False, True))
-    assert asked | asked_later == set(QUESTIONS) and not asked & asked_later and 30 < len(asked_later) < 90
-    assert train.fingerprint["data"] != held_out.fingerprint["data"]
-    assert train.fingerprint["eval_share"] == 0.2
-    assert [read(other, held_out)[1] for held_out in (False, True)] == [asked, asked_later]
-
-
 # --- one conversation in many spellings
 # ------------------------------------------------------------------------------
 
@@ -389,18 +370,6 @@ def test_conversations_in_a_file_of_plain_text_are_held_out_by_their_questions(w
         assert all(f"Add one to {i} 加一" in text for i, text in zip(wanted, found, strict=True))
 
 
-def test_conversations_of_the_same_trained_tokens_are_on_one_side(write, tokenizer, cache_dir):
-    """Those that are cut to the same turns, too."""
-    answers = ["first", "second " * 40]
-    records = [conversation(f"question {i}", answers[: 1 + i // 60]) for i in list(range(60)) * 2]
-    caches = [
-        build("sft", write("a.jsonl", records), tokenizer, 32, cache_dir, split=Split(0.3, h))
-        for h in (False, True)
-    ]
-    train, held_out = (set(texts(tokenizer, cache)) for cache in caches)
-    assert train and held_out and not train & held_out
-
-
 LLAMA2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
     "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
@@ -483,13 +452,3 @@ def test_a_book_is_split_by_its_passages(block, write, tokenizer, cache_dir, mon
     assert not seen[0] & seen[1] and len(seen[0] | seen[1]) > 1450
     specials = [int(np.isin(cache.tokens, tokenizer.all_special_ids).sum()) for cache in caches]
     assert sum(specials) == 2  # where the book begins and ends, and nowhere else
-
-
-def test_a_short_text_goes_where_its_record_goes(write, split):
-    texts = [f"text {i}\nof two lines" for i in range(40)]
-    train, held_out = split("pretrain", write("a.jsonl", [{"text": text} for text in texts]), 0.3)
-    write("folder/all.txt", "\n--\n".join(reversed(texts)).encode())
-    again = split(
-        "pretrain", write("folder/one.txt", texts[0].encode()).rsplit("/", 1)[0], 0.3, text_separator="--"
-    )
-    assert [set(each) for each in again] == [set(train), set(held_out)] and held_out

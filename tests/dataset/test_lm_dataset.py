@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import pickle
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat, collate_shared
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
@@ -221,46 +219,3 @@ def test_a_pickled_dataset_carries_no_tokens(write, tokenizer, cache_dir):
     assert isinstance(again.cache.tokens, np.memmap)
     assert all(np.array_equal(ds[i][0]["input_ids"], again[i][0]["input_ids"]) for i in range(len(ds)))
     assert ds[0][0]["input_ids"].base is None  # a copy, which does not keep the memory map busy
-
-
-@pytest.mark.parametrize(("kind", "good"), [(PretrainDataset, {"text": "a"}), (SFTDataset, CHATS[0])])
-def test_the_share_of_bad_records_is_the_users_choice(kind, good, write, tokenizer, cache_dir):
-    path = write("a.jsonl", [good, {"neither": 1}, good])
-    options = {"cache_dir": cache_dir, "on_bad_data": "skip"}
-    with pytest.raises(
-        UserError, match=r"1 of 3 records \(33.3%\) are bad, more than --max_bad_share 0.1 allows"
-    ):
-        kind(path, tokenizer, **options)
-    assert len(kind(path, tokenizer, **options, max_bad_share=0.5)) == 2
-
-
-def test_pretraining_targets_are_all_tokens_but_the_first(write, tokenizer, cache_dir):
-    texts = ["the river " * n + "河" * n for n in range(1, 40, 3)]
-    ds = PretrainDataset(write("pre.jsonl", [{"text": t} for t in texts]), tokenizer, 32, True, cache_dir)
-    batch = collate_flat([ds[i] for i in range(len(ds))])
-    assert batch["target_bytes"] == sum(len(t.encode()) for t in texts)
-    assert (
-        len(batch["targets"])
-        == len(batch["input_ids"]) - len(batch["sample_ids"])
-        == ds.cache.num_targets.sum()
-    )
-    total = sum(len(tokenizer.encode(t, add_special_tokens=False)) + 1 for t in texts)
-    assert len(batch["targets"]) == total
-    assert ds.cache.loss_mask is None
-
-
-def test_real_conversations_pack_well(tokenizer, shared, cache_dir):
-    ds = SFTDataset(shared("sft_zh_en.jsonl"), tokenizer, 768, True, cache_dir)
-    assert ds.cache.report["records"] == 1999
-    assert np.diff(ds.cache.offsets).sum() / (768 * len(ds)) > 0.98
-    assert np.diff(ds.cache.offsets).sum() == ds.cache.report["tokens"]
-    with open(shared("sft_zh_en.jsonl"), encoding="utf-8") as file:
-        answers = [json.loads(line)["conversations"][1]["content"] for line in file]
-    checked = 0
-    for r in range(0, len(ds), 25):
-        for sample in ds[r]:
-            text = tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist())
-            answer = answers[ds.cache.sources[sample["sample_id"], 1] - 1]
-            checked += text == answer + "<|im_end|>"
-            assert text == answer + "<|im_end|>" or len(sample["input_ids"]) == 768
-    assert checked > 50

@@ -89,22 +89,9 @@ def test_ranks_and_skipped_batches_are_parts_of_one_order(data, batch, ranks, sk
     assert steps_per_epoch(len(train), batch) == -(-len(order) // batch)
 
 
-def test_the_part_of_an_epoch_is_another_one_in_the_next():
-    train = mixed([[5] * 100, [5] * 100], [1, 3])
-    epochs = [set(train.items_of_epoch(1, epoch).tolist()) for epoch in range(2)]
-    assert train.counts == [50, 150] and not {i for i in epochs[0] & epochs[1] if i < 100}
-    assert {i for i in epochs[0] | epochs[1] if i < 100} == set(range(100))
-
-
 def test_a_source_of_hardly_any_weight_still_has_an_item():
     train = mixed([[5] * 100, [50] * 2], [1, 1e-6])
     assert train.counts[1] == 1 and (train.items_of_epoch(1, 0) >= 100).sum() == 1
-
-
-def test_each_source_has_an_order_of_its_own():
-    train = mixed([[5] * 100, [5] * 100], [1, 1])
-    items = train.items_of_epoch(1, 0)
-    assert items[:100].tolist() != (items[100:] - 100).tolist()
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -46,14 +46,6 @@ def test_rows_are_those_of_best_fit_decreasing(case):
     assert rows == rows_of(lengths, max_length)
 
 
-def test_large_ragged_data_fill_rows_to_98_percent():
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(4.5, 0.8, 200_000).astype(np.int64), 8, 768)
-    packed_samples, packed_offsets = pack(lengths, 768)
-    assert len(packed_samples) == len(lengths)
-    assert lengths.sum() / (768 * (len(packed_offsets) - 1)) > 0.98
-
-
 def test_the_report_says_how_full_the_sequences_are():
     def packed(lengths):
         samples, ends = pack(np.array(lengths), 100)

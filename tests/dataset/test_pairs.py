@@ -70,11 +70,6 @@ def test_a_conversation_beside_two_others_is_no_third_one():
             to_pair(whole | {"messages": messages})
 
 
-def test_pictures_are_refused():
-    with pytest.raises(BadRecord, match="'images' beside the conversation"):
-        to_pair(SAME["texts"] | {"images": ["a.png"]})
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(ROOT / "model")

@@ -55,11 +55,6 @@ def test_lines_equal_to_the_separator_divide_documents(write, monkeypatch, block
     assert starts == [2, 10, 13]
 
 
-def test_compressed_text(write):
-    text = "北京 the river\n" * 50
-    assert records_of(write("a.txt.gz", gzip.compress(text.encode()))) == [(1, {"text": text.strip("\n")})]
-
-
 @pytest.mark.parametrize(
     ("content", "line", "message"),
     [

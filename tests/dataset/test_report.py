@@ -3,9 +3,7 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 
-from common.errors import UserError
 from common.launcher import launch
 from dataset import report
 
@@ -15,17 +13,6 @@ def test_the_most_frequent_fields_come_first():
     made = report.make_report(Counter(records=30), unused, np.array([3, 5]), 8)
     assert list(made["unused_fields"].items())[:3] == [("often", 9), ("a", 5), ("b", 5)]
     assert len(made["unused_fields"]) == report.MOST_FIELDS and "rare" not in made["unused_fields"]
-
-
-def test_as_many_bad_records_as_are_allowed(capsys):
-    report.judge_bad_records("a.jsonl:2: no text", 10, 100, "listed in bad.txt", 0.1)
-    assert (
-        capsys.readouterr().out == "bad records are skipped: 10 of 100 records (10.0%); listed in bad.txt\n"
-    )
-    with pytest.raises(
-        UserError, match=r"a.jsonl:2: no text; 11 of 100 records \(11.0%\) are bad, more than"
-    ):
-        report.judge_bad_records("a.jsonl:2: no text", 11, 100, "listed in bad.txt", 0.1)
 
 
 def test_one_process_of_a_machine_tells_of_them(monkeypatch, capsys):

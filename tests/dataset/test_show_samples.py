@@ -50,13 +50,6 @@ def test_the_text_marks_what_is_trained(write, cache_dir, inspect):
     assert f"<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n⟦{seen}<|im_end|>⟧\n" in out
 
 
-def test_a_negative_number_of_samples(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["inspect", "--kind", "sft", "--data_path", "x", "--samples", "-1"])
-    with pytest.raises(SystemExit), one_line_errors():
-        main()
-    assert capsys.readouterr().err.startswith("error: --samples -1 is negative")
-
-
 def test_a_reader_who_has_seen_enough(write, cache_dir):
     path = write("a.jsonl", [{"text": "the river 🙂 " * 50}] * 50)
     start = (

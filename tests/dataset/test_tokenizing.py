@@ -158,23 +158,6 @@ def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, sta
     assert samples.target_bytes.tolist() == [len("the river") - unseen]
 
 
-def test_a_document_of_200_000_tokens(tokenizer):
-    text = "The quick brown fox, 敏捷的狐狸, jumps. " * 12_000
-    samples = samples_of(tokenizer, "pretrain", [{"text": text}], 512)
-    assert samples.loss_mask.sum() > 200_000
-    assert samples.target_bytes.sum() == len(text.encode())
-    assert samples.counts["documents_split"] == 1
-
-
-def test_bytes_do_not_depend_on_the_tokenizer(tokenizer, other_tokenizer):
-    texts = [{"text": "The river 河流 🙂\n"}, {"text": "international " * 10}]
-    first, second = (samples_of(tok, "pretrain", texts, 9) for tok in (tokenizer, other_tokenizer))
-    assert len(first.lengths) != len(second.lengths)
-    assert (
-        first.target_bytes.sum() == second.target_bytes.sum() == sum(len(t["text"].encode()) for t in texts)
-    )
-
-
 def test_a_tokenizer_that_drops_and_adds_spaces(small_tokenizer):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dataset import token_cache
 from dataset.lm_dataset import PretrainDataset
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
@@ -73,7 +72,7 @@ def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeyp
 
     items = data.__getitems__(list(range(len(data))))
     assert resident() > 0
-    monkeypatch.setattr(token_cache, "RELEASE_PAGES_ABOVE", 0)
+    monkeypatch.setattr(data.cache, "is_large", True)
     again = data.__getitems__(list(range(len(data))))
     assert resident() == 0
     for one, other in zip(sum(items, []), sum(again, []), strict=True):

@@ -36,8 +36,13 @@ def check_data_paths(args: StageArgs) -> None:
         raise UserError(
             f"--sample_prompts {args.sample_prompts}: no such file; give auto, none, or a text file"
         )
-    for data_path in filter(None, (*split_weights(args.data_path)[0], args.eval_data_path)):
-        expand_paths(data_path)
+    paths = [args.data_path]
+    if ":" in args.data_path:
+        paths, _ = split_weights(args.data_path)
+    if args.eval_data_path:
+        paths.append(args.eval_data_path)
+    for path in paths:
+        expand_paths(path)
 
 
 def epoch_items(train_set: TokenDataset | PromptDataset, args: Any) -> int:
@@ -62,11 +67,8 @@ def describe_data(train: StageDataset, held_out: StageDataset | None, args: Stag
     return text
 
 
-def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D | None:
-    """The held-out data that the settings name, or None. `open_split` opens a split of the records of a data
-    path."""
-    if not (args.eval_share or args.eval_data_path):
-        return None
+def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D:
+    """The held-out data that the settings name. `open_split` opens a split of the records of a data path."""
     if not args.eval_share:
         return open_split(cast(str, args.eval_data_path), None)
     paths, _ = split_weights(cast(str, args.data_path))
@@ -88,7 +90,9 @@ def open_datasets(
     def open_split(data_path: str, split: Split | None, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
 
-    paths, weights = split_weights(cast(str, args.data_path))
+    paths, weights = [cast(str, args.data_path)], []
+    if ":" in paths[0]:  # perhaps a.jsonl:0.7,b.jsonl:0.3
+        paths, weights = split_weights(paths[0])
     split = Split(args.eval_share) if args.eval_share else None
     sources = [open_split(path, split, args.packing) for path in paths]
     train = sources[0]
@@ -104,7 +108,9 @@ def open_datasets(
                 say(source.describe_packing())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
-    held_out = open_held_out(args, open_split)
+    held_out = None
+    if args.eval_share or args.eval_data_path:
+        held_out = open_held_out(args, open_split)
     if launch().rank == 0:
         say(describe_data(train, held_out, args))
     return train, held_out
@@ -180,4 +186,7 @@ def open_prompts(
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
     train = open_split(args.data_path, Split(args.eval_share) if args.eval_share else None)
-    return train, open_held_out(args, open_split)
+    held_out = None
+    if args.eval_share or args.eval_data_path:
+        held_out = open_held_out(args, open_split)
+    return train, held_out
