@@ -122,9 +122,8 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
             say("finishing what is being answered; once more to end at once")
 
         async def close_stale(self) -> None:
-            """Cut connections that bring no request for a minute, and when the server ends, those that last
-            although
-            nothing is being answered: clients that do not send the rest of their request, or do not read."""
+            """Cut connections that bring no request for a minute. When the server ends, also cut those of
+            clients that do not send the rest of their request, or do not read their answer."""
             idle_since: dict[tuple[Any, Any], float] = {}  # (connection, its last request) -> time
             useful = time.monotonic()  # when something was last being answered
             while True:

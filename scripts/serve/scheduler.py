@@ -158,7 +158,7 @@ class Scheduler:
         return False
 
     def _advance(self, phase: Callable[..., list[Answer]]) -> None:
-        """One phase of a step, prefill or decode, for all answers, and if it fails, for those of each job alone."""
+        """Prefill or decode for all answers; if that fails, for those of each job alone."""
         advanced: list[Answer] = []
         try:
             advanced = phase()
