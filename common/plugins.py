@@ -88,12 +88,10 @@ def user_code(what: str, where: str, limit: float) -> Iterator[None]:
     except (Interrupted, KeyboardInterrupt):
         raise
     except OutOfTime:
-        raise UserError(
-            f"{where}: {what} took longer than --reward_timeout {limit:g} s; the last checkpoint is intact"
-        ) from None
+        raise UserError(f"{where}: {what} took longer than --reward_timeout {limit:g} s") from None
     except BaseException as error:
         raised = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"{where}: {what} failed ({raised}); the last checkpoint is intact") from error
+        raise UserError(f"{where}: {what} failed ({raised})") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

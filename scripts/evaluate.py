@@ -38,7 +38,6 @@ from trainer.weights.for_tools import add_trained_model_flags, given_shape, load
 
 DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
 Z = 1.959964  # standard normal quantile of 97.5 %
-REWARD_SECONDS = 10.0  # a reward that takes longer ends the evaluation
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,9 +63,13 @@ def parse_args() -> argparse.Namespace:
     answers.add_argument(
         "--open_thinking", type=int, choices=(0, 1), default=0, help="1: reason before the answer"
     )
+    text = "seconds that one call of a reward may take"
+    answers.add_argument("--reward_timeout", type=float, default=10.0, help=text)
     args = parser.parse_args()
     if min(args.batch_tokens, args.max_new_tokens) < 1 or args.show < 0:
         raise UserError("--batch_tokens and --max_new_tokens must be at least 1, and --show not negative")
+    if not 0 < args.reward_timeout < 1e6:
+        raise UserError("--reward_timeout must be above 0 and below 1000000")
     return args
 
 
@@ -120,7 +123,7 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     answers: list[dict[str, Any]] = []
     for prompt, (answer,) in zip(prompts, generated, strict=True):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
-        scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, REWARD_SECONDS)
+        scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, args.reward_timeout)
         about = {"source": prompt.source, "question": prompt.messages[-1]["content"]}
         reference = prompt.record.get("answer")
         answers.append(about | {"reference": reference, "answer": text, "scores": scores})

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # environment variable: the command line is there for every user of the machine to see
 KEY = "MINIMIND_API_KEY"
-UNREAD = 60  # seconds that an answer may wait for its client to read on
+CLIENT_TIMEOUT = 60  # seconds that an answer may wait for its client to read on
 # seconds that a connection may last without a request; clients use theirs again within some seconds
 IDLE = 60
 OWN_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
@@ -91,7 +91,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # cut off clients that do not read; connections inherit it
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD * 1000)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_TIMEOUT * 1000)
         listener.bind(address)
     except OSError as error:
         raise UserError(
@@ -113,7 +113,7 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            self.tending = asyncio.create_task(self.tend())
+            self.closing_stale = asyncio.create_task(self.close_stale())
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
@@ -121,10 +121,9 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
             self.should_exit = True  # first: the next signal may come while the line is written
             say("finishing what is being answered; once more to end at once")
 
-        async def tend(self) -> None:
-            """Cut connections that bring no request for a minute, and when the server ends, those that last
-            although
-            nothing is being answered: clients that do not send the rest of their request, or do not read."""
+        async def close_stale(self) -> None:
+            """Cut connections that bring no request for a minute. When the server ends, also cut those of
+            clients that do not send the rest of their request, or do not read their answer."""
             idle_since: dict[tuple[Any, Any], float] = {}  # (connection, its last request) -> time
             useful = time.monotonic()  # when something was last being answered
             while True:

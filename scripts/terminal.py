@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from common.errors import UserError, printable
+from model.answer_stream import AnswerParser
 from model.answers import THINK
-from scripts.serve.answer_stream import AnswerParser
 
 DIM, NORMAL = "\033[2m", "\033[0m"
 

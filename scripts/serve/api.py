@@ -152,9 +152,9 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         state = models.health()
-        return JSONResponse(
-            {"status": "ok" if state["alive"] else "failed"} | state, 200 if state["alive"] else 503
-        )
+        if state["alive"]:
+            return JSONResponse({"status": "ok"} | state)
+        return JSONResponse({"status": "failed"} | state, 503)
 
     return app
 
@@ -246,8 +246,11 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
 def opening_of(asked: ChatRequest) -> str:
     """How the answer must begin so that it calls a tool, if it has to."""
     if asked.forced_tool is not None:
-        return f'{CALL}\n{{"name": {json.dumps(asked.forced_tool, ensure_ascii=False)}, "arguments": {{'
-    return f'{CALL}\n{{"name": "' if asked.tool_choice == "required" else ""
+        name = json.dumps(asked.forced_tool, ensure_ascii=False)
+        return f'{CALL}\n{{"name": {name}, "arguments": {{'
+    if asked.tool_choice == "required":
+        return f'{CALL}\n{{"name": "'
+    return ""
 
 
 async def error_response(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ class NotFinite(UserError):
 
 
 class FiniteDecoder(Decoder):
-    """A `Decoder` whose half-steps raise NotFinite rather than draw tokens from logits that are not
+    """A `Decoder` that raises NotFinite rather than draw tokens from logits that are not
     finite."""
 
     def _logits(self, hidden: Tensor) -> Tensor:

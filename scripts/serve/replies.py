@@ -4,8 +4,8 @@ import secrets
 import time
 from typing import Any
 
+from model.answer_stream import AnswerParser, merge
 from model.sampling import TokenLogprob
-from scripts.serve.answer_stream import AnswerParser, merge
 from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.models import ServedModel
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest

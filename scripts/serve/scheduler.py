@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.errors import reason, warn
+from model.answer_stream import TextStream
 from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
-from scripts.serve.answer_stream import TextStream
 from scripts.serve.finite import NotFinite
 from trainer.run.errors import is_out_of_memory
 
-LINGER = 1.0  # seconds that the thread waits for another request
+IDLE_SECONDS = 1.0  # that the thread waits for another request before it ends
 
 
 class QueueFull(Exception):
@@ -53,7 +53,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Writing:
+class ActiveAnswer:
     """An answer that is being written."""
 
     job: Job
@@ -70,7 +70,7 @@ class Scheduler:
     def __init__(self, decoder: Decoder, tokenizer: Any, max_queue: int):
         self.decoder, self.tokenizer, self.max_queue = decoder, tokenizer, max_queue
         self.waiting: deque[Job] = deque()
-        self.writing: dict[Answer, Writing] = {}
+        self.writing: dict[Answer, ActiveAnswer] = {}
         self.changed = threading.Condition()
         self.closing = self.running = False
         self.thread = threading.Thread()  # the last one; started while there are requests
@@ -152,23 +152,23 @@ class Scheduler:
                     self._begin(self.waiting.popleft())
                 if self.writing:
                     return True
-                if not self.changed.wait(LINGER) and not self.waiting:
+                if not self.changed.wait(IDLE_SECONDS) and not self.waiting:
                     self.running = False
                     return False
         return False
 
-    def _advance(self, half: Callable[..., list[Answer]]) -> None:
-        """Half a step of the decoder for all answers, and if it fails, for those of each job alone."""
+    def _advance(self, phase: Callable[..., list[Answer]]) -> None:
+        """Prefill or decode for all answers; if that fails, for those of each job alone."""
         advanced: list[Answer] = []
         try:
-            advanced = half()
+            advanced = phase()
         except Exception as error:
             if self.decoder.broken:
                 self._fail([], error)
             for job in {writing.job: None for writing in self.writing.values()}:
                 answers = [answer for answer, writing in self.writing.items() if writing.job is job]
                 try:
-                    advanced += half(answers)
+                    advanced += phase(answers)
                 except Exception as own_error:
                     self._fail(answers, own_error)
         for answer in advanced:
@@ -189,7 +189,7 @@ class Scheduler:
                 self._notify(job, Progress(number, "", 0, "error"))
             return
         for number, answer in enumerate(answers):
-            self.writing[answer] = Writing(job, number, TextStream(self.tokenizer, job.stops))
+            self.writing[answer] = ActiveAnswer(job, number, TextStream(self.tokenizer, job.stops))
 
     def _send(self, answer: Answer) -> None:
         """Send the text of the answer's last token, if it is time to."""

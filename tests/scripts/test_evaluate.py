@@ -178,3 +178,13 @@ def test_a_model_twice_and_a_file_that_cannot_be_written(models, quiz, tmp_path,
     assert done.returncode == 2 and "names a model twice" in done.stderr
     done = call(evaluate, *args, "--json", tmp_path)
     assert done.returncode == 2 and "cannot be written" in done.stderr and "exact_answer" in done.stdout
+
+
+def test_a_reward_that_fails_or_hangs_is_named(models, quiz, tmp_path, call):
+    code = "import time\ndef fails(*args): return 1 / 0\ndef hangs(*args): time.sleep(60)\n"
+    (tmp_path / "mine.py").write_text(code)
+    args = ["--model", models[0], "--task", "answers", "--data_path", quiz, "--max_new_tokens", 2]
+    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:fails")
+    assert done.returncode == 2 and done.stderr.endswith("(ZeroDivisionError: division by zero)\n")
+    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:hangs", "--reward_timeout", 0.1)
+    assert done.returncode == 2 and "longer than --reward_timeout 0.1 s" in done.stderr

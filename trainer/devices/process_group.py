@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UserError, reason
+from common.errors import UserError, reason, say
 from common.launcher import available_cores, launch
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
@@ -56,9 +56,9 @@ def is_main_process() -> bool:
 
 
 def Logger(text: str) -> None:
-    """Print one line, on rank 0 only."""
+    """Print one line, on rank 0 only, escaping what a terminal would obey."""
     if is_main_process():
-        print(text, flush=True)
+        say(text)
 
 
 def reduce_sum(values: Tensor) -> Tensor:

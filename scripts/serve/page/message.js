@@ -57,7 +57,7 @@ function updateAnswer({ element, foot, parts, message, act }, { writing, last })
   parts.rest.replaceChildren(...calls.map(callView));
   foot.replaceChildren();
   if (writing) return;
-  if (tokenLogprobs.has(message)) parts.rest.append(oddsView(tokenLogprobs.get(message)));
+  if (tokenLogprobs.has(message)) parts.rest.append(tokenProbabilitiesView(tokenLogprobs.get(message)));
   if (message.note) parts.rest.append(h("p", { class: "note" }, t(message.note)));
   if (message.error) parts.rest.append(h("div", { class: "error", role: "alert" }, message.error));
   if (last && calls.length && !message.error) parts.rest.append(resultForm(calls, act));
@@ -81,7 +81,7 @@ function show(element, text) {
 }
 
 /** The tokens of an answer, shaded by how likely each was; its rivals stand in the tooltip. */
-function oddsView(tokens) {
+function tokenProbabilitiesView(tokens) {
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
   const line = ({ token, logprob }) => `${JSON.stringify(token)} ${percent(logprob)}`;
   const shade = (logprob) => SHADES.findIndex((least) => Math.exp(logprob) >= least);
@@ -91,8 +91,8 @@ function oddsView(tokens) {
     const kind = `shade${place < 0 ? SHADES.length : place}`;
     return h("span", { class: kind, title: [one, ...others].map(line).join("\n") }, one.token);
   };
-  const summary = h("summary", {}, foldIcon(), t("oddsShown"));
-  return h("details", { class: "call odds", open: true }, summary, h("pre", {}, ...tokens.map(node)));
+  const summary = h("summary", {}, foldIcon(), t("tokenProbabilitiesShown"));
+  return h("details", { class: "call token-probabilities", open: true }, summary, h("pre", {}, ...tokens.map(node)));
 }
 
 function callView(call) {

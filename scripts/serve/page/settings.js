@@ -12,7 +12,7 @@ const FIELDS = [
   { name: "max_tokens", text: "maxTokens", help: "maxTokensHelp", min: 1, max: 1000000, step: 1 },
   { name: "seed", text: "seed", help: "seedHelp", min: 0, max: 4294967295, step: 1 },
   { name: "thinking", text: "thinking", kind: "checkbox" },
-  { name: "odds", text: "odds", kind: "checkbox" },
+  { name: "tokenProbabilities", text: "tokenProbabilities", kind: "checkbox" },
   { name: "system", text: "system", help: "systemHelp", kind: "textarea", rows: 4 },
   { name: "tools", text: "tools", help: "toolsHelp", kind: "textarea", rows: 5 },
 ];
@@ -72,7 +72,7 @@ export async function runCalls(calls, signal) {
 export function requestFields() {
   const fields = {};
   for (const { name, kind } of FIELDS) if (!kind && typeof values[name] === "number") fields[name] = values[name];
-  if (values.odds) Object.assign(fields, { logprobs: true, top_logprobs: 4 });
+  if (values.tokenProbabilities) Object.assign(fields, { logprobs: true, top_logprobs: 4 });
   if (values.thinking) fields.chat_template_kwargs = { enable_thinking: true };
   const { own, run } = tools();
   if (own.length + run.length) fields.tools = [...run, ...own];

@@ -442,12 +442,12 @@ def test_the_probabilities_of_tokens_are_shown_when_asked_for(chat, server):
     assert "logprobs" not in server.asked[-1]
     chat.click("#new-chat")
     chat.one("#open-settings").click()
-    chat.one("#set-odds").click()
+    chat.one("#set-tokenProbabilities").click()
     chat.keys(Keys.ESCAPE)
     assert chat.ask("likely") == "You said: likely" and server.asked[-1]["logprobs"] is True
     spans = [
         (span.text, span.get_attribute("class"), span.get_attribute("title"))
-        for span in chat.all(".odds span")
+        for span in chat.all(".token-probabilities span")
     ]
     assert spans == [("You", "shade0", '"You" 99.0 %'), (" said", "shade4", '" said" 5.0 %\n"<b>" 95.1 %')]
 

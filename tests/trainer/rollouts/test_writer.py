@@ -195,7 +195,7 @@ def replying(*replies) -> type[Broken]:
 )
 def test_an_environment_that_fails_names_the_record(tokenizer, prompts, written, environment, why):
     written(CALL)
-    with pytest.raises(UserError, match=rf"rl.jsonl:1: the environment {why}; the last checkpoint is intact"):
+    with pytest.raises(UserError, match=rf"rl.jsonl:1: the environment {why}"):
         agent(tokenizer, prompts, environment=environment).write(Head, [prompts[0]], 0)
 
 

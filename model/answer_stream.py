@@ -64,32 +64,34 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
         self.decoder, self.stops = IncrementalDecoder(tokenizer), tuple(stops)
         self.held, self.stopped = "", False
-        self.decoded = self.shown = 0  # characters of the tokens so far, and those of them that were let out
+        self.decoded = self.shown = 0  # characters of the tokens so far, and those of them that were emitted
 
     def push(self, token: int) -> str:
-        """The text that this token lets out."""
-        return self._let_out(self.decoder.push(token))
+        """The text that this token completes and that is no part of a stop string."""
+        return self._emit(self.decoder.push(token))
 
     def end(self) -> str:
         """The rest."""
-        text = self._let_out(self.decoder.end())
+        text = self._emit(self.decoder.end())
         rest, self.held = self.held, ""
         self.shown += len(rest)
         return text + rest
 
-    def _let_out(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         if self.stopped:
             return ""
         self.decoded += len(text)
         text = self.held + text
-        places = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        places = [text.find(stop) for stop in self.stops if stop in text]
         if places:
-            self.stopped, keep = True, len(text) - min(places)
+            self.stopped = True
+            end = min(places)
+            self.held = ""
         else:
-            keep = held_back(text, self.stops)
-        self.held = "" if self.stopped else text[len(text) - keep :]
-        self.shown += len(text) - keep
-        return text[: len(text) - keep]
+            end = len(text) - held_back(text, self.stops)
+            self.held = text[end:]
+        self.shown += end
+        return text[:end]
 
 
 class AnswerParser:
@@ -147,12 +149,16 @@ class AnswerParser:
             self.blank, self.state = True, self._content
         elif self.ended:
             self.text = ""
-        return {"reasoning_content": words} if words else {} if end else None
+        if words:
+            return {"reasoning_content": words}
+        return {} if end else None
 
     def _content(self) -> dict[str, Any] | None:
         if self.blank:
             self.text = self.text.lstrip("\n")
-        before, mark, rest = self.text.partition(CALL) if self.tools else (self.text, "", "")
+        before, mark, rest = self.text, "", ""
+        if self.tools:
+            before, mark, rest = self.text.partition(CALL)
         if mark:
             words = before.rstrip("\n")  # the line break before a call is the template's
             self.text, self.state, before = before[len(words) :] + mark + rest, self._call, words
@@ -160,7 +166,9 @@ class AnswerParser:
             keep = self._kept_of_content()
             before, self.text = self.text[: len(self.text) - keep], self.text[len(self.text) - keep :]
         self.blank = self.blank and not before
-        return {"content": before} if before else {} if mark else None
+        if before:
+            return {"content": before}
+        return {} if mark else None
 
     def _kept_of_content(self) -> int:
         """Characters to hold back: a mark that may begin, and line breaks that belong to it."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from scripts.serve.answer_stream import AnswerParser, IncrementalDecoder, TextStream, held_back, merge
+from model.answer_stream import AnswerParser, IncrementalDecoder, TextStream, held_back, merge
 from tests.conftest import ROOT
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
