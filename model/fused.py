@@ -9,6 +9,7 @@ heads, G key/value heads, D head size, E experts, K experts per token, R rows, M
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -99,9 +100,18 @@ def can_fuse_heads(attention: Any, x: Tensor, norm: type[nn.Module]) -> bool:
     if x.device.type == "mps":  # torch's norm there needs a weight
         return False
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm)):
+    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm) and is_rms_norm(norm)):
         return False
     return q_norm.eps == k_norm.eps and q_norm.weight.dtype == torch.float32
+
+
+@lru_cache(maxsize=8)
+def is_rms_norm(norm: type[nn.Module]) -> bool:
+    """Whether a class of norms, which may have been edited, computes the norm that `NormAndRotary` does."""
+    x = torch.linspace(-1, 2, 16).view(2, 8)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found = norm(8, 0.1)(x)
+    return torch.allclose(found, F.rms_norm(x, (8,), eps=0.1))
 
 
 def rotated_heads(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

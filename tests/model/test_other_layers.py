@@ -11,7 +11,7 @@ from common.errors import UserError
 from model import fused, model_minimind
 from model.generation import Decoder
 from model.linear import LoRALinear, product_dtype
-from model.model_minimind import FeedForward, MiniMindConfig, MiniMindForCausalLM, MOEFeedForward
+from model.model_minimind import FeedForward, MiniMindConfig, MiniMindForCausalLM, MOEFeedForward, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import build, flat_batch, ragged
 from trainer.devices.wrapping import transformer_layers, whole_model
@@ -282,9 +282,15 @@ def test_nothing_reads_the_rows_that_grouped_mm_does_not_write(adapters, monkeyp
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=False)
 
 
-@pytest.mark.parametrize("change", ["another class", "a hook", "another epsilon"])
+@pytest.mark.parametrize("change", ["another class", "an edited class", "a hook", "another epsilon"])
 def test_other_norms_of_queries_and_keys_are_called(change, monkeypatch):
     """On a GPU in half precision norm and rotation are one kernel, which knows RMSNorm only."""
+
+    usual = results(build("dense"), torch.bfloat16, True)
+    if change == "an edited class":
+        forward = RMSNorm.forward
+        monkeypatch.setattr(RMSNorm, "forward", lambda self, x: forward(self, x - x.mean(-1, keepdim=True)))
+        fused.is_rms_norm.cache_clear()
 
     def model() -> MiniMindForCausalLM:
         model = build("dense")
@@ -294,19 +300,19 @@ def test_other_norms_of_queries_and_keys_are_called(change, monkeypatch):
                 layer.self_attn.k_norm = nn.LayerNorm(norm.weight.shape[0])
             elif change == "a hook":
                 norm.register_forward_hook(lambda _, inputs, out: out.sin())
-            else:
+            elif change == "another epsilon":
                 norm.eps = 3.0
         return model
 
     want = results(model(), torch.bfloat16, True)
     take_cuda_branch(monkeypatch, grouped=False)
     got = results(model(), torch.bfloat16, True)
-    usual = results(build("dense"), torch.bfloat16, True)
     assert (
         (got["loss"] - want["loss"]).norm()
         <= 0.01 * want["loss"].norm()
         < (usual["loss"] - want["loss"]).norm()
     )
+    fused.is_rms_norm.cache_clear()
 
 
 @torch.no_grad()

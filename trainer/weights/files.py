@@ -52,10 +52,12 @@ OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "no
 # --- writing
 
 
-def half_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Any]:
+def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for
-    a sharded model, of which a rank that does not `keep` them gets none."""
+    a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names of
+    parts that only training needs."""
     state, copies = unwrap(model).state_dict(keep_vars=True), {}
+    state = {key: value for key, value in state.items() if not key.startswith(leave_out)}
     for value in state.values():
         if id(value) not in copies:
             copies[id(value)] = host_copy(value.detach().half(), keep)
@@ -67,16 +69,18 @@ def save_weights(
     path: Path,
     writer: checkpoint.Writer | None = None,
     description: Description | None = None,
+    leave_out: tuple[str, ...] = (),
 ) -> Path:
     """Write the fp16 weights for use with their description, on rank 0; with a writer in the background, from
     a copy.
 
     description: what the file says of itself beside the model's config, such as the stage that wrote it.
-    Returns the path.
+    leave_out: prefixes of the names of parts that only training needs. Returns the path.
     """
     if not (is_main_process() or is_sharded(model)):
         return path
-    state, described = half_state_dict(model, is_main_process()), description_of(model, description)
+    state = half_state_dict(model, is_main_process(), leave_out)
+    described = description_of(model, description)
     if is_main_process():
         job = partial(write_described, path, state, described)
         writer.submit(job) if writer is not None else job()
