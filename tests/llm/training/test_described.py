@@ -284,7 +284,7 @@ def test_losses_of_one_element_are_numbers(tmp_path):
     for task in (RegressionTask, OneElement):
         engine = made(task, tmp_path / task.__name__, [MetricsLogger()], epochs=2)
         engine.run()
-        ends.append(engine.callbacks.callbacks["MetricsLogger"].records[-1])
+        ends.append(engine.callbacks.by_name()["MetricsLogger"].records[-1])
     assert ends[0]["loss"] == ends[1]["loss"] == pytest.approx(ends[1]["error"])
 
 
@@ -435,7 +435,10 @@ def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path
     run("engine", broken, Faults(script=PLATEAU, signals={31: signal.SIGKILL}), status=-9)
     run("engine", broken, Faults(script=PLATEAU))
     assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    assert saved_state(tmp_path / "whole", NAME)["hooks"] == saved_state(tmp_path / "broken", NAME)["hooks"]
+    assert (
+        saved_state(tmp_path / "whole", NAME)["callbacks"]
+        == saved_state(tmp_path / "broken", NAME)["callbacks"]
+    )
 
 
 def test_a_plateau_that_could_not_work_is_refused_at_the_start(tmp_path):

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.stage_process import FORKED, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.run.hooks import link_state
+from trainer.run.included_callbacks import link_state
 from trainer.trainer_utils import get_lr
 
 
@@ -133,8 +133,8 @@ def test_killed_and_resumed_is_the_same_run(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
     assert "nothing to do" in run("engine", broken).out
     assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    states = [saved_state(tmp_path / name, NAME)["hooks"] for name in ("whole", "broken")]
-    assert states[0] == states[1] and states[0]["early_stopping"]["waited"] >= 0
+    states = [saved_state(tmp_path / name, NAME)["callbacks"] for name in ("whole", "broken")]
+    assert states[0] == states[1] and states[0]["EarlyStopping"]["waited"] >= 0
 
 
 def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
@@ -327,7 +327,7 @@ def test_tensorboard_reads_back_what_the_metrics_file_holds(tmp_path):
 
 
 RECORDER = """
-from llm.training.core import callbacks
+from trainer.run import callbacks
 from llm.training.tasks.regression_task import RegressionTask
 class Recorder(callbacks.Callback):
     pass
@@ -401,18 +401,20 @@ def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", num_hidden_layers=1, from_resume=1)
     typed = engine("pretrain", [*argv, "--patience", "9", "--monitor", "eval_bpb"])
     run("engine", typed, Faults(signals={5: signal.SIGTERM}), status=143)
-    before = saved_state(tmp_path)["hooks"]
-    before.pop("verdict")  # it judges what the script trains, too
-    assert before["early_stopping"]["best"] > 0
+    before = saved_state(tmp_path)["callbacks"]
+    before.pop("Verdict")  # it judges what the script trains, too
+    assert before["EarlyStopping"]["best"] > 0
     lines = run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143).error_lines
-    assert lines[0].startswith("warning: the held-out data or --monitor are not those of before")
-    after = saved_state(tmp_path)["hooks"]
-    assert after.pop("verdict") and after.pop("checkpoints") == {"best_update": None}  # of another metric
-    assert after == {key: value for key, value in before.items() if key != "checkpoints"}
+    assert lines[0].startswith(
+        "warning: callbacks of the checkpoint that this run does not have: EarlyStopping"
+    )
+    assert lines[1].startswith("warning: the held-out data or --monitor are not those of before")
+    after = saved_state(tmp_path)["callbacks"]
+    assert after.pop("Verdict") and after == before
     done = run("engine", typed)
     assert (
         len(done.error_lines) == 1
         and "--monitor are not those" in done.err
         and "resuming pretrain" in done.out
     )
-    assert saved_state(tmp_path)["hooks"]["early_stopping"]["waited"] == 0
+    assert saved_state(tmp_path)["callbacks"]["EarlyStopping"]["waited"] == 0
