@@ -210,19 +210,19 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     them, the metrics file opened and the settings written. A signal waits for the end of an update. However
     training ends, the files being written are completed: a checkpoint in the background, the metrics file,
     the tracker's curves; at its normal end the weights are written."""
-    state.call("on_train_start")
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
-    path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
-    if is_main_process():
-        if state.resumed_update is None or state.is_new_branch:
-            set_earlier_run_aside(state.args, state.lm_config, state.state_file)
-        shown = state.shown + state.metric_names
-        kept = records_before(state, path) if state.resumed_update is not None else []
-        state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
-        # last: until then the file tells whose metrics lie here
-        write_settings(state, paths.settings_path(path))
     try:
+        state.call("on_train_start")
+        path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
+        if is_main_process():
+            if state.resumed_update is None or state.is_new_branch:
+                set_earlier_run_aside(state.args, state.lm_config, state.state_file)
+            shown = state.shown + state.metric_names
+            kept = records_before(state, path) if state.resumed_update is not None else []
+            state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
+            # last: until then the file tells whose metrics lie here
+            write_settings(state, paths.settings_path(path))
         state.stop.defer = True
         if state.is_new_branch:
             save_checkpoint(state)  # from here on a restart goes on with the branch

@@ -88,7 +88,7 @@ def test_six_methods_are_a_task(tmp_path, task):
     so."""
     recorded = LRSchedulerCallback()
     engine = made(task, tmp_path, [MetricsLogger(), recorded], epochs=3)
-    for name in ("_setup_components", "_run_epoch", "_run_validation_epoch", "run"):
+    for name in ("_setup_components", "_run_epoch", "run"):
         assert callable(getattr(engine, name))
     assert isinstance(engine.performance_monitor, PerformanceMonitor)
     engine.run()
@@ -682,7 +682,7 @@ def test_numbered_states_of_a_name_with_characters_of_patterns_are_pruned(tmp_pa
     for path in paths:
         path.touch()
     settings = {"checkpoint_dir": tmp_path, "keep_last": 2, "save_weight": "a[1].5"}
-    CheckpointManager(config_of(tmp_path, **settings).to_args()).prune(now=9)
+    CheckpointManager(config_of(tmp_path, **settings).to_args()).prune(now=9, best=None)
     assert sorted(tmp_path.glob("*_update_*")) == paths[-2:]
 
 
