@@ -22,6 +22,7 @@ from common.files import atomic_write, link, sync_folder, write_error
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
+from trainer.report.speed import read_meter
 from trainer.run import paths
 from trainer.run.checkpoint import lm_checkpoint
 from trainer.run.errors import end_loader_processes
@@ -228,6 +229,8 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             save_checkpoint(state)  # from here on a restart goes on with the branch
         yield
         if state.save_due or state.saved_update != state.update:  # a callback ended the run
+            read_meter(state)
+            state.bad_updates.read_and_warn()
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
