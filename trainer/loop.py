@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
 from trainer.data.datasets import epoch_tokens
-from trainer.devices.device import describe_device, peak_memory_mb, reserved_memory_mb
+from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import set_learning_rate, should_step
 from trainer.report.metrics import duration
-from trainer.report.speed import Size
+from trainer.report.speed import Size, read_meter
 from trainer.report.trackers import drawable
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
@@ -56,22 +56,24 @@ def train_epoch(
             "train_epoch(state, epoch, loader, iters, start_step, wandb), with the state that the stage's "
             "main makes"
         )
+    if state.finished and start_step == 0:
+        return
     state.wandb = wandb
+    state.call("on_epoch_start", epoch)
     if state.record is not None:
         finish_update(state)  # the run was stopped between saving an update and reporting it
-    if state.finished:
-        return
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
     # DDP rebuilds its buckets after the first backward pass: run it on an empty batch now
-    if is_replicated(state.model):
-        trial_pass(state, prepared(state, [cast(Any, loader).collate_fn([])])[0])
+    if is_replicated(state.model) and not state.finished:
+        empty = [cast(Any, loader).collate_fn([])]
+        trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
     state.iters = iters
     meter.restart()
     while step < iters and not state.finished:
         # the update's micro-batches
         fetched = meter.fetch(batches, min(args.accumulation_steps, iters - step))
-        window = prepared(state, fetched)
+        window = fetched if state.prepare is None else state.prepare(state, fetched)
         sizes = [state.size(batch) for batch in window]
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
         if stop_requested:
@@ -81,14 +83,12 @@ def train_epoch(
             Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
             gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
             meter.restart()  # nor is that training time
-        for hook in state.hooks:
-            hook.batch_start(state)
+        state.call("on_batch_start", state.update + 1)
         losses, grad_norm = train_update(state, window, targets, tokens)
         meter.count(sizes, state.device)
         before, step = step, step + len(fetched)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
-        for hook in state.hooks:
-            hook.after_step(state)
+        state.call("on_optimizer_step", state.update)
 
         is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
         evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
@@ -109,6 +109,7 @@ def train_epoch(
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
+    state.call("on_epoch_end", epoch)
 
 
 def train_update(
@@ -177,13 +178,6 @@ def check_names(metrics: dict[str, Tensor], names: tuple[str, ...]) -> None:
         raise UserError(f"loss_fn gives {given} beside the loss, but TrainState's metric_names are {named}")
 
 
-def prepared(state: TrainState, window: list[Batch]) -> list[Batch]:
-    """The micro-batches to train, as the hooks make them of those that the loader gave."""
-    for hook in state.hooks:
-        window = hook.prepare(state, window)
-    return window
-
-
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
     """Whether an update took the step count past a multiple of `interval` or to the end of the epoch (0: only
     that)."""
@@ -192,10 +186,11 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
 
 def save_is_due(state: TrainState, before: int, evaluate_due: bool) -> bool:
     """Whether to save after this update, alike on all ranks: at --save_interval and the end of the epoch,
-    before an evaluation, when a hook wants it, and when a save was postponed because updates were skipped."""
+    at --keep_every, before an evaluation, and when a save was postponed because updates were skipped."""
     at_interval = reached(state.args.save_interval, before, state.step, state.iters)
-    wanted = any(hook.wants_checkpoint(state) for hook in state.hooks)
-    return at_interval or evaluate_due or wanted or state.save_due
+    keep_every = state.args.keep_every
+    is_kept = keep_every > 0 and state.update % keep_every == 0
+    return at_interval or evaluate_due or is_kept or state.save_due
 
 
 def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
@@ -302,8 +297,7 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
         for name, value in zip(state.metric_names, sums, strict=True)
     }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
-    for hook in state.hooks:
-        record |= hook.record_values(state)
+    state.call("on_record", record)
     record |= state.bad_updates.pop_record_fields()
     return record | ({"evaluating": True} if evaluate_due else {})
 
@@ -313,34 +307,13 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_meter(state: TrainState) -> dict[str, float]:
-    """Advance the run's tokens and seconds; returns the speed figures of all ranks since the last reading."""
-    total, now = state.meter.read(state.device), time.perf_counter()
-    state.tokens += int(total["tokens"])
-    state.seconds, state.clock = state.seconds + now - state.clock, now
-    seconds = total["clock"]
-    rate = total["flops"] / seconds / world_size()
-    return {
-        "tokens": state.tokens,
-        "tokens_per_second": total["tokens"] / seconds,
-        "mfu": state.peak.share(rate),
-        **({"mfu_of_sheet": rate / state.peak.data_sheet_rate} if state.peak.data_sheet_rate else {}),
-        "data_wait": total["wait"] / seconds / world_size(),
-        "comm_wait": total["comm"] / seconds / world_size(),
-        "seconds": state.seconds,
-        "seconds_left": state.meter.seconds_left(state.total_updates - state.update),
-        "memory_mb": peak_memory_mb(state.device),
-    } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
-
-
 def finish_update(state: TrainState) -> None:
     """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first
     update."""
     if state.metrics is not None:
         state.metrics.tick(state.update)
     record = report(state) if state.record is not None else None
-    for hook in state.hooks:
-        hook.batch_end(state, record)
+    state.call("on_batch_end", state.update, record)
 
 
 def report(state: TrainState) -> dict[str, Any]:
@@ -349,21 +322,15 @@ def report(state: TrainState) -> dict[str, Any]:
     resumed run evaluates again."""
     record, state.record = dict(state.record or {}), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        for hook in state.hooks:
-            hook.before_evaluation(state)
+        state.call("on_validation_start")
         held_out = evaluate(state, state.eval_loader)
         if held_out is None:  # a signal interrupted it
             raise interrupted(state)
-        for hook in reversed(state.hooks):
-            hook.after_evaluation(state)
         record |= held_out
-        is_best = state.is_best(held_out)
-        if is_best:
+        if state.is_best(held_out):
             write_weights(state, f"{state.args.save_weight}_best")
-        for hook in state.hooks:
-            hook.validation_end(state, held_out, is_best)
-    for hook in state.hooks:
-        record |= hook.record_values_after_eval(state, record)
+        state.call("on_validation_end", held_out)
+    state.call("on_log", record)
     iters = record.pop("iters")
     if is_main_process():
         state.writer.check()

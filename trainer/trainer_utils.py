@@ -33,13 +33,13 @@ from trainer.objectives.next_token import (
 )
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
-from trainer.report.samples import sample_hooks
+from trainer.report.samples import sample_callbacks
 from trainer.report.speed import peak_rate
 from trainer.report.warnings import Verdict
 from trainer.run import resume
 from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.run.errors import StopRequest
-from trainer.run.hooks import hooks_of_settings
+from trainer.run.included_callbacks import callbacks_of_settings
 from trainer.run.paths import is_path, run_name, start_path
 from trainer.run.saving import is_finished  # noqa: F401
 from trainer.run.skipped_updates import BadUpdates
@@ -253,12 +253,12 @@ def begin_run(
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
-    state.hooks[:0] = hooks_of_settings(args, state.eval_loader is not None)
+    state.callbacks[:0] = callbacks_of_settings(args, state.eval_loader is not None)
     if token_counters(unwrap(state.model)):
-        state.hooks.append(ExpertLoad(unwrap(state.model)))
+        state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none":
-        state.hooks += sample_hooks(state)
-    state.hooks.append(Verdict(getattr(data, "train_dataset", data)))
+        state.callbacks += sample_callbacks(state)
+    state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))
     if tokenizer := state.run.get("tokenizer"):
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)

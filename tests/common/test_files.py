@@ -16,7 +16,7 @@ from common import files
 from common.errors import UserError
 from common.files import atomic_write, link, lock_output, locked, sync_folder
 from tests.conftest import ROOT
-from trainer.run.hooks import link_state
+from trainer.run.included_callbacks import link_state
 
 HOLD = """
 import os, sys, time

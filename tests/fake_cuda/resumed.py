@@ -53,14 +53,14 @@ def state_of(name: str, device: torch.device, folder: str, optimizer: str = "ada
         loss_fn=stage.loss_fn, schedule=lambda *_: 1e-3, metric_names=stage.METRICS,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
-    state.hooks.append(kind(args, config, None, [], reference.eval()))
+    state.callbacks.append(kind(args, config, None, [], reference.eval()))
     return state
 
 
 def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
     """The state after the first update of a rollout, read from its file."""
     state = state_of(name, CPU, folder, **settings)
-    [hook] = state.hooks
+    [hook] = state.callbacks
     prompt = SimpleNamespace(sample_id=0)
     written = [Trajectory(prompt, i, list(range(3, 15)), [False] * 6 + [True] * 6) for i in range(4)]
     rewards = torch.arange(4.0, dtype=torch.float64).view(-1, state.args.num_generations)
@@ -88,7 +88,7 @@ def continued(name: str, folder: str, settings: dict, checkpoint: dict) -> dict:
     with FakeTensorMode(allow_non_fake_inputs=True), Recorder():
         state = state_of(name, CUDA, folder, **settings)
         state.restore(checkpoint)
-        batches = state.hooks[0].prepare(state, WINDOW)
+        batches = state.callbacks[0].prepare(state, WINDOW)
         for batch in batches:
             assert batch.pop("sample_ids").device.type == "cpu"  # for the host alone
         train_update(state, batches, 24.0, 48.0)

@@ -191,7 +191,7 @@ def test_timing_a_micro_batch_changes_no_bit(corpus, tmp_path, settings, ranks):
         assert len(lines) == 1 and (faults is not None or re.search(RUN_LINE, lines[0])), lines
     assert records(tmp_path / "timed", f"pretrain_32{moe}") == records(tmp_path / "not", f"pretrain_32{moe}")
     timed, untimed = (saved_state(tmp_path / name, f"pretrain_32{moe}") for name in ("timed", "not"))
-    for part in ("model", "optimizer", "hooks"):
+    for part in ("model", "optimizer", "callbacks"):
         assert_same_tensors(timed[part], untimed[part])
 
 

@@ -1,5 +1,5 @@
 """What belongs to every run, here in a stage script: settings from a file, early
-stopping, numbered states, TensorBoard, a log file, hooks of a reader's own."""
+stopping, numbered states, TensorBoard, a log file, callbacks of a reader's own."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     state = saved_state(tmp_path / "whole")
     assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 3, 8)
     assert "stopping: EarlyStopping: eval_loss got no better than" in done.out and state["epoch"] < 8
-    assert state["hooks"]["early_stopping"]["waited"] <= 2
+    assert state["callbacks"]["EarlyStopping"]["waited"] <= 2
     run("pretrain", argvs["killed"], Faults(signals={9: signal.SIGKILL}), status=-9)
     assert "stopping: EarlyStopping" in run("pretrain", argvs["killed"]).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
@@ -118,26 +118,27 @@ COPY = """
 import torch
 from trainer import train_pretrain as stage
 from trainer.devices.wrapping import unwrap
-from trainer.run.state import Hooks
+from trainer.run.callbacks import Callback
 begin = stage.utils.begin_run
-class Copy(Hooks):
-    def after_step(self, state):
+class Copy(Callback):
+    def on_optimizer_step(self, engine, update):
+        state = engine.state
         self.copy = [p.detach().clone() for p in unwrap(state.model).parameters()]
-    def checkpoint_saved(self, state, path):
-        self.tell(state, "saved")
-    def before_evaluation(self, state):
-        self.tell(state, "evaluated")
+    def on_checkpoint_saved(self, engine, path):
+        self.tell(engine.state, "saved")
+    def on_validation_start(self, engine):
+        self.tell(engine.state, "evaluated")
     def tell(self, state, what):
         same = all(map(torch.equal, self.copy, unwrap(state.model).parameters()))
         print(what, state.update, "as after its step" if same else "late")
 def begin_run(state, *args, **kwargs):
-    state.hooks.append(Copy())
+    state.callbacks.append(Copy())
     begin(state, *args, **kwargs)
 stage.utils.begin_run = begin_run
 """
 
 
-def test_a_hook_after_the_step_sees_the_weights_that_are_saved_and_evaluated(corpus, tmp_path):
+def test_a_callback_after_the_step_sees_the_weights_that_are_saved_and_evaluated(corpus, tmp_path):
     """So that a moving average of the weights is the one of the update that is evaluated."""
     out = run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1), Faults(script=COPY)).out
     told = [line for line in out.splitlines() if line.startswith(("saved", "evaluated"))]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices.process_group import reduce_sum
-from trainer.run.state import Hooks, TrainState
+from trainer.run.callbacks import Callback
 
 
 def token_counters(model: nn.Module) -> list[Tensor]:
@@ -22,7 +22,7 @@ def token_counters(model: nn.Module) -> list[Tensor]:
     ]
 
 
-class ExpertLoad(Hooks):
+class ExpertLoad(Callback):
     """Tokens of each layer and expert since the last record, over all ranks; of a model that has counters."""
 
     def __init__(self, model: nn.Module):
@@ -32,16 +32,16 @@ class ExpertLoad(Hooks):
 
     def state_dict(self) -> dict[str, Any]:
         self.read()
-        return {"expert_load": self.kept}
+        return {"kept": self.kept}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.kept = saved.get("expert_load", [])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
 
-    def record_values(self, state: TrainState) -> dict[str, Any]:
-        """The fields of a log record, and a new start."""
+    def on_record(self, engine: Any, record: dict[str, Any]) -> None:
+        """Add the figures to the record, and count anew."""
         self.read()
-        kept, self.kept = self.kept, []
-        return balance_figures(torch.tensor(kept))
+        record |= balance_figures(torch.tensor(self.kept))
+        self.kept = []
 
     def read(self) -> None:
         """Move the model's counts here, summed over all ranks, and zero its counters. Sync point."""

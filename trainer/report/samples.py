@@ -16,7 +16,8 @@ from model.prompts import document_tokens, prompt_tokens
 from trainer.data.datasets import StageData
 from trainer.devices.process_group import Logger, gather, is_main_process
 from trainer.devices.wrapping import is_sharded, unwrap
-from trainer.run.state import Hooks, TrainState
+from trainer.run.callbacks import Callback
+from trainer.run.state import TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,7 @@ COUNT, NEW_TOKENS, OPENING = 3, 48, 16
 MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
 
 
-def sample_hooks(state: TrainState) -> list[Hooks]:
+def sample_callbacks(state: TrainState) -> list[Callback]:
     """What --sample_prompts asks for. Raises UserError for a file of prompts, but no held-out data or a model
     that writes no text; the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
@@ -101,31 +102,32 @@ def shown(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-class Samples(Hooks):
+class Samples(Callback):
     """Answers prompts at each evaluation, on rank 0, with the weights that are evaluated."""
 
     def __init__(self, prompts: list[Prompt], tokenizer: "PreTrainedTokenizerBase"):
         self.prompts, self.tokenizer = prompts, tokenizer
         self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
 
-    def after_evaluation(self, state: TrainState) -> None:
+    def on_validation_start(self, engine: Any) -> None:
         if is_main_process():
-            self.answers = self.write_answers(state)
+            self.answers = self.write_answers(engine.state)
 
-    def record_values_after_eval(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
-        """After an evaluation the samples, on rank 0, behind those of the rollouts if there are any; and on
+    def on_log(self, engine: Any, record: dict[str, Any]) -> None:
+        """After an evaluation add the samples, on rank 0, behind those of the rollouts if there are any; on
         all ranks how many of the answers' trigrams are distinct."""
         if "eval_loss" not in record:
-            return {}
+            return
         answers, self.answers = self.answers, []
         share, *_ = gather(distinct_trigrams(answers))  # of rank 0
-        more = {} if share is None else {"distinct_trigrams": share}
+        if share is not None:
+            record["distinct_trigrams"] = share
         if not answers:
-            return more
+            return
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         prompts = [text for text, _ in self.prompts]
         samples = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
-        return more | {"samples": [*record.get("samples", ()), *samples]}
+        record["samples"] = [*record.get("samples", ()), *samples]
 
     def write_answers(self, state: TrainState) -> list[list[int]]:
         """The tokens that the model writes to each prompt."""

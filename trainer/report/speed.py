@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainer.devices.device import autocast_dtype, matrix_rate
+from trainer.devices.device import autocast_dtype, matrix_rate, peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import reduce_sum, world_size
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
+    from trainer.run.state import TrainState
 
 COUNTS = ("samples", "tokens", "flops", "wait", "comm")
 # by the makers' data sheets: dense products in bfloat16 or float16 with float32 sums, TFLOP/s; memory, GB;
@@ -115,6 +116,26 @@ class Meter:
         saves and evaluations between them."""
         updates, since = self.pace[0]
         return (time.perf_counter() - since) / max(1, self.updates - updates) * updates_left
+
+
+def read_meter(state: "TrainState") -> dict[str, Any]:
+    """Advance the run's tokens and seconds; returns the speed figures of all ranks since the last reading."""
+    total, now = state.meter.read(state.device), time.perf_counter()
+    state.tokens += int(total["tokens"])
+    state.seconds, state.clock = state.seconds + now - state.clock, now
+    seconds = total["clock"]
+    rate = total["flops"] / seconds / world_size()
+    return {
+        "tokens": state.tokens,
+        "tokens_per_second": total["tokens"] / seconds,
+        "mfu": state.peak.share(rate),
+        **({"mfu_of_sheet": rate / state.peak.data_sheet_rate} if state.peak.data_sheet_rate else {}),
+        "data_wait": total["wait"] / seconds / world_size(),
+        "comm_wait": total["comm"] / seconds / world_size(),
+        "seconds": state.seconds,
+        "seconds_left": state.meter.seconds_left(state.total_updates - state.update),
+        "memory_mb": peak_memory_mb(state.device),
+    } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
 
 
 def training_flops(

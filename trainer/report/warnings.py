@@ -17,8 +17,9 @@ from torch import Tensor
 from common.errors import warn
 from dataset.token_cache import TokenCache, target_mask
 from trainer.devices.device import autocast_dtype, automatic_dtype, native_bfloat16
+from trainer.run.callbacks import Callback
 from trainer.run.resume import held_out_fingerprint
-from trainer.run.state import Hooks, TrainState
+from trainer.run.state import TrainState
 
 MIN_UPDATES = 100  # a run of fewer is pointed out
 MEAN_UPDATES = 20  # of a mean; a tenth of the updates so far if that is less
@@ -94,7 +95,7 @@ class History:
         return has_fallen and not is_less(self.lowest, now.training, 0.02)
 
 
-class Verdict(Hooks):
+class Verdict(Callback):
     """Warnings, and the verdict of a run. dataset: what it trains on; the tokens of a token cache are
     counted."""
 
@@ -106,10 +107,10 @@ class Verdict(Hooks):
 
     def state_dict(self) -> dict[str, Any]:
         unread = [(update, float(loss)) for update, loss in self.unread]
-        return {"verdict": asdict(self.history) | {"unread": unread}}
+        return asdict(self.history) | {"unread": unread}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        values = dict(saved["verdict"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        values = dict(state)
         self.unread = values.pop("unread")
         values["losses"] = Series(**values["losses"])
         values["rewards"] = Series(**values["rewards"])
@@ -126,10 +127,11 @@ class Verdict(Hooks):
             self.history.unrecorded.append(text)
             warn(text)
 
-    def batch_start(self, state: TrainState) -> None:
+    def on_batch_start(self, engine: Any, update: int) -> None:
         """Before the first update: what the settings tell."""
-        if state.update:
+        if update > 1:
             return
+        state = engine.state
         args, updates, device = state.args, state.total_updates, state.device.type
         if updates < MIN_UPDATES:
             self.warn(
@@ -159,10 +161,10 @@ class Verdict(Hooks):
                 "other text",
             )
 
-    def after_step(self, state: TrainState) -> None:
+    def on_optimizer_step(self, engine: Any, update: int) -> None:
         """Keep the update's loss, on the device, and its mean reward. After the first update a sync point:
         warn of weights that do not fit the text, and of a teacher that is the student."""
-        history = self.history
+        history, state = self.history, engine.state
         if state.reward is not None:
             history.rewards.add(state.reward)
         if state.update_loss is not None:
@@ -188,9 +190,9 @@ class Verdict(Hooks):
                     "teacher", "the teacher predicts just what the student does: are they the same weights?"
                 )
 
-    def record_values_after_eval(self, state: TrainState, record: dict[str, Any]) -> dict[str, Any]:
-        """The warnings since the last record, and of this one."""
-        history, losses = self.history, self.history.losses
+    def on_log(self, engine: Any, record: dict[str, Any]) -> None:
+        """Add the warnings since the last record, and of this one."""
+        state, history, losses = engine.state, self.history, self.history.losses
         self.look_at_losses(state)
         if record.get("reward") is not None:
             self.look_at_rewards(state.args, record)
@@ -211,7 +213,13 @@ class Verdict(Hooks):
                     "rising", f"eval_loss has risen {RISES} times in a row, to {now.held_out:.3f}; {rise}"
                 )
         texts, history.unrecorded = history.unrecorded, []
-        return {"warnings": texts} if texts else {}
+        if texts:
+            record["warnings"] = texts
+
+    def on_train_end(self, engine: Any) -> None:
+        line = self.last_line(engine.state)
+        if line:
+            engine.state.last_lines.append(line)
 
     def look_at_losses(self, state: TrainState) -> None:
         """Take in the losses of the updates since the last time, one after the other; warn of one that rose,

@@ -30,8 +30,9 @@ from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
+from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import snapshot
-from trainer.run.state import Batch, Hooks, TrainState
+from trainer.run.state import Batch, TrainState
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -41,7 +42,7 @@ COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_pro
 COUNTS += ("seconds", "reward_seconds", "rollouts")  # sums from which the figures of a record are computed
 
 
-class Rollouts(Hooks):
+class Rollouts(Callback):
     """Makes the micro-batches of reinforcement learning, and accumulates reward statistics.
 
     Args:
@@ -75,7 +76,7 @@ class Rollouts(Hooks):
         # with --num_iterations 2 or more: this rank's last rollout
         self.rollout_for_next_updates: list[Batch] = []
 
-    # ---- the loop's hooks
+    # ---- called by the loop
 
     def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
         """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first
@@ -97,21 +98,21 @@ class Rollouts(Hooks):
             self.rollout_for_next_updates = batches
         return batches
 
-    def batch_start(self, state: TrainState) -> None:
+    def on_batch_start(self, engine: Any, update: int) -> None:
         """The update will be made: its rollout counts, on all ranks."""
         host = torch.tensor([self.this_rollout[name] for name in self.sum_names], dtype=torch.float64)
         sums = dict(zip(self.sum_names, reduce_sum(host).tolist(), strict=True))
         for name, value in sums.items():
             self.since_last_record[name] += value
-        state.reward = sums["reward"] / sums["completions"] if sums["completions"] else None
+        engine.state.reward = sums["reward"] / sums["completions"] if sums["completions"] else None
         self.this_rollout.clear()
 
-    def record_values(self, state: TrainState) -> dict[str, Any]:
-        """Means over the rollouts since the last record, over all ranks, and samples of rank 0's last
+    def on_record(self, engine: Any, record: dict[str, Any]) -> None:
+        """Add means over the rollouts since the last record, over all ranks, and samples of rank 0's last
         rollout."""
-        means = self._means({name: self.since_last_record[name] for name in self.sum_names})
+        record |= self._means({name: self.since_last_record[name] for name in self.sum_names})
+        record["samples"] = self.samples
         self.since_last_record.clear()
-        return means | {"samples": self.samples}
 
     def _means(self, total: dict[str, float]) -> dict[str, float | None]:
         """The reward statistics of a record; None where there was no rollout since the last one."""
@@ -144,12 +145,12 @@ class Rollouts(Hooks):
             "samples": self.samples,
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self.since_last_record = defaultdict(float, saved["since_last_record"])
-        self.samples = saved["samples"]
+        self.since_last_record = defaultdict(float, state["since_last_record"])
+        self.samples = state["samples"]
         self.rollout_for_next_updates = []
-        of_ranks = saved["rollout_for_next_updates"]
+        of_ranks = state["rollout_for_next_updates"]
         if len(of_ranks) != world_size():
             return
         for batch in of_ranks[this_rank()]:

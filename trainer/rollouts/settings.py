@@ -124,5 +124,6 @@ def add_rollouts(
         sharded = (whole_model(policy), state.device, args.parallel, False, False, state.autocast)
         reference = wrap_model(*sharded) if is_sharded(policy) else copy.deepcopy(policy)
         rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
-    state.hooks.append(rollouts)
+    state.callbacks.append(rollouts)
+    state.prepare, state.shown = rollouts.prepare, rollouts.shown
     state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out

@@ -371,13 +371,13 @@ def _continues(own: dict[str, Any], start: Path, digest: str | None, newest: Pat
 
 # --- sharded models
 
-# whose tensors may be sharded; hooks: a moving average of the weights ...
-PARTS = ("model", "optimizer", "hooks")
+# whose tensors may be sharded; callbacks: a moving average of the weights ...
+PARTS = ("model", "optimizer", "callbacks")
 
 
 def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     """A state as the model takes it: if that is sharded, so are its weights, the optimizer's state, and what
-    hooks keep under the names of parameters. The state is of any number of ranks, sharded or not. model:
+    callbacks keep under the names of parameters. The state is of any number of ranks, sharded or not. model:
     unwrapped."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 

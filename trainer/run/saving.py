@@ -22,6 +22,7 @@ from common.files import atomic_write, link, sync_folder, write_error
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
+from trainer.report.speed import read_meter
 from trainer.run import paths
 from trainer.run.checkpoint import lm_checkpoint
 from trainer.run.errors import end_loader_processes
@@ -105,8 +106,8 @@ def save_checkpoint(state: TrainState) -> None:
     lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
     write_weights(state, args.save_weight)
     state.state_file = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
-    for hook in state.hooks:
-        hook.checkpoint_saved(state, state.state_file)
+    state.saved_update = state.update
+    state.call("on_checkpoint_saved", state.state_file)
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
@@ -212,34 +213,40 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     the tracker's curves; at its normal end the weights are written."""
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
-    path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
-    if is_main_process():
-        if state.resumed_update is None or state.is_new_branch:
-            set_earlier_run_aside(state.args, state.lm_config, state.state_file)
-        shown = tuple(name for hook in state.hooks for name in hook.shown) + state.metric_names
-        kept = records_before(state, path) if state.resumed_update is not None else []
-        state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
-        # last: until then the file tells whose metrics lie here
-        write_settings(state, paths.settings_path(path))
     try:
+        state.call("on_train_start")
+        path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
+        if is_main_process():
+            if state.resumed_update is None or state.is_new_branch:
+                set_earlier_run_aside(state.args, state.lm_config, state.state_file)
+            shown = state.shown + state.metric_names
+            kept = records_before(state, path) if state.resumed_update is not None else []
+            state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
+            # last: until then the file tells whose metrics lie here
+            write_settings(state, paths.settings_path(path))
         state.stop.defer = True
         if state.is_new_branch:
             save_checkpoint(state)  # from here on a restart goes on with the branch
         yield
-        if state.save_due:
+        if state.save_due or state.saved_update != state.update:  # a callback ended the run
+            read_meter(state)
+            state.bad_updates.read_and_warn()
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
-        last_lines = [line for hook in state.hooks if (line := hook.last_line(state))]
+        state.call("on_train_end")
         if is_main_process() and not state.can_continue:
             # last: everything else is written
             settings = paths.settings_path(path)
-            finished = {"last_lines": last_lines, "finished": {"update": state.update}}
+            finished = {"last_lines": state.last_lines, "finished": {"update": state.update}}
             write_settings_file(settings, read_settings_file(settings) | finished)
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
-        for line in last_lines:
+        for line in state.last_lines:
             Logger(line)
         tracker_timeout = None
+    except BaseException as error:
+        state.call("on_exception", error)
+        raise
     finally:
         state.stop.defer = False
         end_loader_processes()

@@ -1,4 +1,4 @@
-"""The state of a run, and the hooks through which others take part in it: what `trainer/loop.py` works on."""
+"""The state of a run: what `trainer/loop.py` works on."""
 
 import math
 import time
@@ -21,6 +21,7 @@ from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
+from trainer.run.callbacks import CallbackList, monitored
 from trainer.run.checkpoint import Writer, shard_like
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
@@ -35,81 +36,7 @@ EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]
 Schedule = Callable[[int, int, StageArgs], float | None]
 SAVED = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
-SAVED += ("best_eval", "eval_data", "record", "save_due")
-
-
-def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
-    """The value of a held-out metric; `who` monitors it. Raises UserError if validation does not report
-    it."""
-    if monitor not in metrics:
-        there = ", ".join(sorted(metrics)) or "nothing"
-        raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
-    return metrics[monitor]
-
-
-class Hooks:
-    """No-op base of what takes part in a run, such as rollouts, early stopping or the engine with its
-    callbacks: the loop calls each method of each one in `state.hooks`, on every rank, in the order in
-    docs/dev/ARCHITECTURE.md."""
-
-    shown: tuple[str, ...] = ()  # names of `record_values` that stand on the console's line
-
-    def prepare(self, state: "TrainState", window: list[Batch]) -> list[Batch]:
-        """The micro-batches to train, made of those that the loader gave: rollouts of prompts, for
-        instance."""
-        return window
-
-    def record_values(self, state: "TrainState") -> dict[str, Any]:
-        """More values for the record at a log point; called on all ranks."""
-        return {}
-
-    def batch_start(self, state: "TrainState") -> None:
-        """Before an update; `state.update` is the one before."""
-
-    def after_step(self, state: "TrainState") -> None:
-        """After the optimizer step of update `state.update`, before this update is saved, evaluated or
-        reported."""
-
-    def wants_checkpoint(self, state: "TrainState") -> bool:
-        """Whether to save this update's state although no interval asks for it; the same on all ranks."""
-        return False
-
-    def batch_end(self, state: "TrainState", record: dict[str, Any] | None) -> None:
-        """After an update and its report; `record` at a log point, else None."""
-
-    def checkpoint_saved(self, state: "TrainState", path: Path) -> None:
-        """The state of this update was handed to the writer, which will put it at `path`."""
-
-    def before_evaluation(self, state: "TrainState") -> None:
-        """Before the loop evaluates on the held-out data; a hook may put other weights in place."""
-
-    def after_evaluation(self, state: "TrainState") -> None:
-        """After it, unless a signal interrupted it; the hooks are called in the reverse order, so that each
-        one finds what it left. `<name>_best` holds the weights that are there afterwards."""
-
-    def validation_end(self, state: "TrainState", metrics: dict[str, Any], is_best: bool) -> None:
-        """After a validation; `metrics` are the same on all ranks."""
-
-    def record_values_after_eval(self, state: "TrainState", record: dict[str, Any]) -> dict[str, Any]:
-        """More values for a record that is complete, with the evaluation if there was one; called on all
-        ranks."""
-        return {}
-
-    def forget_evaluations(self, state: "TrainState") -> None:
-        """The run was resumed with other held-out data or another --monitor: drop what earlier evaluations
-        gave."""
-
-    def last_line(self, state: "TrainState") -> str:
-        """A line for the end of the run, or an empty text."""
-        return ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint saves of the hook, under keys of its own."""
-        return {}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; `saved` has the keys of all hooks, and lacks those of one added
-        since."""
+SAVED += ("best_eval", "best_update", "eval_data", "record", "save_due")
 
 
 @dataclass(kw_only=True)
@@ -138,7 +65,12 @@ class TrainState:
     eval_loader: DataLoader | None = None
     # (model, batch, settings) -> sums over its targets, by name; `loss` is one of them
     eval_fn: EvalFn = held_out_loss
-    hooks: list[Hooks] = field(default_factory=list)
+    callbacks: CallbackList = field(default_factory=CallbackList)
+    engine: Any = None  # the TrainingEngine, if there is one: callbacks are called with it
+    last_lines: list[str] = field(default_factory=list)  # for the end of the run
+    # makes the micro-batches to train of those that the loader gave, such as rollouts of prompts
+    prepare: Callable[["TrainState", list[Batch]], list[Batch]] | None = None
+    shown: tuple[str, ...] = ()  # values of a record that stand on the console's line, before the metrics
     peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
     writer: Writer = field(default_factory=Writer)
     bad_updates: BadUpdates = field(default_factory=BadUpdates)
@@ -148,6 +80,7 @@ class TrainState:
     can_continue: bool = False  # a callback ended the run early: started again, it goes on
     resumed_update: int | None = None  # the last update reported before the resume; None in a new run
     is_new_branch: bool = False  # this process begins a branch of the run whose state it has restored
+    saved_update: int | None = None  # of the newest checkpoint
     state_file: Path | None = None  # the newest file with a state of this run, once there is one
     wandb: Any = None  # the tracker
     wandb_id: str | None = None  # of the tracker before the resume
@@ -168,18 +101,22 @@ class TrainState:
     tokens: int = 0
     seconds: float = 0.0  # of the whole run: training, evaluating and saving
     best_eval: float = float("inf")  # of the monitored metric; negated where more is better
+    best_update: int | None = None  # the update with that value
     eval_data: str | None = None  # identifies the held-out data of the evaluations so far
     record: dict[str, Any] | None = None  # of the last update, until it is reported
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
-        # what the checkpoint holds of hooks that this run does not have
-        self.state_of_absent_hooks: dict[str, Any] = {}
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
         self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
+
+    @property
+    def state(self) -> "TrainState":
+        """Itself: callbacks find it under this name, also in a stage script, which has no engine."""
+        return self
 
     @property
     def total_updates(self) -> int:
@@ -189,6 +126,10 @@ class TrainState:
     def size(self, batch: Batch) -> Size:
         """The size of a micro-batch."""
         return self.size_fn(batch, self.lm_config)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a method of every callback."""
+        self.callbacks.dispatch(name, self.engine or self, *args)
 
     def finish(self, reason: str) -> None:
         """End training after this update. To be called on all ranks, at the same update."""
@@ -207,9 +148,9 @@ class TrainState:
                 f"{text}: earlier evaluations do not count, for the best weights, early stopping and the "
                 "verdict"
             )
-            self.best_eval = math.inf
-            for hook in self.hooks:
-                hook.forget_evaluations(self)
+            self.best_eval, self.best_update = math.inf, None
+            for callback in self.callbacks:
+                callback.forget_evaluations(self)
         self.eval_data = held_out or self.eval_data
 
     def report_more_epochs(self, before: Fingerprint) -> None:
@@ -230,18 +171,16 @@ class TrainState:
         value = monitored("--monitor", self.args.monitor, metrics)
         if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
             return False
-        self.best_eval = value
+        self.best_eval, self.best_update = value, self.update
         return True
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
-        hooks = self.state_of_absent_hooks | {
-            key: value for hook in self.hooks for key, value in hook.state_dict().items()
-        }
         parts: dict[str, Any] = {
             "scaler": self.scaler,
             "bad_updates": self.bad_updates,
-            "hooks": hooks,
+            "callbacks": self.callbacks.state_dict(),
+            "callback_epochs": self.callbacks.epochs,
             "code": self.code,
         }
         parts |= {"loss_sum": self.losses.tolist(), "computing": self.computing()}
@@ -274,25 +213,18 @@ class TrainState:
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.bad_updates.load_state_dict(saved["bad_updates"])
-        for hook in self.hooks:
-            hook.load_state_dict(saved["hooks"])
-        claimed = {key for hook in self.hooks for key in hook.state_dict()}
-        self.state_of_absent_hooks = {
-            key: value for key, value in saved["hooks"].items() if key not in claimed
-        }
-        if callbacks := self.state_of_absent_hooks.get("callbacks"):
-            warn(
-                f"{', '.join(callbacks)}: callbacks run in the engine only; their state is kept in the "
-                "checkpoint"
-            )
+        self.callbacks.load_state_dict(saved["callbacks"])
+        self.callbacks.epochs = saved["callback_epochs"]
         new_run_id = self.run_id
         for key in SAVED:
             setattr(self, key, saved.get(key))
+        self.saved_update = self.update
         self.resumed_update = self.update - (self.record is not None)
         self.state_file, self.is_new_branch = Path(saved["loaded_from"]), saved.get("is_new_branch", False)
         self.wandb_id = saved["wandb_id"]
         if self.is_new_branch:  # its best weights are those that it finds itself
-            self.run_id, self.wandb_id, self.best_eval = new_run_id, None, math.inf
+            self.run_id, self.wandb_id = new_run_id, None
+            self.best_eval, self.best_update = math.inf, None
         self.check_held_out(tuple(saved["monitor"]))
         sums = saved["loss_sum"]
         self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)

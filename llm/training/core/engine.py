@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from common.errors import UserError
 from common.settings import StageArgs
-from llm.training.core.callbacks import Callback, CallbackList, LRSchedulerCallback
+from llm.training.core.callbacks import Callback, LRSchedulerCallback
 from llm.training.core.checks import check_criterion, check_forms, checked_loss, checked_size, checked_sums
 from llm.training.core.config import Config
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
@@ -22,14 +21,15 @@ from trainer import trainer_utils as utils
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
 from trainer.report.trackers import start_tracker
+from trainer.run.callbacks import CallbackList
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.run.saving import is_finished, training_files
-from trainer.run.state import Batch, Hooks, Schedule, TrainState
+from trainer.run.state import Batch, Schedule, TrainState
 
 
-class TrainingEngine(Hooks):
+class TrainingEngine:
     """One run of a task. Created on every rank, after the process group.
 
     Args:
@@ -93,10 +93,10 @@ class TrainingEngine(Hooks):
         )  # fmt: skip
         self.checkpoint_manager.state = state
         task.extend(state)
-        state.hooks.append(self)
+        state.engine = self
+        state.callbacks += [*self.callbacks, self.performance_monitor]
         utils.begin_run(state, checkpoint, data, None, task.code_files())
         self.resumed_update = state.resumed_update
-        self.saved_update = state.update if checkpoint is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -138,10 +138,10 @@ class TrainingEngine(Hooks):
         return build(optimizer)
 
     def _schedule(self) -> Schedule:
-        scheduler, callbacks = self.scheduler, self.callbacks.callbacks
+        scheduler, callbacks = self.scheduler, self.callbacks
         if isinstance(scheduler, LRScheduler):  # LRSchedulerCallback sets the rate
-            if not any(isinstance(each, LRSchedulerCallback) for each in callbacks.values()):
-                callbacks["LRSchedulerCallback"] = LRSchedulerCallback()
+            if not any(isinstance(each, LRSchedulerCallback) for each in callbacks):
+                callbacks.append(LRSchedulerCallback())
             return lambda update, total_updates, args: None
         if not (scheduler is None or callable(scheduler)):
             returned = f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}"
@@ -158,18 +158,10 @@ class TrainingEngine(Hooks):
         """
         if self.is_finished:
             return
-        try:
-            utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model
-            self.dispatch("on_train_start")
-            with training_files(self.state, self.wandb):
-                for epoch in range(self.state.epoch, self.state.args.epochs):
-                    self._run_epoch(epoch)
-                if self.saved_update != self.state.update:  # stopped where no save was due
-                    self.checkpoint_manager.save_checkpoint()
-            self.dispatch("on_train_end")
-        except BaseException as error:
-            self.dispatch("on_exception", error)
-            raise
+        utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model
+        with training_files(self.state, self.wandb):
+            for epoch in range(self.state.epoch, self.state.args.epochs):
+                self._run_epoch(epoch)
         speed = self.performance_monitor.summary()
         if speed:
             text = f"{speed['batch_time']:.3f} s per update, {speed['tokens_per_second']:,.0f} tokens/s"
@@ -178,58 +170,12 @@ class TrainingEngine(Hooks):
     def _run_epoch(self, epoch: int) -> None:
         state = self.state
         start = state.step if epoch == state.epoch else 0
-        if state.finished and start == 0:
-            return
-        self.dispatch("on_epoch_start", epoch)
         train_epoch(
             state, epoch, self.data_module.train_dataloader(epoch, start), state.iters, start, self.wandb
         )
-        self.dispatch("on_epoch_end", epoch)
-
-    def _run_validation_epoch(self) -> None:
-        """Tell the callbacks that the loop is about to evaluate."""
-        self.dispatch("on_validation_start")
 
     def stop(self, reason: str) -> None:
         """End training after this update. Must be called on all ranks, at the same update. Resumed, the run
         goes on."""
         self.state.finish(reason)
         self.state.can_continue = self.state.update < self.state.total_updates
-
-    def dispatch(self, name: str, *args: Any) -> None:
-        """Call a method of every callback."""
-        self.callbacks.dispatch(name, self, *args)
-
-    # --- called by the loop (trainer.run.state.Hooks)
-
-    def batch_start(self, state: TrainState) -> None:
-        self.dispatch("on_batch_start", state.update + 1)
-
-    def batch_end(self, state: TrainState, record: dict[str, Any] | None) -> None:
-        if record is not None:
-            self.performance_monitor.update(record)
-        self.dispatch("on_batch_end", state.update, record)
-
-    def after_step(self, state: TrainState) -> None:
-        self.dispatch("on_optimizer_step", state.update)
-
-    def checkpoint_saved(self, state: TrainState, path: Path) -> None:
-        self.saved_update = state.update
-        self.dispatch("on_checkpoint_saved", path)
-
-    def before_evaluation(self, state: TrainState) -> None:
-        self._run_validation_epoch()
-
-    def validation_end(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> None:
-        self.dispatch("on_validation_end", metrics)
-
-    def forget_evaluations(self, state: TrainState) -> None:
-        for callback in self.callbacks.callbacks.values():
-            callback.forget_evaluations(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"callbacks": self.callbacks.state_dict(), "epochs": self.callbacks.epochs}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.callbacks.load_state_dict(saved.get("callbacks"))
-        self.callbacks.epochs = saved.get("epochs", {})

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,13 @@ import torch.distributed as dist
 from common.console import copy_console
 from common.errors import say, warn
 from common.launcher import launch
-from common.settings import StageArgs
 from llm.training.core.config import Config
 from trainer.devices.device import select_device
 from trainer.devices.process_group import reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
-from trainer.loop import read_meter
-from trainer.run.checkpoint import lm_checkpoint, load_state
-from trainer.run.hooks import KeptStates
+from trainer.run.callbacks import Callback
+from trainer.run.included_callbacks import CheckpointManager as CheckpointManager
 from trainer.run.paths import run_name
-from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
 
@@ -119,11 +116,15 @@ class Logger:
             print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-class PerformanceMonitor:
+class PerformanceMonitor(Callback):
     """Speed and memory of this process's part of a run, from the log records."""
 
     def __init__(self):
         self.records: list[dict[str, Any]] = []
+
+    def on_batch_end(self, engine: Any, update: int, record: dict[str, Any] | None) -> None:
+        if record is not None:
+            self.update(record)
 
     def update(self, record: dict[str, Any]) -> None:
         """Add a record."""
@@ -144,35 +145,3 @@ class PerformanceMonitor:
         )
         loss = math.nan if last["mean_loss"] is None else last["mean_loss"]
         return {"batch_time": batch_time, "loss": loss, **mean, "memory_mb": last["memory_mb"]}
-
-
-class CheckpointManager(KeptStates):
-    """The checkpoints of a run: the newest, which the loop writes, and those that KeptStates keeps
-    besides."""
-
-    def __init__(self, args: StageArgs):
-        super().__init__(args)
-        self.args = args
-        self.state: TrainState | None = None  # of the engine, once it is set up
-
-    def save_checkpoint(self, state: TrainState | None = None) -> None:
-        """Write the state of the last update, by default the engine's, as the newest checkpoint, and wait
-        until it is on the disk; all ranks together. The loop saves at --save_interval and at the end of each
-        epoch, without waiting. A callback should call it in `on_batch_start` or `on_epoch_end`, when the
-        update before is complete."""
-        state = cast(TrainState, state or self.state)
-        read_meter(state)
-        state.bad_updates.read_and_warn()
-        save_checkpoint(state)
-        state.writer.wait()
-
-    def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
-        """The checkpoint to continue from: the one at `path`, else what --resume_from and
-        --from_resume ask for; None if there is none. Raises UserError if there is none at `path`, or it is
-        damaged or something else."""
-        args = self.args
-        if path is None and args.resume_from is None and not args.from_resume:
-            return None
-        if path is not None:
-            return load_state(Path(path))
-        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=args.resume_from)

@@ -1,7 +1,5 @@
 """Pretraining and SFT as tasks, each made from the parts of its stage script that stand above `main`."""
 
-import ast
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
@@ -9,8 +7,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.errors import UserError
-from common.settings import StageArgs, settings_of
 from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -35,7 +31,6 @@ class StageTask(TrainingTask):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        refuse_flags_of_main(self.script, self.args)
         self.args, start = read_start_weights(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = build_model_config(self.tokenizer, self.args, start)
@@ -73,23 +68,6 @@ class StageTask(TrainingTask):
 
     def code_files(self) -> list[str]:
         return [self.script.__file__ or ""]
-
-
-def refuse_flags_of_main(script: ModuleType, args: StageArgs) -> None:
-    """Refuse a flag that only `main` of the stage script implements, which the engine does not call. Raises
-    UserError if such a flag is given."""
-    read_in_main, read_elsewhere = set(), set()
-    for node in ast.parse(inspect.getsource(script)).body:
-        is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
-        names = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-        (read_in_main if is_main else read_elsewhere).update(names)
-    rows = settings_of(script.Args)
-    for name in (read_in_main - read_elsewhere) & vars(script.Args).get("__annotations__", {}).keys():
-        if rows[name].section == StageArgs.section and getattr(args, name) != rows[name].default:
-            raise UserError(
-                f"--{name}: only main() in {script.__file__} implements it, and the engine does not call "
-                "that; run the script, or write a task of your own"
-            )
 
 
 class Pretrain(StageTask):

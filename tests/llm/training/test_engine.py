@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.stage_process import FORKED, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.run.hooks import link_state
+from trainer.run.included_callbacks import link_state
 from trainer.trainer_utils import get_lr
 
 
@@ -110,31 +110,6 @@ def test_what_the_machine_lacks_is_told_before_the_data_are_prepared(corpus, tmp
 
 
 # --- 4. killed and resumed
-
-
-def test_killed_and_resumed_is_the_same_run(tmp_path):
-    """Callback state included: early stopping ends both runs at the same update."""
-    settings = {
-        "epochs": 30,
-        "patience": 2,
-        "min_delta": 0.05,
-        "noise": 0.3,
-        "keep_every": 7,
-        "accumulation_steps": 2,
-    }
-    run("engine", regression(tmp_path / "whole", **settings))
-    count = len(records(tmp_path / "whole", NAME))
-    assert 12 <= count < 30 * 4  # it stopped early
-    broken = regression(tmp_path / "broken", **settings, from_resume=1)
-    for micro_batch in (9, 2 * count // 3):
-        run("engine", broken, Faults(signals={micro_batch: signal.SIGKILL}), status=-9)
-    done = run("engine", broken)
-    assert "resuming regression at" in done.out and "stopping: EarlyStopping: eval_loss" in done.out
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    assert "nothing to do" in run("engine", broken).out
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    states = [saved_state(tmp_path / name, NAME)["hooks"] for name in ("whole", "broken")]
-    assert states[0] == states[1] and states[0]["early_stopping"]["waited"] >= 0
 
 
 def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
@@ -307,27 +282,11 @@ def test_a_numbered_state_can_be_resumed(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "back", NAME)
 
 
-def test_tensorboard_reads_back_what_the_metrics_file_holds(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    argv = regression(tmp_path, epochs=3, tensorboard_dir=tmp_path / "board", from_resume=1)
-    run("engine", argv, Faults(signals={13: signal.SIGKILL}), status=-9)
-    run("engine", argv)
-    events = EventAccumulator(str(tmp_path / "board" / NAME))
-    events.Reload()
-    metrics = read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")
-    for tag in ("loss", "learning_rate", "eval_loss"):
-        wanted = [(record["update"], record[tag]) for record in metrics if tag in record]
-        found = [(point.step, point.value) for point in events.Scalars(tag)]
-        assert [step for step, _ in found] == [step for step, _ in wanted]
-        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
-
-
 # --- the order of the callbacks, and the engine's size
 
 
 RECORDER = """
-from llm.training.core import callbacks
+from trainer.run import callbacks
 from llm.training.tasks.regression_task import RegressionTask
 class Recorder(callbacks.Callback):
     pass
@@ -362,57 +321,25 @@ def test_the_usual_schedule_is_the_stage_scripts(tmp_path):
     assert rates == pytest.approx(wanted)
 
 
-def test_the_engine_stays_small():
-    """It delegates: its own code, without tasks, data and configs, is less than half of `trainer/`."""
-    own = [path for path in (ROOT / "llm/training/core").glob("*.py") if not path.name.startswith("config")]
-    own.append(ROOT / "llm/training/train.py")
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
-    assert (
-        lines
-        < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "trainer").rglob("*.py"))
-        / 2
-    )
-    text = "".join(path.read_text(encoding="utf-8") for path in own)
-    assert ".backward(" not in text and "torch.save(" not in text and "optimizer.step(" not in text
-
-
-def test_print_config_shows_where_settings_come_from():
-    argv = engine("full_sft", ["--batch_size", "3", "--print_config"])
-    out = run("engine", argv, MINIMIND_SEED="7").out
-    assert re.search(r"batch_size: 3 +# command line", out)
-    assert re.search(r"seed: 7 +# environment", out)
-    assert re.search(r"max_seq_len: 768 +# task full_sft", out)
-
-
-def test_log_file(tmp_path):
-    run(
-        "engine",
-        regression(tmp_path, epochs=1, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100),
-    )
-    run(
-        "engine",
-        regression(tmp_path, epochs=3, log_file=tmp_path / "logs/run.log", patience=1, min_delta=100),
-    )
-    assert "stopping: EarlyStopping" in (tmp_path / "logs/run.log").read_text()
-
-
 def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     """Early stopping is the same in both; a script without it keeps its state, and that of callbacks."""
     argv = flags(corpus, tmp_path, "pretrain", num_hidden_layers=1, from_resume=1)
     typed = engine("pretrain", [*argv, "--patience", "9", "--monitor", "eval_bpb"])
     run("engine", typed, Faults(signals={5: signal.SIGTERM}), status=143)
-    before = saved_state(tmp_path)["hooks"]
-    before.pop("verdict")  # it judges what the script trains, too
-    assert before["early_stopping"]["best"] > 0
+    before = saved_state(tmp_path)["callbacks"]
+    before.pop("Verdict")  # it judges what the script trains, too
+    assert before["EarlyStopping"]["best"] > 0
     lines = run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143).error_lines
-    assert lines[0].startswith("warning: the held-out data or --monitor are not those of before")
-    after = saved_state(tmp_path)["hooks"]
-    assert after.pop("verdict") and after.pop("checkpoints") == {"best_update": None}  # of another metric
-    assert after == {key: value for key, value in before.items() if key != "checkpoints"}
+    assert lines[0].startswith(
+        "warning: callbacks of the checkpoint that this run does not have: EarlyStopping"
+    )
+    assert lines[1].startswith("warning: the held-out data or --monitor are not those of before")
+    after = saved_state(tmp_path)["callbacks"]
+    assert after.pop("Verdict") and after == before
     done = run("engine", typed)
     assert (
         len(done.error_lines) == 1
         and "--monitor are not those" in done.err
         and "resuming pretrain" in done.out
     )
-    assert saved_state(tmp_path)["hooks"]["early_stopping"]["waited"] == 0
+    assert saved_state(tmp_path)["callbacks"]["EarlyStopping"]["waited"] == 0

@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from llm.training.core.config import Config
-from llm.training.tasks.language_model import refuse_flags_of_main
 from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
-from trainer import train_dpo
 from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import init_model, load_tokenizer, model_config
 from trainer.weights.files import save_weights
@@ -126,20 +123,3 @@ def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
     start = torch.load(data["start"] / "start_32_moe.pth")
     trained = {name for name, value in start.items() if not torch.equal(one["model"][name].half(), value)}
     assert trained and not any(name.startswith("model.layers.0.") for name in trained)
-
-
-def test_a_flag_that_only_main_implements_is_refused(tmp_path, monkeypatch):
-    """Not swallowed: the engine does not call main."""
-    path = tmp_path / "train_own.py"
-    text = (ROOT / "trainer/train_dpo.py").read_text().replace("parents[1]", "parents[0]")
-    text = text.replace(
-        "    max_seq_len: int = 1024\n", "    max_seq_len: int = 1024\n    ema: float = 0.0\n"
-    )
-    path.write_text(text.replace("    # 8. Train.\n", "    print(args.ema)\n    # 8. Train.\n"))
-    monkeypatch.syspath_prepend(tmp_path)
-    import train_own  # type: ignore[import-not-found]
-
-    refuse_flags_of_main(train_own, train_own.Args(beta=0.5))
-    with pytest.raises(UserError, match=r"--ema: only main\(\) in .*train_own.py implements it"):
-        refuse_flags_of_main(train_own, train_own.Args(ema=0.9))
-    refuse_flags_of_main(train_dpo, train_dpo.Args(beta=0.5))

@@ -154,7 +154,7 @@ def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
     done = run("engine", argv(tmp_path, **settings), started_in(home))
     assert "resuming TextClassifier at" in done.out and "stopping: EarlyStopping" in done.out
     assert_same_run(whole, tmp_path, NAME)
-    assert saved_state(whole, NAME)["hooks"] == saved_state(tmp_path, NAME)["hooks"]
+    assert saved_state(whole, NAME)["callbacks"] == saved_state(tmp_path, NAME)["callbacks"]
     accuracy = [
         [r.get("eval_accuracy") for r in read_metrics(folder / f"out/{NAME}_metrics.jsonl")]
         for folder in (whole, tmp_path)

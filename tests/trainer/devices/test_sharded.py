@@ -122,18 +122,18 @@ def test_shards_with_muon(corpus, tmp_path):
     assert shapes[0] == shapes[1] and len(shapes[0]) == 7
 
 
-def test_tensors_that_a_hook_keeps_are_sharded_like_the_weights():
+def test_tensors_that_a_callback_keeps_are_sharded_like_the_weights():
     """A moving average of sharded weights is saved whole, and comes back sharded."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
         average = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
-        hooks = {"callbacks": {"average": average | {"updates": torch.tensor(7)}}}
-        saved = snapshot({"model": model.state_dict(), "optimizer": {}, "hooks": hooks})
-        kept = saved["hooks"]["callbacks"]["average"]
+        callbacks = {"average": average | {"updates": torch.tensor(7)}}
+        saved = snapshot({"model": model.state_dict(), "optimizer": {}, "callbacks": callbacks})
+        kept = saved["callbacks"]["average"]
         assert not isinstance(kept["weight"], DTensor)
         assert torch.equal(kept["weight"], average["weight"].full_tensor())
-        back = shard_like(model, saved)["hooks"]["callbacks"]["average"]
+        back = shard_like(model, saved)["callbacks"]["average"]
         assert isinstance(back["weight"], DTensor) and int(back["updates"]) == 7
         assert torch.equal(back["weight"].full_tensor(), kept["weight"])
     finally:

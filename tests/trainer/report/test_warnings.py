@@ -28,12 +28,14 @@ def run_state(updates=1000, metric_names=(), from_weight="pretrain", data="d", *
     """What the warnings look at, at the start of a run with a vocabulary of 100 tokens."""
     settings = StageArgs(save_weight="mine", from_weight=from_weight, **args)
     vars(settings)["max_gen_len"] = 8  # of the stages with rollouts
-    return SimpleNamespace(
+    state = SimpleNamespace(
         args=settings, total_updates=updates, update=0, metric_names=metric_names, device=torch.device("cpu"),
         autocast=nullcontext(), lm_config=MiniMindConfig(vocab_size=100), run={"data": data, "global_batch": 32},
         eval_loader=None, schedule=warmup_cosine, losses=torch.zeros(2 + len(metric_names)),
-        update_loss=None, loss_is_cross_entropy=True, reward=None,
+        update_loss=None, loss_is_cross_entropy=True, reward=None, best_update=None,
     )  # fmt: skip
+    state.state = state
+    return state
 
 
 def trained(state, losses, capsys, evaluations=None, interval=10, rewards=(), stop=0, dataset=None, **more):
@@ -43,15 +45,16 @@ def trained(state, losses, capsys, evaluations=None, interval=10, rewards=(), st
     more: further values of the records."""
     hook, noted, evaluations = Verdict(dataset), [], evaluations or {}
     for update, loss in enumerate(losses, 1):
-        hook.batch_start(state)
+        hook.on_batch_start(state, update)
         state.update, state.update_loss = update, torch.tensor(loss, dtype=torch.float64)
         state.reward = rewards[update - 1] if rewards else None
-        hook.after_step(state)
+        hook.on_optimizer_step(state, update)
         saved = hook.state_dict() if update == stop else None
         if update % interval == 0 or update in evaluations:
             record = {"update": update} | more | ({"reward": state.reward} if rewards else {})
             record |= {"eval_loss": evaluations[update]} if update in evaluations else {}
-            noted += hook.record_values_after_eval(state, record).get("warnings", ())
+            hook.on_log(state, record)
+            noted += record.get("warnings", ())
         if saved is not None and update % interval:
             hook = Verdict(dataset)
             hook.load_state_dict(saved)
@@ -165,12 +168,14 @@ def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
     state = run_state()
     state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "a"}, __len__=lambda: 1))  # type: ignore
     hook, _ = trained(state, noisy(2.0), capsys, {10: 1.0, 20: 1.1, 30: 1.2})
-    state.hooks, state.eval_data, monitor = [hook], "a", (state.args.monitor, state.args.mode)
+    state.callbacks, state.eval_data, monitor = [hook], "a", (state.args.monitor, state.args.mode)
     TrainState.check_held_out(state, monitor)
     assert len(hook.history.evaluations) == 3
     state.eval_loader.dataset.fingerprint["data"] = "b"
     TrainState.check_held_out(state, monitor)
-    assert hook.record_values_after_eval(state, {"update": 50, "eval_loss": 5.0}) == {}
+    record = {"update": 50, "eval_loss": 5.0}
+    hook.on_log(state, record)
+    assert "warnings" not in record
     assert "held-out loss 5.000" in hook.last_line(state) and "1.000" not in hook.last_line(state)
 
 
@@ -216,7 +221,7 @@ def test_a_rollout_counts_from_the_update_that_it_was_made_for(capsys):
     hook, state, record = Verdict(None), run_state(), {"reward": 0.5, "reward_std": 0.5}
     for update in range(1, 26, 4):
         more = {"update": update, "cut_share": 0.5 if update == 9 else 1.0}
-        hook.record_values_after_eval(state, record | more)
+        hook.on_log(state, record | more)
     assert capsys.readouterr().err.startswith(
         "warning: in the rollouts of updates 10 to 21 every completion was cut"
     )

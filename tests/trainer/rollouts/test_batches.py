@@ -84,8 +84,16 @@ def rollouts_of(kind=Rollouts, group: int = GROUP, **settings) -> tuple[Rollouts
     writer = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
     rollouts = kind(args, CONFIG, writer, REWARDS, reference if args.beta else None)
     state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
+    state.state = state
     state.stop, state.meter = SimpleNamespace(signal=0), Meter()
     return rollouts, state
+
+
+def record_of(rollouts: Rollouts) -> dict:
+    """What the rollouts add to a record."""
+    record: dict = {}
+    rollouts.on_record(None, record)
+    return record
 
 
 def window(*micro_batches: tuple[int, ...]) -> list[dict]:
@@ -128,11 +136,11 @@ def test_the_record_holds_means_since_the_last_one():
     rollouts, state = rollouts_of(num_iterations=1)
     rollouts.prepare(state, window((1,), (1,)))  # stopped by a signal
     rollouts.prepare(state, window((0,), (1,)))
-    rollouts.batch_start(state)
+    rollouts.on_batch_start(state, 1)
     rollouts.prepare(state, window((1,)))
-    rollouts.batch_start(state)
-    rollouts.batch_start(state)  # of an update without a rollout
-    figures, weighted = rollouts.record_values(state), [*WEIGHTED, *[1.5] * 2 * GROUP]
+    rollouts.on_batch_start(state, 1)
+    rollouts.on_batch_start(state, 1)  # of an update without a rollout
+    figures, weighted = record_of(rollouts), [*WEIGHTED, *[1.5] * 2 * GROUP]
     assert figures["reward"] == pytest.approx(np.mean(weighted))
     assert figures["reward_std"] == pytest.approx(np.std(weighted))
     assert figures["reward_odd"] == pytest.approx(np.mean([*ODD, *[1.0] * 2 * GROUP]))
@@ -140,7 +148,7 @@ def test_the_record_holds_means_since_the_last_one():
     assert (figures["completion_length"], figures["entropy"]) == (2.5, 1.0)
     assert (figures["cut_share"], figures["frac_reward_zero_std"]) == (0.25, pytest.approx(2 / 3))
     assert [each["reward"] for each in figures["samples"]] == [1.5, 1.5]
-    assert rollouts.record_values(state)["reward"] is None
+    assert record_of(rollouts)["reward"] is None
 
 
 def test_a_rollout_is_kept_for_its_later_updates():
@@ -227,8 +235,8 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     assert all(len(each["targets"]) == 0 for each in rollouts.prepare(state, window((0, 1), (2,))))
     rollouts.args.early_stop_kl = 9.0
     assert [len(each["targets"]) for each in rollouts.prepare(state, window((0, 1), (2,)))] == [3, 3]
-    rollouts.batch_start(state)
-    assert rollouts.record_values(state)["stopped"] == 0.5
+    rollouts.on_batch_start(state, 1)
+    assert record_of(rollouts)["stopped"] == 0.5
 
 
 class Prompts(list):

@@ -426,10 +426,10 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     without = replace(args, beta=0.0)
     assert [weights_to_load(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
     model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
-    run_of: dict[str, Any] = {"device": cpu, "hooks": [], "autocast": nullcontext()}
+    run_of: dict[str, Any] = {"device": cpu, "callbacks": [], "autocast": nullcontext()}
     state: Any = SimpleNamespace(args=args, lm_config=config, model=model, **run_of)
     add_rollouts(state, load_tokenizer(ROOT / "model"))
-    reference = state.hooks[0].reference
+    reference = state.callbacks[0].reference
     assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
     assert reference is not model and not any(p.requires_grad for p in reference.parameters())
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
@@ -506,7 +506,7 @@ def test_evaluations_of_other_held_out_data_do_not_count(corpus, tmp_path):
         status=143,
     )
     path, state = tmp_path / "checkpoints/pretrain_32_resume.pth", saved_state(tmp_path)
-    state["hooks"]["early_stopping"]["best"] = 0.1  # what no evaluation reaches
+    state["callbacks"]["EarlyStopping"]["best"] = 0.1  # what no evaluation reaches
     torch.save({key: value for key, value in state.items() if key != FORMAT} | {"best_eval": 0.1}, path)
     shutil.copytree(tmp_path, tmp_path / "same")
     same = run("pretrain", flags(corpus, tmp_path / "same", "pretrain", **settings, from_resume=1))
@@ -518,7 +518,7 @@ def test_evaluations_of_other_held_out_data_do_not_count(corpus, tmp_path):
     assert "done: 8 updates" in process.out and "stopping" not in process.out
     last = saved_state(tmp_path)
     assert last["eval_data"] != state["eval_data"] and 1 < last["best_eval"] < 20
-    assert last["hooks"]["early_stopping"]["best"] > 1
+    assert last["callbacks"]["EarlyStopping"]["best"] > 1
 
 
 def test_the_best_state_is_that_of_the_weights_which_were_evaluated(corpus, tmp_path):

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from common.settings import StageArgs
-from trainer.run.hooks import KeptStates
+from trainer.run.included_callbacks import CheckpointManager
 
 
-def kept(folder: Path, keep_last: int = 2) -> KeptStates:
+def kept(folder: Path, keep_last: int = 2) -> CheckpointManager:
     """The hook of a run that has states of the updates 2, 4 ... 12."""
     for update in range(2, 14, 2):
         (folder / f"w_512_update_{update:08d}.pth").write_text("")
-    return KeptStates(
+    return CheckpointManager(
         StageArgs(save_weight="w", checkpoint_dir=str(folder), keep_every=2, keep_last=keep_last)
     )
 
@@ -20,27 +20,16 @@ def numbers(folder: Path) -> list[int]:
 
 
 def test_the_last_ones_and_the_best_stay(tmp_path):
-    hook = kept(tmp_path)
-    hook.load_state_dict({"checkpoints": {"best_update": 4}})
-    hook.prune(now=12)
+    kept(tmp_path).prune(now=12, best=4)
     assert numbers(tmp_path) == [4, 10, 12]
 
 
 def test_later_ones_than_the_present_update_stay(tmp_path):
     """Of a run that went back to an older state."""
-    kept(tmp_path).prune(now=6)
+    kept(tmp_path).prune(now=6, best=None)
     assert numbers(tmp_path) == [4, 6, 8, 10, 12]
 
 
 def test_one_stays_in_any_case(tmp_path):
-    kept(tmp_path, keep_last=0).prune(now=12)
+    kept(tmp_path, keep_last=0).prune(now=12, best=None)
     assert numbers(tmp_path) == [12]
-
-
-def test_a_best_state_of_other_held_out_data_does_not_count(tmp_path):
-    hook = kept(tmp_path)
-    hook.load_state_dict({"checkpoints": {"best_update": 4}})
-    hook.forget_evaluations(None)  # pyrefly: ignore[bad-argument-type]
-    assert hook.state_dict() == {"checkpoints": {"best_update": None}}
-    hook.prune(now=12)
-    assert numbers(tmp_path) == [10, 12]

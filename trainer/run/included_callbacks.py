@@ -1,37 +1,41 @@
-"""What the settings add to a run, in every stage and in the engine: early stopping, numbered and best
-checkpoints, TensorBoard."""
+"""The included callbacks, which settings add to any run: early stopping, numbered and best checkpoints,
+TensorBoard."""
 
 import glob
 import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.errors import UserError, reason, warn
 from common.files import link, remove, sync_folder, write_error
 from common.settings import StageArgs
 from trainer.devices.process_group import is_main_process
+from trainer.report.speed import read_meter
 from trainer.report.trackers import drawable
+from trainer.run.callbacks import Callback, monitored
+from trainer.run.checkpoint import lm_checkpoint, load_state
 from trainer.run.paths import is_state, run_name, tensorboard_folder
-from trainer.run.state import Hooks, TrainState, monitored
+from trainer.run.saving import save_checkpoint
+from trainer.run.state import TrainState
 
 
-def hooks_of_settings(args: StageArgs, has_held_out: bool) -> list[Hooks]:
+def callbacks_of_settings(args: StageArgs, has_held_out: bool) -> list[Callback]:
     """What --patience, --keep_every, --keep_last and --use_tensorboard ask for; with held-out data the best
     checkpoint is kept, too. Raises UserError if TensorBoard is not installed."""
-    hooks: list[Hooks] = []
+    callbacks: list[Callback] = []
     if args.keep_every or has_held_out:
-        hooks.append(KeptStates(args))
+        callbacks.append(CheckpointManager(args))
     if args.patience:
-        hooks.append(Patience(args.monitor, args.mode, args.patience, args.min_delta))
+        callbacks.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
-        hooks.append(TensorBoardCurves(tensorboard_folder(args, args)))
-    return hooks
+        callbacks.append(TensorBoardLogger(tensorboard_folder(args, args)))
+    return callbacks
 
 
-class Patience(Hooks):
-    """Early stopping: ends training when a held-out metric no longer improves.
+class EarlyStopping(Callback):
+    """Ends training when a held-out metric no longer improves.
 
     Args:
         monitor: name of the metric; UserError during the run if validation does not report it.
@@ -52,100 +56,102 @@ class Patience(Hooks):
         self.best: float | None = None
         self.waited = 0  # validations since the best
 
-    def judge(self, metrics: dict[str, float | None]) -> str:
-        """Count a validation; why training should stop, or an empty text."""
-        value, sign = monitored("EarlyStopping", self.monitor, metrics), 1 if self.mode == "max" else -1
-        finite = value is not None and math.isfinite(value)
-        if finite and (self.best is None or sign * (value - self.best) > self.min_delta):
+    def on_validation_end(self, engine: Any, metrics: dict[str, float | None]) -> None:
+        value = monitored("EarlyStopping", self.monitor, metrics)
+        if value is not None and math.isfinite(value) and self.is_better(value):
             self.best, self.waited = float(value), 0
-            return ""
+            return
         self.waited += 1
-        if self.waited < self.patience:
-            return ""
-        best = "was never finite" if self.best is None else f"got no better than {self.best:.6g}"
-        return f"EarlyStopping: {self.monitor} {best} in {self.waited} validations"
+        if self.waited >= self.patience:
+            best = "was never finite" if self.best is None else f"got no better than {self.best:.6g}"
+            engine.state.finish(f"EarlyStopping: {self.monitor} {best} in {self.waited} validations")
 
-    def validation_end(self, state: TrainState, metrics: dict[str, Any], is_best: bool) -> None:
-        if why := self.judge(metrics):
-            state.finish(why)
+    def is_better(self, value: float) -> bool:
+        """Whether a value improves on the best one so far."""
+        if self.best is None:
+            return True
+        if self.mode == "max":
+            return value - self.best > self.min_delta
+        return self.best - value > self.min_delta
 
     def forget_evaluations(self, state: TrainState) -> None:
         self.best, self.waited = None, 0
 
-    def counts(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
+    def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited, "monitor": self.monitor, "mode": self.mode}
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Restore what `counts` gave; another metric is counted anew."""
-        before = (saved["monitor"], saved["mode"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; another metric is counted anew."""
+        before = (state["monitor"], state["mode"])
         if before == (self.monitor, self.mode):
-            self.best, self.waited = saved["best"], saved["waited"]
+            self.best, self.waited = state["best"], state["waited"]
         else:
             now = f"{self.monitor} {self.mode}"
             warn(f"EarlyStopping begins to count anew: {now} is monitored instead of {' '.join(before)}")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"early_stopping": self.counts()}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        if "early_stopping" in saved:
-            self.restore(saved["early_stopping"])
-
-
-class KeptStates(Hooks):
-    """The checkpoints that are kept besides the latest: every --keep_every updates the last --keep_last, and
-    the best.
+class CheckpointManager(Callback):
+    """The checkpoints of a run: the newest, which the loop writes, and those that are kept besides: every
+    --keep_every updates the last --keep_last, and the best.
 
     Files: `<run>_update_<number>.pth` and `<run>_best_resume.pth` in --checkpoint_dir, hard links to the file
     that was written to resume from. --resume_from continues from any of them.
     """
 
     def __init__(self, args: StageArgs):
-        self.keep_every, self.keep_last = args.keep_every, args.keep_last
+        self.args = args
         self.folder, self.run = Path(args.checkpoint_dir), run_name(args.save_weight, args)
-        self.best_update: int | None = None
+        self.state: TrainState | None = None  # of the engine, once it is set up
 
-    def wants_checkpoint(self, state: TrainState) -> bool:
-        return self.keep_every > 0 and state.update % self.keep_every == 0
+    def save_checkpoint(self, state: TrainState | None = None) -> None:
+        """Write the state of the last update, by default the engine's, as the newest checkpoint, and wait
+        until it is on the disk; all ranks together. The loop saves at --save_interval and at the end of each
+        epoch, without waiting. A callback should call it in `on_batch_start` or `on_epoch_end`, when the
+        update before is complete."""
+        state = cast(TrainState, state or self.state)
+        read_meter(state)
+        state.bad_updates.read_and_warn()
+        save_checkpoint(state)
+        state.writer.wait()
 
-    def checkpoint_saved(self, state: TrainState, path: Path) -> None:
-        if self.wants_checkpoint(state) and is_main_process():
+    def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any] | None:
+        """The checkpoint to continue from: the one at `path`, else what --resume_from and --from_resume ask
+        for; None if there is none. Raises UserError if there is none at `path`, or it is damaged or something
+        else."""
+        args = self.args
+        if path is None and args.resume_from is None and not args.from_resume:
+            return None
+        if path is not None:
+            return load_state(Path(path))
+        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=args.resume_from)
+
+    def on_checkpoint_saved(self, engine: Any, path: Path) -> None:
+        state, keep_every = engine.state, self.args.keep_every
+        if keep_every and state.update % keep_every == 0 and is_main_process():
             self._keep(state, f"update_{state.update:08d}")
-            update = state.update
-            state.writer.submit(lambda: self.prune(update))
+            update, best = state.update, state.best_update
+            state.writer.submit(lambda: self.prune(update, best))
 
-    def validation_end(self, state: TrainState, metrics: dict[str, Any], is_best: bool) -> None:
-        if is_best:
-            self.best_update = state.update
-            if is_main_process():
-                self._keep(state, "best_resume")
-
-    def forget_evaluations(self, state: TrainState) -> None:
-        self.best_update = None
+    def on_validation_end(self, engine: Any, metrics: dict[str, float | None]) -> None:
+        state = engine.state
+        if state.best_update == state.update and is_main_process():
+            self._keep(state, "best_resume")
 
     def _keep(self, state: TrainState, name: str) -> None:
         source = state.state_file
         if source is not None:  # else nothing is saved yet
             state.writer.submit(lambda: link_state(source, self.folder / f"{self.run}_{name}.pth"))
 
-    def prune(self, now: int) -> None:
-        """Delete the numbered checkpoints up to update `now`, except for the last K (at least one) and the
-        best. Later ones, of a run that went back to an older state, stay until it comes to them."""
+    def prune(self, now: int, best: int | None) -> None:
+        """Delete the numbered checkpoints up to update `now`, except for the last --keep_last (at least one)
+        and the best. Later ones, of a run that went back to an older state, stay until it comes to them."""
         paths = self.folder.glob(f"{glob.escape(self.run)}_update_*")
         states = (path for path in paths if is_state(self.run, path.name))
         numbered = {int(path.stem.rpartition("_")[2]): path for path in states}
         past = sorted(update for update in numbered if update <= now)
-        for update in past[: -max(1, self.keep_last)]:
-            if update != self.best_update:
+        for update in past[: -max(1, self.args.keep_last)]:
+            if update != best:
                 remove(numbered[update])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"checkpoints": {"best_update": self.best_update}}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        if "checkpoints" in saved:
-            self.best_update = saved["checkpoints"]["best_update"]
 
 
 def link_state(source: Path, name: Path) -> None:
@@ -162,7 +168,7 @@ def link_state(source: Path, name: Path) -> None:
         raise write_error(name, error) from error
 
 
-class TensorBoardCurves(Hooks):
+class TensorBoardLogger(Callback):
     """The finite numbers of each log record as TensorBoard's curves, by update, under the names of the
     metrics file.
 
@@ -183,9 +189,9 @@ class TensorBoardCurves(Hooks):
             raise UserError(f"TensorBoard: {reason(error)}; pip install tensorboard") from error
         self.log_dir, self.log, self.writer_class = Path(log_dir), None, SummaryWriter
 
-    def batch_end(self, state: TrainState, record: dict[str, Any] | None) -> None:
+    def on_batch_end(self, engine: Any, update: int, record: dict[str, Any] | None) -> None:
         if record is not None and is_main_process():
-            self.write(record, state.resumed_update)
+            self.write(record, engine.resumed_update)
 
     def write(self, record: dict[str, Any], resumed_update: int | None) -> None:
         """Add the points of a record. resumed_update: the last one reported before the resume; None in a new
