@@ -18,19 +18,12 @@ from common.errors import UserError
 from common.files import lock_output
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
-from trainer.data.order import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
+from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader
+from trainer.data.order import SizedDataset, SkipBatchSampler, steps_per_epoch  # noqa: F401
 from trainer.devices.device import device_and_precision, prepare_device
-from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
-from trainer.devices.wrapping import build_device, compiles, freeze, unwrap, wrap_model  # noqa: F401
-from trainer.objectives.next_token import (
-    SHAPE,
-    check_tokenizer,
-    describe_size,
-    model_config,
-    next_token_loss,  # noqa: F401
-    target_logits,  # noqa: F401
-)
+from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process  # noqa: F401
+from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
+from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, model_config
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_hooks
@@ -41,7 +34,6 @@ from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.run.errors import StopRequest
 from trainer.run.hooks import hooks_of_settings
 from trainer.run.paths import is_path, run_name, start_path
-from trainer.run.saving import is_finished  # noqa: F401
 from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 from trainer.weights.files import (

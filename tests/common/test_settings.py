@@ -15,14 +15,13 @@ from common.arguments import parse_args
 from common.command_line import Parser
 from common.errors import UserError
 from common.settings import StageArgs, setting, settings_of
-from dataset.token_cache import STAGE_LENGTH
+from dataset.token_cache import STAGE_LENGTH, load_tokenizer
 from model.model_minimind import MiniMindConfig
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from trainer import train_dpo, train_full_sft, train_pretrain
-from trainer.objectives.next_token import SHAPE
+from trainer.objectives.next_token import SHAPE, model_config
 from trainer.report.trackers import MODES
-from trainer.trainer_utils import load_tokenizer, model_config
 from trainer.weights.for_tools import add_trained_model_flags, given_shape
 
 STAGES = {"train_pretrain": train_pretrain.Args, "train_full_sft": train_full_sft.Args}

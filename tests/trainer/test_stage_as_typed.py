@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import load_tokenizer
 from trainer.weights.files import half_state_dict
 
 

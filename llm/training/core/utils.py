@@ -16,7 +16,7 @@ from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.config import Config
 from trainer.devices.device import select_device
-from trainer.devices.process_group import reduce_sum, world_size
+from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import read_meter
 from trainer.run.checkpoint import lm_checkpoint, load_state
@@ -24,7 +24,7 @@ from trainer.run.hooks import KeptStates
 from trainer.run.paths import run_name
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
+from trainer.trainer_utils import init_distributed_mode, is_main_process
 
 
 class DistributedManager:

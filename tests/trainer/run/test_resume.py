@@ -20,11 +20,13 @@ import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
+from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
 from trainer.objectives.distillation import TeacherArgs
+from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
 from trainer.rollouts.settings import add_rollouts
 from trainer.run.checkpoint import FORMAT
@@ -41,7 +43,7 @@ from trainer.run.resume import (
     weights_fingerprint,
 )
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model, load_tokenizer, model_config, weights_to_load
+from trainer.trainer_utils import init_model, weights_to_load
 from trainer.weights.files import save_weights
 
 
