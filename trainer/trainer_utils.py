@@ -18,8 +18,8 @@ from common.errors import UserError
 from common.files import lock_output
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader
-from trainer.data.order import SizedDataset, SkipBatchSampler, steps_per_epoch  # noqa: F401
+from trainer.data.datasets import StageData, check_data_paths, epoch_samples
+from trainer.data.order import SizedDataset, SkipBatchSampler, eval_loader, steps_per_epoch  # noqa: F401
 from trainer.devices.device import device_and_precision, prepare_device
 from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process  # noqa: F401
 from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
@@ -236,7 +236,7 @@ def begin_run(
     stopping without held-out data."""
     args = state.args
     if eval_set is not None:
-        state.eval_loader = held_out_loader(eval_set, args)
+        state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
     if state.eval_loader is not None:
         state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
@@ -246,9 +246,10 @@ def begin_run(
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.hooks[:0] = hooks_of_settings(args, state.eval_loader is not None)
-    if token_counters(unwrap(state.model)):
+    if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
         state.hooks.append(ExpertLoad(unwrap(state.model)))
-    if args.sample_prompts != "none":
+    has_prompts = args.sample_prompts != "auto" or state.eval_loader is not None
+    if args.sample_prompts != "none" and has_prompts:
         state.hooks += sample_hooks(state)
     state.hooks.append(Verdict(getattr(data, "train_dataset", data)))
     if tokenizer := state.run.get("tokenizer"):

@@ -15,7 +15,7 @@ from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
-from trainer.data.order import epoch_loader, epoch_order, eval_loader
+from trainer.data.order import epoch_loader, epoch_order
 from trainer.devices.process_group import world_size
 
 if TYPE_CHECKING:
@@ -62,13 +62,11 @@ def describe_data(train: StageDataset, held_out: StageDataset | None, args: Stag
     return text
 
 
-def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D | None:
-    """The held-out data that the settings name, or None. `open_split` opens a split of the records of a data
+def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D:
+    """The held-out data that the settings name. `open_split` opens a split of the records of a data
     path."""
-    if not (args.eval_share or args.eval_data_path):
-        return None
-    if not args.eval_share:
-        return open_split(cast(str, args.eval_data_path), None)
+    if args.eval_data_path:
+        return open_split(args.eval_data_path, None)
     paths, _ = split_weights(cast(str, args.data_path))
     return open_split(",".join(paths), Split(args.eval_share, held_out=True))
 
@@ -104,7 +102,9 @@ def open_datasets(
                 say(source.describe_packing())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
-    held_out = open_held_out(args, open_split)
+    held_out = None
+    if args.eval_share or args.eval_data_path:
+        held_out = open_held_out(args, open_split)
     if launch().rank == 0:
         say(describe_data(train, held_out, args))
     return train, held_out
@@ -132,13 +132,6 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
         order=order,
         window=args.accumulation_steps,
     )
-
-
-def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
-    """This rank's share of the held-out data, if there are any."""
-    if eval_set is None:
-        return None
-    return eval_loader(eval_set, args.batch_size, eval_set.collate)
 
 
 def prompts_per_update(args: Any) -> int:
@@ -180,4 +173,6 @@ def open_prompts(
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
     train = open_split(args.data_path, Split(args.eval_share) if args.eval_share else None)
+    if not (args.eval_share or args.eval_data_path):
+        return train, None
     return train, open_held_out(args, open_split)

@@ -201,7 +201,7 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 def operations(args: StageArgs, train_set: TokenDataset) -> float:
     """Roughly the floating-point operations of a run, of each rank."""
     weights = layer_weights(args.num_hidden_layers, args.hidden_size)
-    return 6.0 * weights * epoch_tokens(train_set, args) * args.epochs / world_size()
+    return 6.0 * weights * epoch_tokens(cast(Any, train_set), args) * args.epochs / world_size()
 
 
 def has_compiler(device: str) -> bool:
@@ -345,13 +345,6 @@ def full_tensor(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def host_copy(value: Tensor, keep: bool = True) -> Tensor | None:
-    """A whole copy on the host; a collective if the tensor is sharded, in which a rank that does not `keep`
-    the copy only takes part."""
-    whole = full_tensor(value)
-    return whole.to("cpu", copy=True) if keep else None
 
 
 def local_tensor(value: Tensor) -> Tensor:

@@ -79,13 +79,14 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
     run |= {"samples": samples} | data
     if isinstance(args, FrozenModelArgs):
         run |= args.frozen_hashes()
-    return run | {"from_weight": args.from_weight} | start_fingerprint(args)
+    run |= {"from_weight": args.from_weight, "from_weight_sha256": None}
+    if args.from_weight != "none":
+        run |= start_fingerprint(args)
+    return run
 
 
 def start_fingerprint(args: StageArgs) -> Fingerprint:
     """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
-    if args.from_weight == "none":
-        return {"from_weight_sha256": None}
     start = paths.start_path(args.save_dir, args.from_weight, args)
     if not start.exists():
         return {"from_weight_sha256": None}
@@ -190,7 +191,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     the ranks do not all see the same."""
     if world_size() > 1:
         _check_ranks_agree(run, checkpoint)
-    if checkpoint is None or checkpoint.get("is_new_branch"):
+    is_new = checkpoint is None or checkpoint.get("is_new_branch")
+    if is_new and (args.from_weight != "none" or isinstance(args, FrozenModelArgs)):
         check_not_overwritten(args)
     if checkpoint is None:
         if args.from_resume:
