@@ -30,7 +30,7 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_datasets, train_loader
 from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
-from trainer.objectives.next_token import next_token_loss
+from trainer.objectives import next_token
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
@@ -57,7 +57,7 @@ class Args(StageArgs):
 
 # (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics
 # by name; one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
-loss_fn = next_token_loss
+loss_fn = next_token.next_token_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
