@@ -324,20 +324,18 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
             "config, which has not the layers that were put into it; use --parallel ddp"
         )
     for copied, module in zip(whole.modules(), model.modules(), strict=True):
-        copied._buffers = module._buffers
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(copied, name, buffer)
         for name, value in module.named_parameters(recurse=False):
             setattr(copied, name, tensors[id(value)])
     return whole
 
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, which `fully_shard` replaces by a subclass of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for base in type(module).__mro__:
-        if not issubclass(base, FSDPModule):
-            return base
-    raise AssertionError  # nn.Module is one
+    """The class of a module, which `fully_shard` replaces by one with the bases FSDPModule and this class."""
+    if is_sharded(module):
+        return type(module).__bases__[1]
+    return type(module)
 
 
 def full_tensor(value: Tensor) -> Tensor:
