@@ -35,13 +35,16 @@ import torch
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, add_flags, setting, settings_of
+from dataset.token_cache import load_tokenizer
 from tools.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
+from trainer.data.datasets import train_loader
 from trainer.devices.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
-from trainer.devices.process_group import world_size
+from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update, update_size
+from trainer.objectives.next_token import model_config, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Meter, peak_rate
 from trainer.run.state import TrainState
@@ -109,11 +112,11 @@ class Ours:
         use_deterministic_kernels(args.deterministic)
         self.args, device = args, select_device(args.device)
         autocast, scaler = mixed_precision(args.dtype, device)
-        self.tokenizer = utils.load_tokenizer(args.tokenizer_path)
+        self.tokenizer = load_tokenizer(args.tokenizer_path)
         self.train_set, _ = STAGES[args.stage].open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)
         utils.setup_seed(args.seed)
-        config = utils.model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
+        config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
         wrapped = utils.compile_and_wrap(model, args, device, autocast, self.train_set)
         optimizer = build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer)
@@ -121,9 +124,9 @@ class Ours:
         self.state = TrainState(
             args=args, lm_config=config, run=run,
             model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-            loss_fn=utils.next_token_loss, schedule=lambda update, total, args: args.learning_rate,
+            loss_fn=next_token_loss, schedule=lambda update, total, args: args.learning_rate,
         )  # fmt: skip
-        loaders = (utils.train_loader(self.train_set, args, epoch) for epoch in range(100))
+        loaders = (train_loader(self.train_set, args, epoch) for epoch in range(100))
         self.batches: Iterator[dict] = chain.from_iterable(loaders)
         self.losses: list[float] = []  # per target, of each update
         self.peak = peak_rate(autocast, device)
@@ -240,7 +243,7 @@ def main() -> None:
         about |= {"device": str(device), "torch": torch.__version__, "threads": torch.get_num_threads()}
         Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)
-    utils.leave_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

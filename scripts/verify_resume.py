@@ -42,11 +42,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError, reason
+from dataset.token_cache import load_tokenizer
 from scripts.demo.corpus import make_corpus, make_tour
 from tools.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
+from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
 from trainer.run.checkpoint import UNREADABLE, read_file
-from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
 TIMED = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run

@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 
 from common.command_line import STOP_SIGNALS
 from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import StageProcess, run
 from trainer import train_full_sft, train_pretrain
 from trainer.run.errors import training_errors
-from trainer.trainer_utils import load_tokenizer
 
 BOM = b"\xef\xbb\xbf"
 TEXT, USER, BOT = (

@@ -23,8 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import ROOT, setting
+from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_prompts
+from trainer.data.datasets import open_prompts, train_loader
 from trainer.loop import train_epoch
 from trainer.objectives import policy
 from trainer.optim.build import build_optimizer
@@ -32,7 +33,7 @@ from trainer.report.trackers import start_tracker
 from trainer.rollouts.environments import check_tools, load_environment
 from trainer.rollouts.settings import ReinforcementArgs, add_rollouts
 from trainer.run.errors import training_errors
-from trainer.run.saving import training_files
+from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
@@ -80,7 +81,7 @@ def main() -> None:
     device, autocast, scaler, stop = utils.set_up_process(args)
 
     # 2. Prompts, with the tools of the environment.
-    tokenizer = utils.load_tokenizer(args.tokenizer_path)
+    tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
@@ -92,11 +93,11 @@ def main() -> None:
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
     args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
-    if utils.is_finished(args, run, checkpoint):
+    if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
     # 5. SwanLab (wandb, as in MiniMind).
-    wandb = start_tracker(args, run, checkpoint)
+    wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
     # 6. Model, wrapped in DDP, and optimizer.
     weight = utils.weights_to_load(args, run, checkpoint)
@@ -117,7 +118,7 @@ def main() -> None:
     with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = utils.train_loader(train_set, args, epoch, start_step)
+            loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
 

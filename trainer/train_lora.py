@@ -24,15 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import SFTDataset
+from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets
+from trainer.data.datasets import open_datasets, train_loader
+from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
-from trainer.objectives import lora
+from trainer.objectives import lora, next_token
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
 from trainer.run.resume import FrozenModelArgs
-from trainer.run.saving import training_files
+from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
@@ -70,7 +72,7 @@ class Args(FrozenModelArgs):
 
 # (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics
 # by name; one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
-loss_fn = utils.next_token_loss
+loss_fn = next_token.next_token_loss
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
@@ -88,7 +90,7 @@ def main() -> None:
     device, autocast, scaler, stop = utils.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
-    tokenizer = utils.load_tokenizer(args.tokenizer_path)
+    tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
     # 3. Processes and seed.
@@ -100,18 +102,16 @@ def main() -> None:
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
     args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
-    if utils.is_finished(args, run, checkpoint):
+    if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
     # 5. SwanLab (wandb, as in MiniMind).
-    wandb = start_tracker(args, run, checkpoint)
+    wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
     # 6. Model, frozen, with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the
     # parameters.
     weight = utils.weights_to_load(args, run, checkpoint)
-    model, _ = utils.init_model(
-        lm_config, weight, args.tokenizer_path, args.save_dir, utils.build_device(args)
-    )
+    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
@@ -129,7 +129,7 @@ def main() -> None:
     with training_files(state, wandb):
         for epoch in range(state.epoch, args.epochs):
             start_step = state.step if epoch == state.epoch else 0
-            loader = utils.train_loader(train_set, args, epoch, start_step)
+            loader = train_loader(train_set, args, epoch, start_step)
             train_epoch(state, epoch, loader, state.iters, start_step, wandb)
 
 

@@ -18,19 +18,12 @@ from common.errors import UserError
 from common.files import lock_output
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.data.datasets import StageData, check_data_paths, epoch_samples, held_out_loader, train_loader  # noqa: F401
-from trainer.data.order import SizedDataset, SkipBatchSampler, epoch_loader, eval_loader, steps_per_epoch  # noqa: F401
+from trainer.data.datasets import StageData, check_data_paths, epoch_samples
+from trainer.data.order import SizedDataset, SkipBatchSampler, eval_loader, steps_per_epoch  # noqa: F401
 from trainer.devices.device import device_and_precision, prepare_device
-from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process, leave_process_group  # noqa: F401
-from trainer.devices.wrapping import build_device, compiles, freeze, unwrap, wrap_model  # noqa: F401
-from trainer.objectives.next_token import (
-    SHAPE,
-    check_tokenizer,
-    describe_size,
-    model_config,
-    next_token_loss,  # noqa: F401
-    target_logits,  # noqa: F401
-)
+from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process  # noqa: F401
+from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
+from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, model_config
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
@@ -41,7 +34,6 @@ from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.run.errors import StopRequest
 from trainer.run.included_callbacks import callbacks_of_settings
 from trainer.run.paths import is_path, run_name, start_path
-from trainer.run.saving import is_finished  # noqa: F401
 from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 from trainer.weights.files import (
@@ -244,7 +236,7 @@ def begin_run(
     stopping without held-out data."""
     args = state.args
     if eval_set is not None:
-        state.eval_loader = held_out_loader(eval_set, args)
+        state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
     if state.eval_loader is not None:
         state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
@@ -254,9 +246,10 @@ def begin_run(
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
     state.callbacks[:0] = callbacks_of_settings(args, state.eval_loader is not None)
-    if token_counters(unwrap(state.model)):
+    if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
-    if args.sample_prompts != "none":
+    has_prompts = args.sample_prompts != "auto" or state.eval_loader is not None
+    if args.sample_prompts != "none" and has_prompts:
         state.callbacks += sample_callbacks(state)
     state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))
     if tokenizer := state.run.get("tokenizer"):

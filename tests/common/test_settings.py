@@ -4,7 +4,7 @@ all mistakes of a source in one line."""
 import re
 import string
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 import pytest
 import yaml
@@ -15,14 +15,12 @@ from common.arguments import parse_args
 from common.command_line import Parser
 from common.errors import UserError
 from common.settings import StageArgs, setting, settings_of
-from dataset.token_cache import STAGE_LENGTH
+from dataset.token_cache import STAGE_LENGTH, load_tokenizer
 from model.model_minimind import MiniMindConfig
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from trainer import train_dpo, train_full_sft, train_pretrain
-from trainer.objectives.next_token import SHAPE
-from trainer.report.trackers import MODES
-from trainer.trainer_utils import load_tokenizer, model_config
+from trainer.objectives.next_token import SHAPE, model_config
 from trainer.weights.for_tools import add_trained_model_flags, given_shape
 
 STAGES = {"train_pretrain": train_pretrain.Args, "train_full_sft": train_full_sft.Args}
@@ -91,7 +89,6 @@ def test_the_defaults(stage):
 def test_the_choices_and_limits_are_those_of_what_they_choose():
     assert SETTINGS["max_seq_len"].limits["le"] == MiniMindConfig().max_position_embeddings
     assert SETTINGS["hidden_size"].limits["multiple_of"] == 2 * MiniMindConfig().num_attention_heads
-    assert set(get_args(SETTINGS["swanlab_mode"].kind)) == set(MODES)
     lengths = {"pretrain": train_pretrain, "sft": train_full_sft, "dpo": train_dpo}
     assert {kind: stage.Args.max_seq_len for kind, stage in lengths.items()} == STAGE_LENGTH
 

@@ -19,9 +19,9 @@ from tests.trainer.test_recipe import balance_loss, padded
 from trainer.devices.device import mixed_precision, native_bfloat16, native_float16, prepare_device
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
 from trainer.loop import train_update, update_size
+from trainer.objectives.next_token import next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
-from trainer.trainer_utils import next_token_loss
 
 SHAPES = {"dense": False, "moe": True}
 # tokens of the samples of micro-batches

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
+from dataset.token_cache import load_tokenizer
 from model import fused
 from model.fused import JoinedLinear, NormAndRotary, cross_entropy, head_cross_entropy
 from model.model_minimind import (
@@ -27,7 +28,6 @@ from model.model_minimind import (
     load_balancing_loss,
 )
 from tests.conftest import ROOT
-from trainer.trainer_utils import load_tokenizer
 
 VOCAB = 300
 SHAPES = {

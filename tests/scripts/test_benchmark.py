@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.errors import UserError
 from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
 from tests.conftest import ROOT
@@ -19,7 +20,6 @@ from tests.stage_process import run
 from tools.bench.comparison import Peer, first_samples
 from trainer.data.order import epoch_loader
 from trainer.report.speed import training_flops
-from trainer.trainer_utils import load_tokenizer
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
 

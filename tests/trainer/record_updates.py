@@ -8,18 +8,21 @@ import torch
 
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import SFTDataset
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import trainer_utils as utils
-from trainer.devices.process_group import this_rank
+from trainer.data.order import epoch_loader, steps_per_epoch
+from trainer.devices.process_group import leave_process_group, this_rank
 from trainer.devices.wrapping import unwrap, wrap_model
 from trainer.loop import make_record, train_update, update_size
+from trainer.objectives.next_token import next_token_loss
 from trainer.run.state import TrainState
 
 
 def main() -> None:
     data, cache, out, batch_size, accumulation, use_moe, packing = sys.argv[1:]
     batch_size, accumulation = int(batch_size), int(accumulation)
-    tokenizer = utils.load_tokenizer(ROOT / "model")
+    tokenizer = load_tokenizer(ROOT / "model")
     dataset = SFTDataset(data, tokenizer, max_length=64, packing=packing == "1", cache_dir=cache)
     utils.init_distributed_mode()
     utils.setup_seed(0)
@@ -33,14 +36,14 @@ def main() -> None:
     state = TrainState(
         args=args, lm_config=config, model=wrap_model(model, torch.device("cpu")), optimizer=optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=nullcontext(), device=torch.device("cpu"),
-        loss_fn=utils.next_token_loss, schedule=lambda update, total, args: 0.0,
+        loss_fn=next_token_loss, schedule=lambda update, total, args: 0.0,
         run={"samples": len(dataset), "global_batch": 1, "epochs": 1},
     )  # fmt: skip
     gradients, records, ids = [], [], []
     flat = lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())  # noqa: E731
     optimizer.register_step_pre_hook(flat)
-    loader = utils.epoch_loader(dataset, batch_size, seed=7, epoch=1)
-    batches, iters = list(loader), utils.steps_per_epoch(len(dataset), batch_size)
+    loader = epoch_loader(dataset, batch_size, seed=7, epoch=1)
+    batches, iters = list(loader), steps_per_epoch(len(dataset), batch_size)
     assert len(batches) == iters
     state.iters = iters
     for begin in range(0, iters, accumulation):
@@ -51,5 +54,5 @@ def main() -> None:
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())
     rank = this_rank()
     state.model = unwrap(state.model)
-    utils.leave_process_group()
+    leave_process_group()
     torch.save({"gradients": gradients, "records": records, "ids": ids}, f"{out}.{rank}")

@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 
 from common.errors import UserError
 from common.settings import ROOT, StageArgs
+from dataset.token_cache import load_tokenizer
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_lora
+from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
 STAGES = {

@@ -51,15 +51,13 @@ def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
     import torch.nn.functional as F
 
     from dataset.lm_dataset import SFTDataset
+    from dataset.token_cache import load_tokenizer
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
     from trainer import trainer_utils as utils
 
     got = record(corpus, tmp_path, 8, 2, 2, 0)
     dataset = SFTDataset(
-        str(corpus["sft"]),
-        utils.load_tokenizer(utils.ROOT / "model"),
-        max_length=64,
-        cache_dir=corpus["cache"],
+        str(corpus["sft"]), load_tokenizer(utils.ROOT / "model"), max_length=64, cache_dir=corpus["cache"]
     )
     utils.setup_seed(0)
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -97,7 +95,7 @@ def test_a_metric_that_is_not_named_is_one_line():
     """It would be in no record, and nothing would say so."""
     from tests.trainer.run.test_skipped_updates import batch, make_state
     from trainer.loop import train_update
-    from trainer.trainer_utils import next_token_loss
+    from trainer.objectives.next_token import next_token_loss
 
     def loss_fn(model, batch, args):
         loss, aux_loss, _ = next_token_loss(model, batch)
@@ -117,7 +115,7 @@ def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_
     """Per target over the micro-batches, not the loss that is trained; it needs no name among the metrics."""
     from tests.trainer.run.test_skipped_updates import batch, make_state
     from trainer.loop import train_update, update_size
-    from trainer.trainer_utils import next_token_loss
+    from trainer.objectives.next_token import next_token_loss
 
     def with_term(model, batch, args):
         loss, aux_loss, metrics = next_token_loss(model, batch)
@@ -145,8 +143,8 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     """Of all micro-batches of an update, then of the updates; an update that is not finite does not count."""
     from tests.trainer.run.test_skipped_updates import batch, make_state
     from trainer.loop import make_record, train_update, update_size
+    from trainer.objectives.next_token import next_token_loss
     from trainer.report.metrics import describe
-    from trainer.trainer_utils import next_token_loss
 
     def loss_fn(model, batch, args):
         loss, aux_loss, _ = next_token_loss(model, batch)

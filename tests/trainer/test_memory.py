@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dataset.lm_dataset import PretrainDataset
+from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import load_tokenizer
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.model.test_model_minimind import stock
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import load_tokenizer
 
 SEED, RATE, DECAY, WARMUP, BATCH, ACCUMULATION = 7, 1e-2, 0.2, 4, 4, 2
 # a CPU without float16 arithmetic refuses it; emulated, the measurement of its peak rate would take minutes

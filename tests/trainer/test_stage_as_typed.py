@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import load_tokenizer
 from trainer.weights.files import half_state_dict
 
 
@@ -100,7 +100,7 @@ def edited(clone: Path, old: str, new: str) -> Path:
 
 Z_LOSS = """
 def loss_fn(model, batch, args):
-    logits, aux_loss = utils.target_logits(model, batch)  # [M, V]
+    logits, aux_loss = next_token.target_logits(model, batch)  # [M, V]
     loss = torch.nn.functional.cross_entropy(logits.float(), batch["targets"], reduction="sum")
     z_loss = logits.float().logsumexp(-1).square().sum()
     return loss + args.z_loss * z_loss, aux_loss, {"cross_entropy": loss.detach()}
@@ -116,7 +116,7 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
         flags(corpus, clone, "sft", from_weight="none", epochs=1, save_interval=1000, eval_interval=0)
     )
     edited(clone, "    max_seq_len: int = 768\n", "    max_seq_len: int = 768\n    z_loss: float = 0.0\n")
-    script = edited(clone, "loss_fn = utils.next_token_loss\n", "")
+    script = edited(clone, "loss_fn = next_token.next_token_loss\n", "")
     script.write_text(script.read_text().replace("schedule = ", f"import torch\n{Z_LOSS}schedule = ", 1))
     found = {}
     for z in ("0", "1e-3"):

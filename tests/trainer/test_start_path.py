@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from common.errors import UserError
+from dataset.token_cache import load_tokenizer
 from dataset.tokenizing import TokenizerSpec
 from llm.training.core.config import Config
 from llm.training.train import AVAILABLE_TASKS, find_task
@@ -19,13 +20,7 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
-from trainer.trainer_utils import (
-    build_model_config,
-    init_model,
-    load_tokenizer,
-    read_settings,
-    read_start_weights,
-)
+from trainer.trainer_utils import build_model_config, init_model, read_settings, read_start_weights
 from trainer.weights.files import save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
 

@@ -15,7 +15,7 @@ from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset, TokenDataset
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
-from trainer.data.order import epoch_loader, epoch_order, eval_loader
+from trainer.data.order import epoch_loader, epoch_order
 from trainer.devices.process_group import world_size
 
 if TYPE_CHECKING:
@@ -68,9 +68,10 @@ def describe_data(train: StageDataset, held_out: StageDataset | None, args: Stag
 
 
 def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D:
-    """The held-out data that the settings name. `open_split` opens a split of the records of a data path."""
-    if not args.eval_share:
-        return open_split(cast(str, args.eval_data_path), None)
+    """The held-out data that the settings name. `open_split` opens a split of the records of a data
+    path."""
+    if args.eval_data_path:
+        return open_split(args.eval_data_path, None)
     paths, _ = split_weights(cast(str, args.data_path))
     return open_split(",".join(paths), Split(args.eval_share, held_out=True))
 
@@ -140,13 +141,6 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
     )
 
 
-def held_out_loader(eval_set: StageData | None, args: StageArgs) -> DataLoader | None:
-    """This rank's share of the held-out data, if there are any."""
-    if eval_set is None:
-        return None
-    return eval_loader(eval_set, args.batch_size, eval_set.collate)
-
-
 def prompts_per_update(args: Any) -> int:
     """Prompts that an update takes, over all ranks."""
     return args.batch_size * args.accumulation_steps * world_size()
@@ -186,7 +180,6 @@ def open_prompts(
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
     train = open_split(args.data_path, Split(args.eval_share) if args.eval_share else None)
-    held_out = None
-    if args.eval_share or args.eval_data_path:
-        held_out = open_held_out(args, open_split)
-    return train, held_out
+    if not (args.eval_share or args.eval_data_path):
+        return train, None
+    return train, open_held_out(args, open_split)

@@ -57,7 +57,7 @@ def rank_share(order: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.
     or none.
     """
     turns = np.arange(math.ceil(len(order) / batch_size)) % ranks == rank
-    return order if ranks == 1 else order[np.repeat(turns, batch_size)[: len(order)]]
+    return order[np.repeat(turns, batch_size)[: len(order)]]
 
 
 class SkipBatchSampler(Sampler):
@@ -108,7 +108,9 @@ def epoch_loader(
     so many ahead."""
     if order is None:
         order = epoch_order(len(dataset), seed, epoch)
-    mine = rank_share(order, batch_size, this_rank(), world_size())
+    mine = order
+    if world_size() > 1:
+        mine = rank_share(order, batch_size, this_rank(), world_size())
     options: dict[str, Any] = {
         "batch_sampler": SkipBatchSampler(
             mine, batch_size, skip_batches, steps_per_epoch(len(order), batch_size)

@@ -201,7 +201,7 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 def operations(args: StageArgs, train_set: TokenDataset) -> float:
     """Roughly the floating-point operations of a run, of each rank."""
     weights = layer_weights(args.num_hidden_layers, args.hidden_size)
-    return 6.0 * weights * epoch_tokens(train_set, args) * args.epochs / world_size()
+    return 6.0 * weights * epoch_tokens(cast(Any, train_set), args) * args.epochs / world_size()
 
 
 def has_compiler(device: str) -> bool:
@@ -324,20 +324,18 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
             "config, which has not the layers that were put into it; use --parallel ddp"
         )
     for copied, module in zip(whole.modules(), model.modules(), strict=True):
-        copied._buffers = module._buffers
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(copied, name, buffer)
         for name, value in module.named_parameters(recurse=False):
             setattr(copied, name, tensors[id(value)])
     return whole
 
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, which `fully_shard` replaces by a subclass of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for base in type(module).__mro__:
-        if not issubclass(base, FSDPModule):
-            return base
-    raise AssertionError  # nn.Module is one
+    """The class of a module, which `fully_shard` replaces by one with the bases FSDPModule and this class."""
+    if is_sharded(module):
+        return type(module).__bases__[1]
+    return type(module)
 
 
 def full_tensor(value: Tensor) -> Tensor:
@@ -345,13 +343,6 @@ def full_tensor(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def host_copy(value: Tensor, keep: bool = True) -> Tensor | None:
-    """A whole copy on the host; a collective if the tensor is sharded, in which a rank that does not `keep`
-    the copy only takes part."""
-    whole = full_tensor(value)
-    return whole.to("cpu", copy=True) if keep else None
 
 
 def local_tensor(value: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def build_optimizer(
         matrices: list[nn.Parameter] = []
         vectors: list[nn.Parameter] = []
         for name, p in named:
-            if _module_of(name, lr_scales) != module:
+            if lr_scales and _module_of(name, lr_scales) != module:
                 continue
             if p.ndim < 2:
                 vectors.append(p)
@@ -77,9 +77,9 @@ def build_optimizer(
     return MuonWithAdamW(Muon(hidden, rows, rate, weight_decay), adamw)
 
 
-def _module_of(name: str, lr_scales: Mapping[str, float] | None) -> str:
+def _module_of(name: str, lr_scales: Mapping[str, float]) -> str:
     """The module of `lr_scales` that a parameter belongs to, "" for none."""
-    for module in lr_scales or {}:
+    for module in lr_scales:
         if f".{module}." in f".{name}":
             return module
     return ""

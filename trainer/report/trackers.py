@@ -10,14 +10,6 @@ from common.errors import reason, warn
 from common.settings import StageArgs
 from trainer.devices.process_group import is_main_process
 
-MODES = {
-    "cloud": "online",
-    "online": "online",
-    "local": "local",
-    "offline": "offline",
-    "disabled": "disabled",
-}
-
 START_PATIENCE, END_PATIENCE = 30.0, 60.0  # seconds
 
 
@@ -66,8 +58,11 @@ class Tracker:
         self.last_step = last_step
         self._queue: queue.Queue = queue.Queue(maxsize=10_000)
         self._ready = threading.Event()
-        resume = {"id": run_id, "resume": "allow"} if run_id and MODES[mode] == "online" else {}
-        settings = {"project": project, "name": name, "mode": MODES[mode], "config": config, **resume}
+        if mode == "cloud":
+            mode = "online"
+        settings = {"project": project, "name": name, "mode": mode, "config": config}
+        if run_id and mode == "online":
+            settings |= {"id": run_id, "resume": "allow"}
         self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True, name="swanlab")
         self._thread.start()
         self._ready.wait(START_PATIENCE)  # time to learn the run's id; a slower network is not waited for

@@ -28,7 +28,7 @@ from common.errors import UserError, reason, warn
 from common.files import atomic_write
 from common.settings import ROOT
 from trainer.devices.process_group import Logger, is_main_process, world_size
-from trainer.devices.wrapping import host_copy, is_sharded, unwrap
+from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run.paths import is_state, resume_path
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
@@ -182,7 +182,8 @@ def snapshot(value: Any, keep: bool = True, copies: dict[int, Tensor | None] | N
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
         if id(value) not in copies:
-            copies[id(value)] = host_copy(value.detach(), keep)
+            whole = full_tensor(value.detach())
+            copies[id(value)] = whole.to("cpu", copy=True) if keep else None
         return copies[id(value)]
     if isinstance(value, dict):
         return {key: snapshot(item, keep, copies) for key, item in value.items()}

@@ -79,13 +79,14 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
     run |= {"samples": samples} | data
     if isinstance(args, FrozenModelArgs):
         run |= args.frozen_hashes()
-    return run | {"from_weight": args.from_weight} | start_fingerprint(args)
+    run |= {"from_weight": args.from_weight, "from_weight_sha256": None}
+    if args.from_weight != "none":
+        run |= start_fingerprint(args)
+    return run
 
 
 def start_fingerprint(args: StageArgs) -> Fingerprint:
     """The part of the run fingerprint that describes the weights in --from_weight, where there are any."""
-    if args.from_weight == "none":
-        return {"from_weight_sha256": None}
     start = paths.start_path(args.save_dir, args.from_weight, args)
     if not start.exists():
         return {"from_weight_sha256": None}
@@ -184,13 +185,12 @@ def largest_divisor(number: int, limit: int) -> int:
 def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> Fingerprint:
     """The fingerprint of the run, once it is clear that the checkpoint (None: a new run) belongs to it.
 
-    It is `run`, with the hash of the start weights taken from the checkpoint if their file is gone, or is one
-    that this run writes itself (a second round of SFT from `full_sft`): what they were is what counts. The
-    same weights may lie elsewhere than before. Raises UserError if the checkpoint belongs to another run, or
-    the ranks do not all see the same."""
+    run: of the present settings. Raises UserError if the checkpoint belongs to another run, or the ranks do
+    not all see the same."""
     if world_size() > 1:
         _check_ranks_agree(run, checkpoint)
-    if checkpoint is None or checkpoint.get("is_new_branch"):
+    is_new = checkpoint is None or checkpoint.get("is_new_branch")
+    if is_new and (args.from_weight != "none" or isinstance(args, FrozenModelArgs)):
         check_not_overwritten(args)
     if checkpoint is None:
         if args.from_resume:
@@ -202,16 +202,13 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         raise UserError(
             f"--from_resume 1: the checkpoint in {args.checkpoint_dir} is not one of a stage script"
         )
-    saved = _with_added_fields(args, saved, run)
-    run = _with_weights_of_checkpoint(args, run, saved)
+    run, saved = normalised(args, run, saved)
     hint = ""
     if run["global_batch"] != saved["global_batch"]:
         hint = f". batch_size x accumulation_steps x processes must be {saved['global_batch']}: "
         hint += batch_flags(args.batch_size, saved["global_batch"])
-    if (
-        run["from_weight_sha256"] != saved["from_weight_sha256"]
-        and run["from_weight"] == saved["from_weight"]
-    ):
+    has_other_weights = run["from_weight_sha256"] != saved["from_weight_sha256"]
+    if has_other_weights and run["from_weight"] == saved["from_weight"]:
         start = paths.start_path(args.save_dir, args.from_weight, args)
         hint += f". {start} is not the file that the run started from: put that one back"
         if not paths.is_path(args.from_weight):
@@ -220,32 +217,36 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     return run
 
 
-def _with_added_fields(args: StageArgs, saved: Fingerprint, run: Fingerprint) -> Fingerprint:
-    """The fingerprint in a checkpoint, with the defaults of the flags and of the fields of the model that
-    were added since: the run did what they do."""
+def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[Fingerprint, Fingerprint]:
+    """The fingerprints of the present settings and of a checkpoint, so that they differ only where the runs
+    do: what stands in one of them for the same thing is made equal."""
     from model.model_minimind import MiniMindConfig
 
-    defaults = {name: row.default for name, row in settings_of(type(args)).items() if row.role == "run"}
-    for name in MiniMindConfig.__annotations__:
-        if name in run:
-            defaults[name] = getattr(MiniMindConfig, name)
-    return defaults | saved
+    # flags and fields of the model that were added since: the run did what their defaults do
+    settings = settings_of(type(args)).values()
+    defaults = {row.name: row.default for row in settings if row.role == "run"}
+    defaults |= {
+        name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__ if name in run
+    }
+    saved = defaults | saved
+    run = dict(run)
 
-
-def _with_weights_of_checkpoint(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> Fingerprint:
-    """The fingerprint of the present settings, with the start weights that the run began with if their file
-    is gone or written over by the run, and with the saved places of weights that lie elsewhere now."""
+    # start weights that are gone, or that the run has written over (a second round of SFT from `full_sft`):
+    # what they were when it began is what counts
     start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
     before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
-    is_changed_by_run = _is_own_weights(args, start) or _is_own_state(args, start)
-    run = dict(run)
-    if paths.same_file(start, before) and (run["from_weight_sha256"] is None or is_changed_by_run):
+    is_gone = run["from_weight_sha256"] is None
+    if paths.same_file(start, before) and (
+        is_gone or _is_own_weights(args, start) or _is_own_state(args, start)
+    ):
         run["from_weight_sha256"] = saved["from_weight_sha256"]
-    for name, row in settings_of(type(args)).items():
+
+    # the same weights in another place
+    for row in settings:
         digest = run.get(row.hashed_as)
-        if digest is not None and digest == saved.get(row.hashed_as) and name in saved:
-            run[name] = saved[name]
-    return run
+        if digest is not None and digest == saved.get(row.hashed_as) and row.name in saved:
+            run[row.name] = saved[row.name]
+    return run, saved
 
 
 def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
@@ -294,23 +295,23 @@ def check_same_run(
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
     """SHA-256 of the stage's own files and of all files of the repository that this process has imported, by
-    file name, relative to the repository if in it."""
-    files = [Path(path).resolve() for path in stage_files] + imported_files()
+    file name, relative to the repository if in it. Installed packages, which may lie in a virtual environment
+    below it, are left out."""
+    imported: set[Path] = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not file or not os.path.isabs(file):  # torch has modules without files
+            continue
+        path = Path(file).resolve()
+        is_own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if is_own and path.suffix == ".py" and path.is_file():
+            imported.add(path)
+
     contents: dict[str, bytes] = {}
-    for path in dict.fromkeys(files):
+    for path in dict.fromkeys([*(Path(path).resolve() for path in stage_files), *sorted(imported)]):
         name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
         contents[name] = contents.get(name, b"") + path.read_bytes()  # files of one name in several folders
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def imported_files() -> list[Path]:
-    """The Python files of the repository that this process has imported, sorted; installed packages, which
-    may lie in a virtual environment below it, left out."""
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    # torch has modules without files
-    resolved = {Path(file).resolve() for file in files if file and os.path.isabs(file)}
-    own = (path for path in resolved if path.is_relative_to(ROOT) and "site-packages" not in path.parts)
-    return sorted(path for path in own if path.suffix == ".py" and path.is_file())
 
 
 def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:

@@ -50,6 +50,8 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
     weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
     weights = [path for path in weights if path.is_file()]
+    if not old_states and not weights:  # it ended before it saved anything
+        return
     metrics = paths.metrics_path(out, run)
     logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
     curves = paths.tensorboard_folder(args, lm_config)
@@ -62,7 +64,7 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     def is_start(path: Path) -> bool:
         return any(paths.same_file(start, path) for start in starts)
 
-    if all(is_start(path) for path in old_states + weights):  # it ended before it saved anything
+    if all(is_start(path) for path in old_states + weights):
         return
     # states last: a run killed before that finds the rest and sets it aside again
     files = [(out, path) for path in logs + weights]

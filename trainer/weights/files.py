@@ -25,7 +25,7 @@ from common.files import atomic_write, locked, new_path
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import is_main_process
-from trainer.devices.wrapping import host_copy, is_sharded, unwrap
+from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run import checkpoint
 from trainer.run.paths import (
     CONFIG_FILE,
@@ -60,7 +60,8 @@ def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, .
     state = {key: value for key, value in state.items() if not key.startswith(leave_out)}
     for value in state.values():
         if id(value) not in copies:
-            copies[id(value)] = host_copy(value.detach().half(), keep)
+            whole = full_tensor(value.detach().half())
+            copies[id(value)] = whole.to("cpu", copy=True) if keep else None
     return {key: copies[id(value)] for key, value in state.items()}
 
 

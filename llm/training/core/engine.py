@@ -18,6 +18,7 @@ from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonito
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import trainer_utils as utils
+from trainer.devices.device import device_and_precision
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
 from trainer.report.trackers import start_tracker
@@ -59,7 +60,7 @@ class TrainingEngine:
 
     def _setup_components(self, stop: StopRequest) -> None:
         task, data = self.task, self.data_module
-        device, autocast, scaler = utils.device_and_precision(task.args)
+        device, autocast, scaler = device_and_precision(task.args)
         utils.setup_seed(task.args.seed)
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()

@@ -15,13 +15,13 @@ from common.errors import say, warn
 from common.launcher import launch
 from llm.training.core.config import Config
 from trainer.devices.device import select_device
-from trainer.devices.process_group import reduce_sum, world_size
+from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.run.callbacks import Callback
 from trainer.run.included_callbacks import CheckpointManager as CheckpointManager
 from trainer.run.paths import run_name
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_distributed_mode, is_main_process, leave_process_group
+from trainer.trainer_utils import init_distributed_mode, is_main_process
 
 
 class DistributedManager:

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
 from llm.training.core.config import Config
-from trainer.data.order import SizedDataset
-from trainer.trainer_utils import epoch_loader, eval_loader
+from trainer.data.order import SizedDataset, epoch_loader, eval_loader
 
 
 class DataModule(ABC):

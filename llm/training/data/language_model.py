@@ -5,7 +5,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from llm.training.data.base import DataModule
-from trainer.data.datasets import epoch_samples, held_out_loader, train_loader
+from trainer.data.datasets import epoch_samples, train_loader
+from trainer.data.order import eval_loader
 
 
 class StageDataModule(DataModule):
@@ -44,4 +45,6 @@ class StageDataModule(DataModule):
         return train_loader(self.train_dataset, self.task.args, epoch, skip_batches)
 
     def val_dataloader(self) -> DataLoader | None:
-        return held_out_loader(self.val_dataset, self.task.args)
+        if self.val_dataset is None:
+            return None
+        return eval_loader(self.val_dataset, self.task.args.batch_size, self.val_dataset.collate)

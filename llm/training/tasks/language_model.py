@@ -7,21 +7,17 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dataset.token_cache import load_tokenizer
 from llm.training.core.config import Config
 from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
+from trainer.devices.wrapping import build_device
 from trainer.objectives.next_token import flat_size, held_out_loss
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
-from trainer.trainer_utils import (
-    build_device,
-    build_model_config,
-    init_model,
-    load_tokenizer,
-    read_start_weights,
-)
+from trainer.trainer_utils import build_model_config, init_model, read_start_weights
 
 
 class StageTask(TrainingTask):

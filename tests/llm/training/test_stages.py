@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from common.settings import ROOT, StageArgs
+from dataset.token_cache import load_tokenizer
 from llm.training.core.config import Config
 from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
+from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import init_model, load_tokenizer, model_config
+from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
 TRAINED = {

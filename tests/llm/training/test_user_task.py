@@ -13,12 +13,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import FORKED, Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import load_tokenizer
 from trainer.weights.files import half_state_dict
 
 ENGINE = str(ROOT / "llm/training/train.py")

@@ -219,7 +219,7 @@ torch.set_num_threads(3)
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.serve.api import create_app
 from scripts.serve.models import Settings, in_own_thread
-from trainer.trainer_utils import load_tokenizer
+from dataset.token_cache import load_tokenizer
 
 def count():
     return len(os.listdir("/proc/self/task"))

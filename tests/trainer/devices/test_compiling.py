@@ -12,13 +12,12 @@ from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import PretrainDataset, TokenDataset
-from dataset.token_cache import TokenCache
+from dataset.token_cache import TokenCache, load_tokenizer
 from trainer import train_pretrain
 from trainer.data.datasets import open_datasets
 from trainer.devices import wrapping
 from trainer.devices.wrapping import compiles, has_compiler, operations
 from trainer.train_grpo import Args as GRPOArgs
-from trainer.trainer_utils import load_tokenizer
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 

@@ -32,10 +32,11 @@ from trainer.devices.wrapping import (
     wrap_model,
 )
 from trainer.loop import evaluate, train_update, update_size
+from trainer.objectives.next_token import next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.checkpoint import snapshot
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model, next_token_loss
+from trainer.trainer_utils import init_model
 from trainer.weights.files import half_state_dict, save_weights
 
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.trainer.devices.test_wrapping import flat_batch
@@ -13,7 +14,6 @@ from trainer import train_distillation
 from trainer.objectives import distillation
 from trainer.objectives.distillation import TeacherArgs, divergence, load_teacher
 from trainer.objectives.next_token import frozen_model
-from trainer.trainer_utils import load_tokenizer
 from trainer.weights.files import save_weights
 
 

@@ -19,8 +19,8 @@ from trainer.objectives.lora import (
     save_adapter,
     unknown_targets,
 )
+from trainer.objectives.next_token import next_token_loss, target_logits
 from trainer.run.checkpoint import Writer
-from trainer.trainer_utils import next_token_loss, target_logits
 
 
 def base(use_moe: bool = False, **shape) -> MiniMindForCausalLM:

@@ -9,6 +9,7 @@ import torch
 
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
 from dataset.rollout_prompts import PromptDataset
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.prompts import prompt_tokens
 from tests.conftest import write_jsonl
@@ -18,7 +19,6 @@ from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report import samples
 from trainer.report.experts import token_counters
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from common.settings import StageArgs
 from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
@@ -21,7 +22,7 @@ from trainer.report import warnings as verdicts
 from trainer.report.metrics import read_metrics
 from trainer.report.warnings import Verdict, unigram_entropy
 from trainer.run.state import TrainState
-from trainer.trainer_utils import load_tokenizer, warmup_cosine
+from trainer.trainer_utils import warmup_cosine
 
 
 def run_state(updates=1000, metric_names=(), from_weight="pretrain", data="d", **args) -> SimpleNamespace:

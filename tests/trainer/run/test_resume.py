@@ -20,11 +20,13 @@ import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
+from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
 from trainer.objectives.distillation import TeacherArgs
+from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
 from trainer.rollouts.settings import add_rollouts
 from trainer.run.checkpoint import FORMAT
@@ -41,7 +43,7 @@ from trainer.run.resume import (
     weights_fingerprint,
 )
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model, load_tokenizer, model_config, weights_to_load
+from trainer.trainer_utils import init_model, weights_to_load
 from trainer.weights.files import save_weights
 
 
@@ -106,26 +108,6 @@ def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
     assert {rank.wait() for rank in start} == {143}, start[0].err
     run("pretrain", argv, ranks=3)
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "pretrain_64")
-
-
-# What checkpoints hold of a run with all defaults. Any other entry or value would refuse them all.
-FINGERPRINT = {
-    "epochs": 2,
-    "learning_rate": 1e-5,
-    "warmup_updates": 0,
-    "optimizer": "adamw",
-    "weight_decay": 0.01,
-}
-FINGERPRINT |= {"grad_clip": 1.0, "max_seq_len": 768, "packing": False, "seed": 42, "hidden_size": 512}
-FINGERPRINT |= {"num_hidden_layers": 8, "use_moe": False, "num_experts": 4, "num_experts_per_tok": 1}
-FINGERPRINT |= {"vocab_size": 6400, "dropout": 0.0, "global_batch": 16, "samples": 9, "from_weight": "none"}
-
-
-def test_the_fingerprint_of_a_run_with_defaults_stays_that_of_older_checkpoints(tmp_path):
-    args = train_full_sft.Args(from_weight="none", save_dir=str(tmp_path))
-    model = model_config(load_tokenizer(ROOT / "model"), args).own_fields()
-    assert run_fingerprint(args, model, {}, 9) == model | FINGERPRINT | {"from_weight_sha256": None}
-    assert model.items() >= {key: value for key, value in FINGERPRINT.items() if key in model}.items()
 
 
 def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):

@@ -12,11 +12,11 @@ from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.loop import make_record, train_update, update_size
+from trainer.objectives.next_token import next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.report.metrics import describe
 from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
-from trainer.trainer_utils import next_token_loss
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 
