@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 # --use_compile auto: operations of a run per thread from which on it pays: five to twelve minutes of training
 # for half a minute of compiling, which saves a tenth
 MIN_FLOPS_PER_THREAD = 5e13
-# per GPU: eight minutes at 100 TFLOP/s, for a minute of compiling; by arithmetic, not measured
-MIN_FLOPS_PER_GPU = 5e16
+# per GPU: four minutes of an RTX 4090, for a minute of compiling; by arithmetic, not measured
+MIN_FLOPS_PER_GPU = 1e16
 
 
 def wrap_model(
