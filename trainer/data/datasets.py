@@ -54,6 +54,8 @@ def epoch_items(train_set: TokenDataset | PromptDataset, args: Any) -> int:
 
 def epoch_tokens(train_set: TokenDataset | PromptDataset, args: Any) -> float:
     """Tokens of an epoch; with --max_tokens about."""
+    if not args.max_tokens:
+        return train_set.num_tokens
     return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
 
 

@@ -247,7 +247,9 @@ class Prompts(list):
 
 def test_the_prompts_of_an_update_come_once_for_each_iteration():
     """And prompts that are left over by the last update are not trained."""
-    args = SimpleNamespace(batch_size=2, accumulation_steps=2, num_iterations=3, seed=1, num_workers=0)
+    args = SimpleNamespace(
+        batch_size=2, accumulation_steps=2, num_iterations=3, seed=1, num_workers=0, max_tokens=0
+    )
     prompts = Prompts(prompt(number) for number in range(11))
     assert epoch_samples(prompts, args) == 8 * 3  # type: ignore[arg-type]
     batches = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=0)]  # type: ignore[arg-type]
