@@ -165,7 +165,7 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
-        if fused.can_fuse_heads(self, x, RMSNorm):
+        if fused.can_fuse_heads(self, x, RMSNorm, apply_rotary):
             return fused.rotated_heads(self, x, cos, sin)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
