@@ -8,7 +8,7 @@ Shape legend: N tokens of a flat batch, S samples, B batch, T padded length, C h
 heads, G key/value heads, D head size, E experts, K experts per token, R rows, M targets, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype
 
 ENABLED = True
+
+Rotary = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def pad_rows(rows: Tensor) -> int:
@@ -93,25 +95,37 @@ class JoinedLinear(torch.autograd.Function):
 # --- norm and rotation of query and key heads in one pass
 
 
-def can_fuse_heads(attention: Any, x: Tensor, norm: type[nn.Module]) -> bool:
-    """Whether `rotated_heads` computes what the layers of an `Attention` do, and pays; norm: `RMSNorm`."""
+def can_fuse_heads(attention: Any, x: Tensor, norm: type[nn.Module], rotary: Rotary) -> bool:
+    """Whether `rotated_heads` computes what the layers of an `Attention` do, and pays; norm: `RMSNorm`,
+    rotary: `apply_rotary`."""
     if not can_join(x, attention.q_proj, attention.k_proj, attention.v_proj):
         return False
     if x.device.type == "mps":  # torch's norm there needs a weight
         return False
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm) and is_rms_norm(norm)):
+    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm)):
         return False
-    return q_norm.eps == k_norm.eps and q_norm.weight.dtype == torch.float32
+    if q_norm.eps != k_norm.eps or q_norm.weight.dtype != torch.float32:
+        return False
+    return is_norm_and_rotary(norm, norm.forward, rotary)
 
 
 @lru_cache(maxsize=8)
-def is_rms_norm(norm: type[nn.Module]) -> bool:
-    """Whether a class of norms, which may have been edited, computes the norm that `NormAndRotary` does."""
-    x = torch.linspace(-1, 2, 16).view(2, 8)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        found = norm(8, 0.1)(x)
-    return torch.allclose(found, F.rms_norm(x, (8,), eps=0.1))
+def is_norm_and_rotary(norm: type[nn.Module], forward: object, rotary: Rotary) -> bool:
+    """Whether a class of norms, with this forward, and a rotation compute what `NormAndRotary` does. Either
+    may have been edited, so one example is computed, on the host, the first time."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
+        weight, qkv = torch.linspace(0.5, 1.5, 8), torch.linspace(-1, 2, 5 * 3 * 8).view(5, 3, 8)
+        cos, sin = torch.linspace(-1, 1, 40).view(5, 8), torch.linspace(1, 0, 40).view(5, 8)
+        try:
+            layer = norm(8, 0.1)
+            layer.weight.copy_(weight)  # type: ignore[operator]
+            found = rotary(layer(qkv[:, :1]), cos, sin)
+        except (AttributeError, RuntimeError, TypeError):  # an edited one may want something else
+            return False
+        angles = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        q, _, _ = NormAndRotary.apply(qkv, weight, weight, *angles, 0.1, (1, 1), torch.float32)
+    return found.shape == q.shape and torch.allclose(found, q, atol=1e-5)
 
 
 def rotated_heads(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,7 +165,7 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
-        if fused.can_fuse_heads(self, x, RMSNorm):
+        if fused.can_fuse_heads(self, x, RMSNorm, apply_rotary):
             return fused.rotated_heads(self, x, cos, sin)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -365,7 +365,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         the head runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the
         caller divides by the counts of the whole update; with `reduction` "none" the loss is [M], minus the
         log-probability of each target. Without `targets`: logits [M, V] instead of a loss; without
-        `target_index`, [N, V]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
+        `target_index`, [N, V]. For a head of your own, `hidden_states` is a tuple of one tensor, the last
+        hidden states [N, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
         them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
         `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
         if cu_seqlens is not None:
@@ -414,8 +415,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             spans = spans._replace(shared_prefix=(F.pad(rows, (0, extra)), key_spans))
         embeds = self.model.embed_tokens(input_ids)
         hidden, routings = self.model(embeds, position_ids, flat=spans)  # [N, C]
+        states = (hidden[:tokens],)
         if target_index is None:
-            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]))
+            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]), hidden_states=states)
         aux_loss = hidden.new_zeros((), dtype=torch.float32)
         if self.config.use_moe:
             positions = torch.arange(len(input_ids), device=hidden.device)
@@ -425,12 +427,13 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         count, extra = len(target_index), fused.pad_rows(target_index)
         hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
         if targets is None:
-            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden)[:count], aux_loss=aux_loss)
+            logits = self.lm_head(hidden)[:count]
+            return MoeCausalLMOutputWithPast(logits=logits, aux_loss=aux_loss, hidden_states=states)
         targets = F.pad(targets, (0, extra), value=-100)  # is ignored
         loss = fused.head_cross_entropy(self.lm_head, hidden, targets, reduction)
         if reduction == "none":
             loss = loss[:count]
-        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss)
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=states)
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
         losses = []

@@ -282,15 +282,28 @@ def test_nothing_reads_the_rows_that_grouped_mm_does_not_write(adapters, monkeyp
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=False)
 
 
-@pytest.mark.parametrize("change", ["another class", "an edited class", "a hook", "another epsilon"])
-def test_other_norms_of_queries_and_keys_are_called(change, monkeypatch):
-    """On a GPU in half precision norm and rotation are one kernel, which knows RMSNorm only."""
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A rotation in which dimension 2 i pairs with 2 i + 1."""
+    half = x.shape[-1] // 2
+    x = x.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
+    return APPLY_ROTARY(x, cos, sin).unflatten(-1, (2, half)).transpose(-1, -2).flatten(-2)
 
+
+APPLY_ROTARY = model_minimind.apply_rotary
+
+
+@pytest.mark.parametrize(
+    "change", ["another class", "an edited class", "an edited rotation", "a hook", "another epsilon"]
+)
+def test_other_norms_and_rotations_of_queries_and_keys_are_called(change, monkeypatch):
+    """On a GPU in half precision norm and rotation are one kernel, which knows RMSNorm and Llama's layout
+    only."""
     usual = results(build("dense"), torch.bfloat16, True)
     if change == "an edited class":
         forward = RMSNorm.forward
         monkeypatch.setattr(RMSNorm, "forward", lambda self, x: forward(self, x - x.mean(-1, keepdim=True)))
-        fused.is_rms_norm.cache_clear()
+    elif change == "an edited rotation":
+        monkeypatch.setattr(model_minimind, "apply_rotary", interleaved)
 
     def model() -> MiniMindForCausalLM:
         model = build("dense")
@@ -312,7 +325,25 @@ def test_other_norms_of_queries_and_keys_are_called(change, monkeypatch):
         <= 0.01 * want["loss"].norm()
         < (usual["loss"] - want["loss"]).norm()
     )
-    fused.is_rms_norm.cache_clear()
+
+
+def test_the_usual_norm_and_rotation_are_one_kernel(monkeypatch):
+    take_cuda_branch(monkeypatch, grouped=False)
+    calls = []
+    monkeypatch.setattr(fused, "rotated_heads", lambda *given: calls.append(1) or ROTATED_HEADS(*given))
+    results(build("dense"), torch.bfloat16, True)
+    assert len(calls) == 2
+
+
+ROTATED_HEADS = fused.rotated_heads
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [lambda dim: RMSNorm(dim, 0.1), lambda dim, eps: nn.Identity(), lambda dim, eps: nn.Linear(dim, 3)],
+)
+def test_a_norm_of_another_form_is_not_taken_for_the_usual_one(norm):
+    assert not fused.is_norm_and_rotary(norm, None, APPLY_ROTARY)
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ def next_token_loss(
     """The sum of the cross entropies of the batch's targets, the MoE load-balancing loss summed over its
     tokens (zero for a dense model), and the first one again as the metric `cross_entropy`, for a loss to
     which something is added. `args`, the settings, are not used."""
-    out = model(**_inputs(batch), targets=batch["targets"])
+    out = model(**model_inputs(batch), targets=batch["targets"])
     return out.loss, out.aux_loss, {"cross_entropy": out.loss.detach()}
 
 
@@ -93,14 +93,14 @@ def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -
 
         logits, aux_loss = target_logits(model, batch)
         return -cross_entropy(logits / temperature, batch["targets"], "none"), aux_loss
-    out = model(**_inputs(batch), targets=batch["targets"], reduction="none")
+    out = model(**model_inputs(batch), targets=batch["targets"], reduction="none")
     return -out.loss, out.aux_loss
 
 
 def target_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """For a loss of your own: the logits [M, V] that predict `batch["targets"]` [M], and the load-balancing
     loss."""
-    out = model(**_inputs(batch))
+    out = model(**model_inputs(batch))
     return out.logits, out.aux_loss
 
 
@@ -130,7 +130,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch | moved
 
 
-def _inputs(batch: Batch) -> dict[str, Any]:
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """What the model takes of a flat batch beside its `targets`, for a loss of your own."""
     inputs = {
         key: batch[key] for key in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")
     }

@@ -8,6 +8,7 @@ from tests.trainer.devices.test_wrapping import flat_batch
 from trainer.objectives.next_token import (
     frozen_model,
     held_out_loss,
+    model_inputs,
     next_token_loss,
     target_log_probs,
     target_logits,
@@ -35,6 +36,20 @@ def test_the_logits_at_the_targets_are_those_of_the_loss(use_moe):
         **{k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}
     ).logits
     torch.testing.assert_close(logits, everywhere[batch["target_index"]])
+
+
+@pytest.mark.parametrize("with_targets", [True, False])
+def test_a_head_of_ones_own_gets_the_hidden_states_of_the_same_forward_pass(with_targets):
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2))
+    batch = flat_batch(3, [9, 30, 5])
+    out = model(**model_inputs(batch), targets=batch["targets"] if with_targets else None)
+    (hidden,) = out.hidden_states
+    assert hidden.shape == (len(batch["input_ids"]), 32) and hidden.requires_grad
+    logits = model.lm_head(hidden.index_select(0, batch["target_index"]))
+    torch.testing.assert_close(logits, target_logits(model, batch)[0])
+    loss = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
+    torch.testing.assert_close(loss, next_token_loss(model, batch)[0])
 
 
 @pytest.mark.parametrize("use_moe", [False, True])

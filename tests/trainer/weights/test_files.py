@@ -79,6 +79,20 @@ def test_the_copy_for_people(tmp_path):
     assert described["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def test_parts_that_only_training_needs_are_left_out(tmp_path):
+    """Such as a second head: the file is that of the model without it."""
+    model = model_of(hidden_size=32, num_hidden_layers=1)
+    plain = save_weights(model, tmp_path / "plain.pth").read_bytes()
+    model.mtp, model.mtp_norm = torch.nn.Linear(32, 100), torch.nn.LayerNorm(32)
+    path = save_weights(model, tmp_path / "w.pth", leave_out=("mtp.", "mtp_norm."))
+    assert path.read_bytes() == plain
+    load_path(path)
+    with pytest.raises(
+        UserError, match=r"do not fit the model: .*mtp.bias is \(100,\), the model wants none"
+    ):
+        load_path(save_weights(model, path, leave_out=("mtp_norm.",)))
+
+
 def test_killed_between_the_two_files_nothing_is_wrong(tmp_path, monkeypatch):
     """The weights say what they are; the JSON of those before is not read."""
     save_weights(model_of(hidden_size=32, num_hidden_layers=2), tmp_path / "w_32.pth")
