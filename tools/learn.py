@@ -1,0 +1,172 @@
+"""The pages of docs/learn: fills in the excerpts of the source, and the outputs of the snippets.
+
+    python -m tools.learn            the excerpts, in both languages
+    python -m tools.learn --check    only say which excerpts differ from the source
+    python -m tools.learn --run      also run the snippets on the quickstart's result, and fill in their outputs
+
+A comment stands before an excerpt and names the file, the function, class or method, and, if not all of it is
+shown, how the first and the last line begin (of the first lines that do, after the signature):
+
+    <!-- code: trainer/loop.py train_update -->
+    <!-- code: trainer/loop.py train_update | for i, batch in | optimizer.step -->
+
+A Python block without such a comment is a snippet; the text block after it is its output. The outputs of
+the English pages are copied into the Chinese ones, which have the same snippets.
+"""
+
+import argparse
+import ast
+import code
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+# run the code beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.errors import UserError
+from common.settings import ROOT
+
+LANGUAGES = ("docs/learn", "docs/zh/learn")
+EXCERPT = re.compile(r"(?P<mark><!-- code: (?P<what>.*?) -->)\n+```python\n(?P<text>.*?)^```$", re.M | re.S)
+SNIPPET = re.compile(
+    r"(?<!-->\n)(?<!-->\n\n)^```python\n(?P<code>.*?)^```$.*?^```text\n(?P<output>.*?)^```$", re.M | re.S
+)
+
+
+def chapters(language: str = LANGUAGES[0]) -> list[Path]:
+    """The pages of the chapters, in order."""
+    return sorted((ROOT / language).glob("[0-9]*.md"))
+
+
+# --- excerpts
+
+
+def excerpt(what: str) -> str:
+    """The lines that a mark names, with the indentation of the function taken away; `...` stands for what is
+    left out. Raises UserError if they are not there."""
+    where, *ends = (part.strip() for part in what.split(" | "))
+    path, name = where.split()
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    node = _definition(ast.parse("\n".join(lines)), name.split("."))
+    if node is None:
+        raise UserError(f"{what}: {path} has no {name}")
+    body, end = node.body[0].lineno - 1, node.end_lineno or 0  # lines begin at 1
+    shown = lines[node.lineno - 1 : end]
+    if ends:
+        first = _find(lines, ends[0], body, end, what)
+        last = _find(lines, ends[-1], first, end, what)
+        indent = " " * node.body[0].col_offset
+        before = [f"{indent}..."] if first > body else []
+        after = [f"{indent}..."] if last + 1 < end else []
+        shown = lines[node.lineno - 1 : body] + before + lines[first : last + 1] + after
+    return "".join(f"{line[node.col_offset :]}\n" for line in shown)
+
+
+def _definition(tree: ast.AST, names: list[str]) -> ast.FunctionDef | ast.ClassDef | None:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == names[0]:
+            return node if len(names) == 1 else _definition(node, names[1:])
+    return None
+
+
+def _find(lines: list[str], beginning: str, start: int, end: int, what: str) -> int:
+    for number in range(start, end):
+        if lines[number].strip().startswith(beginning):
+            return number
+    raise UserError(f"{what}: no line begins with {beginning!r}")
+
+
+def with_excerpts(page: str) -> str:
+    """The text of a page with its excerpts as they are in the source."""
+    return EXCERPT.sub(lambda found: f"{found['mark']}\n```python\n{excerpt(found['what'])}```", page)
+
+
+# --- snippets
+
+
+def snippet(page: str) -> tuple[str, str]:
+    """The snippet of a page and its output. Raises UserError unless there is exactly one."""
+    found = [(each["code"], each["output"]) for each in SNIPPET.finditer(page)]
+    if len(found) != 1:
+        raise UserError(f"a chapter has one snippet with its output, not {len(found)}")
+    return found[0]
+
+
+class _Console(code.InteractiveConsole):
+    """Python's prompt, where an error is raised."""
+
+    def _raise(self, kind: type, value: BaseException, trace: TracebackType | None, source: str) -> None:
+        raise value.with_traceback(trace)
+
+    _excepthook = _raise  # of Python 3.13; before it:
+
+    def showtraceback(self) -> None:
+        """Raise it."""
+        raise sys.exc_info()[1] or RuntimeError
+
+    def showsyntaxerror(self, filename: str | None = None, **kwargs: object) -> None:
+        """Raise it."""
+        raise sys.exc_info()[1] or SyntaxError
+
+
+def run_snippet(text: str) -> str:
+    """What a snippet prints where it is pasted into Python, line after line."""
+    console, shown = _Console(), io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        for line in text.splitlines():
+            is_incomplete = console.push(line)
+        if is_incomplete:
+            raise UserError("the snippet's last block needs an empty line to end it")
+    return "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
+
+
+def with_output(page: str, output: str) -> str:
+    """The text of a page with this output of its snippet."""
+    found = next(SNIPPET.finditer(page))
+    return page[: found.start("output")] + output + page[found.end("output") :]
+
+
+# --- the command
+
+
+def rewrite(path: Path, change: Callable[[str], str]) -> bool:
+    """Change a page; returns whether anything was changed."""
+    before = path.read_text(encoding="utf-8")
+    after = change(before)
+    if after != before:
+        path.write_text(after, encoding="utf-8")
+        print(f"{path.relative_to(ROOT)} rewritten")
+    return after != before
+
+
+def main() -> None:
+    """Fill in the pages, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if pages differ")
+    parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
+    args = parser.parse_args()
+    pages = [path for language in LANGUAGES for path in chapters(language)]
+    if args.check:
+        texts = {path: path.read_text(encoding="utf-8") for path in pages}
+        differ = [path for path, text in texts.items() if with_excerpts(text) != text]
+        for path in differ:
+            print(f"{path.relative_to(ROOT)} differs from the source: python -m tools.learn")
+        sys.exit(1 if differ else 0)
+    for path in pages:
+        rewrite(path, with_excerpts)
+    if args.run is None:
+        return
+    for path in chapters():
+        if not args.run or path.name[:2] in args.run:
+            output = run_snippet(snippet(path.read_text(encoding="utf-8"))[0])
+            for language in LANGUAGES:
+                rewrite(ROOT / language / path.name, lambda page, output=output: with_output(page, output))
+
+
+if __name__ == "__main__":
+    main()
