@@ -10,8 +10,8 @@ shown, how the first and the last line begin (of the first lines that do, after 
     <!-- code: trainer/loop.py train_update -->
     <!-- code: trainer/loop.py train_update | for i, batch in | optimizer.step -->
 
-A Python block without such a comment is a snippet; the text block after it is its output. The outputs of
-the English pages are copied into the Chinese ones, which have the same snippets.
+Another Python block is a snippet, and the text block after it shows its output. The outputs of the English
+pages are copied into the Chinese ones, which have the same snippets.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -33,8 +34,9 @@ from common.settings import ROOT
 
 LANGUAGES = ("docs/learn", "docs/zh/learn")
 EXCERPT = re.compile(r"(?P<mark><!-- code: (?P<what>.*?) -->)\n+```python\n(?P<text>.*?)^```$", re.M | re.S)
+BETWEEN = r"(?:(?!^```).)*?"  # text without a block
 SNIPPET = re.compile(
-    r"(?<!-->\n)(?<!-->\n\n)^```python\n(?P<code>.*?)^```$.*?^```text\n(?P<output>.*?)^```$", re.M | re.S
+    rf"(?<!-->\n)^```python\n(?P<code>.*?)^```${BETWEEN}^```text\n(?P<output>.*?)^```$", re.M | re.S
 )
 
 
@@ -89,12 +91,14 @@ def with_excerpts(page: str) -> str:
 # --- snippets
 
 
-def snippet(page: str) -> tuple[str, str]:
-    """The snippet of a page and its output. Raises UserError unless there is exactly one."""
-    found = [(each["code"], each["output"]) for each in SNIPPET.finditer(page)]
-    if len(found) != 1:
-        raise UserError(f"a chapter has one snippet with its output, not {len(found)}")
-    return found[0]
+def snippets(page: str) -> list[str]:
+    """The snippets of a page; the later ones go on where the first one ended."""
+    return [found["code"] for found in SNIPPET.finditer(page)]
+
+
+def outputs(page: str) -> list[str]:
+    """What the page shows as the outputs of its snippets."""
+    return [found["output"] for found in SNIPPET.finditer(page)]
 
 
 class _Console(code.InteractiveConsole):
@@ -114,21 +118,25 @@ class _Console(code.InteractiveConsole):
         raise sys.exc_info()[1] or SyntaxError
 
 
-def run_snippet(text: str) -> str:
-    """What a snippet prints where it is pasted into Python, line after line."""
-    console, shown = _Console(), io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        for line in text.splitlines():
-            is_incomplete = console.push(line)
-        if is_incomplete:
-            raise UserError("the snippet's last block needs an empty line to end it")
-    return "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
+def run_snippets(texts: list[str]) -> list[str]:
+    """What snippets print that are pasted into one Python, one after the other."""
+    console, printed = _Console(), []
+    for text in texts:
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            waits = [console.push(line) for line in text.splitlines()]
+        if waits[-1]:
+            raise UserError("the last block of a snippet needs an empty line to end it")
+        lines = shown.getvalue().replace(str(ROOT), "...").splitlines()
+        printed.append("".join(f"{line.rstrip()}\n" for line in lines))
+    return printed
 
 
-def with_output(page: str, output: str) -> str:
-    """The text of a page with this output of its snippet."""
-    found = next(SNIPPET.finditer(page))
-    return page[: found.start("output")] + output + page[found.end("output") :]
+def with_outputs(page: str, printed: list[str]) -> str:
+    """The text of a page with these outputs of its snippets."""
+    for found, output in reversed(list(zip(SNIPPET.finditer(page), printed, strict=True))):
+        page = page[: found.start("output")] + output + page[found.end("output") :]
+    return page
 
 
 # --- the command
@@ -146,7 +154,9 @@ def rewrite(path: Path, change: Callable[[str], str]) -> bool:
 
 def main() -> None:
     """Fill in the pages, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if pages differ")
     parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
     args = parser.parse_args()
@@ -163,9 +173,9 @@ def main() -> None:
         return
     for path in chapters():
         if not args.run or path.name[:2] in args.run:
-            output = run_snippet(snippet(path.read_text(encoding="utf-8"))[0])
+            printed = run_snippets(snippets(path.read_text(encoding="utf-8")))
             for language in LANGUAGES:
-                rewrite(ROOT / language / path.name, lambda page, output=output: with_output(page, output))
+                rewrite(ROOT / language / path.name, partial(with_outputs, printed=printed))
 
 
 if __name__ == "__main__":
